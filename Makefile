@@ -1,0 +1,77 @@
+# Every target sets itself up: the first one that needs Python makes .venv and installs the pinned versions (a few minutes, once).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(firstword $(shell command -v python3.11) $(shell command -v python3.12) python3)
+WORKERS ?= 2
+WORKLOAD ?= azure_conv
+REPLICAS ?= 4
+DIR ?= ../shared/golden
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+PIP := $(PY) -m pip --disable-pip-version-check
+STAMP := $(VENV)/.installed
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+
+.PHONY: help install demo lint format test test-fast bench bench-sim golden gpu-check gpu-bench docs clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  Variables: PYTHON=$(PYTHON) WORKERS=$(WORKERS) WORKLOAD=$(WORKLOAD) REPLICAS=$(REPLICAS) DIR=$(DIR) PYTEST_ARGS="
+
+install: $(STAMP) ## make .venv and install the package, its extras and the development tools at the pinned versions
+
+# torch goes first and by exact version: an index that offers a CPU build then provides it, and no range pulls in a newer CUDA build.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 13) or sys.exit(f"Makefile: PYTHON is {sys.version.split()[0]}. Allowed: 3.11, 3.12 (make install PYTHON=python3.11).")'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt torch==$(TORCH)
+	$(PIP) install --quiet -c constraints.txt -e '.[dev,serve,otel]'
+	@touch $@
+
+demo: install ## compare policy combinations on an embedded workload and write the report (under 2 minutes)
+	$(PY) examples/demo.py
+
+lint: install ## ruff, formatting, mypy --strict, import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install ## let ruff sort imports, apply safe fixes and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint ## lint, then every test (slow ones too; those that need a GPU are skipped without one)
+	$(BIN)/pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+test-fast: install ## the tests that take seconds
+	$(BIN)/pytest -n $(WORKERS) -m "not slow and not gpu" $(PYTEST_ARGS)
+
+bench: install ## scheduler and simulator costs, as ratios measured in one run
+	$(PY) benchmarks/run.py
+
+bench-sim: install ## simulation speed: WORKLOAD=name REPLICAS=n
+	$(PY) benchmarks/simulate.py --workload $(WORKLOAD) --replicas $(REPLICAS)
+
+golden: install ## replay recorded decisions: DIR=folder
+	$(PY) -P -m vajra_py.testing.golden $(DIR)
+
+gpu-check: install ## correctness of kernels and engine on an NVIDIA GPU
+	$(PY) benchmarks/gpu_check.py
+
+gpu-bench: install ## speed of kernels and engine on an NVIDIA GPU
+	$(PY) benchmarks/gpu_bench.py
+
+docs: install ## run every YAML and Python block of the documentation
+	$(BIN)/pytest -n $(WORKERS) tests/docs $(PYTEST_ARGS)
+
+clean: ## remove the environment, caches and build outputs (results under runs/ stay)
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,216 @@
+"""How fast are the kernels on this GPU, against its own measured copy bandwidth and matrix rate?
+
+Writes one JSON file with the chip, the versions, the date and every figure. ``--sweep`` also times other tile shapes, to
+revise the built-in ones. Exit code 2 when there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gpu_facts import RESULTS, machine, require_gpu, use_checkout, write_results
+
+use_checkout()
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+
+import vajra_kernels  # noqa: E402
+from vajra_kernels.call import AttentionCall  # noqa: E402
+from vajra_kernels.config import TileConfig  # noqa: E402
+from vajra_kernels.decode import decode_launches  # noqa: E402
+from vajra_kernels.gpu import attention_launches  # noqa: E402
+from vajra_kernels.launch import Launch, device_facts  # noqa: E402
+from vajra_kernels.ragged import ragged_launch  # noqa: E402
+
+DECODES = [(1, 8192), (8, 4096), (32, 2048), (64, 8192), (128, 4096), (256, 1024)]
+CHUNKS = [(512, 512), (2048, 2048), (2048, 10240), (8192, 8192)]
+DECODE_TILES = [TileConfig(16, n, warps, stages) for n in (32, 64, 128) for warps in (2, 4) for stages in (3, 5, 7)]
+CHUNK_TILES = [
+    *(TileConfig(128, n, 8, stages) for n in (32, 64, 128) for stages in (3, 5, 6)),
+    *(TileConfig(64, n, 4, stages) for n in (32, 64, 128) for stages in (3, 5)),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sequences of one shape: ``num_seqs`` of them, each with ``query_len`` new tokens and ``kv_len`` positions."""
+
+    num_seqs: int
+    query_len: int
+    kv_len: int
+    heads: tuple[int, int] = (32, 4)
+    head_dim: int = 128
+    block_size: int = 64
+    window: int | None = None
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V that one pass reads."""
+        positions = self.kv_len if self.window is None else min(self.kv_len, self.window)
+        return self.num_seqs * positions * self.heads[1] * self.head_dim * 2 * 2
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the causal products."""
+        context = self.kv_len - self.query_len
+        pairs = self.query_len * context + self.query_len * (self.query_len + 1) // 2
+        return self.num_seqs * pairs * self.heads[0] * self.head_dim * 4
+
+
+def milliseconds(function: Callable[[], object]) -> float:
+    """Median time of ``function`` on the GPU, the L2 cache emptied before each run."""
+    return float(triton.testing.do_bench(function, warmup=50, rep=300, return_mode="median"))
+
+
+def make_call(shape: Shape, device: str) -> AttentionCall:
+    """Random bf16 operands; every sequence has blocks of its own, in random order."""
+    per_seq = -(-shape.kv_len // shape.block_size)
+    num_blocks = per_seq * shape.num_seqs
+    block_shape = (shape.block_size, shape.heads[1], shape.head_dim)
+    k_cache, v_cache = vajra_kernels.allocate_kv_cache(1, num_blocks, block_shape, torch.bfloat16, device)
+    k_cache.normal_()
+    v_cache.normal_()
+    tables = torch.randperm(num_blocks).view(shape.num_seqs, per_seq)
+    query_lens, kv_lens = [shape.query_len] * shape.num_seqs, [shape.kv_len] * shape.num_seqs
+    metadata = vajra_kernels.build_metadata(query_lens, kv_lens, tables, shape.block_size, device)
+    q = torch.randn((metadata.num_query_tokens, shape.heads[0], shape.head_dim), dtype=torch.bfloat16, device=device)
+    out = torch.empty_like(q)
+    scale = shape.head_dim**-0.5
+    return AttentionCall(q, k_cache[0], v_cache[0], metadata, scale, shape.window, None, out, None)
+
+
+def timed(launches: list[Launch]) -> float:
+    """Milliseconds of one attention call."""
+
+    def run() -> None:
+        for launch in launches:
+            launch.run()
+
+    return milliseconds(run)
+
+
+def device_limits(device: str) -> dict[str, float]:
+    """Measured bytes per second of a copy (read and written) and bf16 FLOP per second of a product of random matrices."""
+    source = torch.empty(2**32, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_ms = milliseconds(lambda: target.copy_(source))
+    source = target = torch.empty(0)  # gives the memory back
+    a, b = (torch.randn((8192, 8192), dtype=torch.bfloat16, device=device) for _ in range(2))
+    product_ms = milliseconds(lambda: a @ b)
+    return {"copy_bytes_per_s": 2 * 2**32 / copy_ms * 1e3, "bf16_flop_per_s": 2 * 8192**3 / product_ms * 1e3}
+
+
+def bench_attention(shapes: list[Shape], limits: dict[str, float], device: str) -> list[dict[str, Any]]:
+    """Time, bytes and FLOP rates of every shape with the built-in configuration."""
+    records = []
+    for shape in shapes:
+        call = make_call(shape, device)
+        launches = attention_launches(call, device_facts(call.q.device))
+        ms = timed(launches)
+        record = asdict(shape) | {
+            "ms": ms,
+            "tile": asdict(launches[0].tile),
+            "grid": launches[0].grid,
+            "copy_bandwidth_fraction": shape.kv_bytes / ms * 1e3 / limits["copy_bytes_per_s"],
+            "matrix_rate_fraction": shape.flops / ms * 1e3 / limits["bf16_flop_per_s"],
+        }
+        if shape.query_len == shape.kv_len and shape.window is None:
+            record["torch_dense_ms"] = dense_peer(call, shape)
+        records.append(record)
+        print({k: record[k] for k in ("num_seqs", "query_len", "kv_len", "heads", "block_size", "ms")}, record["tile"])
+        print(
+            f"   {record['copy_bandwidth_fraction']:.1%} of copy, {record['matrix_rate_fraction']:.1%} of matrix rate"
+        )
+    return records
+
+
+def dense_peer(call: AttentionCall, shape: Shape) -> float:
+    """Milliseconds of torch's own causal attention on the same heads, K and V dense (a peer for prompts)."""
+    q = call.q.view(shape.num_seqs, shape.query_len, *call.q.shape[1:]).transpose(1, 2)
+    k, v = (torch.randn_like(q[:, : shape.heads[1]]) for _ in range(2))
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return milliseconds(lambda: attention(q, k, v, is_causal=True, enable_gqa=True))
+
+
+def bench_memory(limits: dict[str, float], device: str) -> list[dict[str, Any]]:
+    """Writing K/V, copying blocks and merging partial results, as fractions of copy bandwidth."""
+    records = []
+
+    def add(name: str, num_bytes: int, function: Callable[[], object]) -> None:
+        ms = milliseconds(function)
+        fraction = num_bytes / ms * 1e3 / limits["copy_bytes_per_s"]
+        records.append({"kernel": name, "bytes": num_bytes, "ms": ms, "copy_bandwidth_fraction": fraction})
+        print(f"{name}: {ms:.4f} ms, {fraction:.1%} of copy")
+
+    k_cache, v_cache = (c[0] for c in vajra_kernels.allocate_kv_cache(1, 4096, (64, 8, 128), torch.bfloat16, device))
+    for num_tokens in (64, 8192):
+        new = torch.randn((num_tokens, 8, 128), dtype=torch.bfloat16, device=device)
+        slots = torch.randperm(4096 * 64)[:num_tokens].to(device)
+        add(
+            f"write {num_tokens} tokens",
+            4 * new.nbytes,
+            partial(vajra_kernels.write_kv, new, new, k_cache, v_cache, slots),
+        )
+    pairs = torch.stack((torch.randperm(2048), torch.randperm(2048) + 2048), 1).to(device)
+    num_bytes = 2 * 2048 * k_cache[0].nbytes
+    add("copy 2048 blocks", num_bytes, lambda: vajra_kernels.copy_blocks(k_cache, k_cache, pairs))
+    parts = torch.randn((4, 8192, 32, 128), dtype=torch.bfloat16, device=device)
+    lses = torch.randn((4, 8192, 32), device=device)
+    moved = parts.nbytes + parts.nbytes // 4 + lses.nbytes
+    add("merge 4 parts of 8192 tokens", moved, lambda: vajra_kernels.merge_partials(parts, lses))
+    return records
+
+
+def sweep(device: str) -> list[dict[str, Any]]:
+    """Times of other tiles than the built-in ones; a tile that does not fit the device is left out with its reason."""
+    records = []
+    shapes = [Shape(64, 1, 8192), Shape(8, 1, 4096), Shape(64, 1, 8192, block_size=16), Shape(1, 8192, 8192)]
+    for shape in [*shapes, Shape(1, 2048, 10240), Shape(1, 8192, 8192, head_dim=64)]:
+        call = make_call(shape, device)
+        facts = device_facts(call.q.device)
+        for tile in DECODE_TILES if shape.query_len == 1 else CHUNK_TILES:
+            record: dict[str, Any] = asdict(shape) | {"tile": asdict(tile)}
+            try:
+                is_decode = shape.query_len == 1
+                launches = decode_launches(call, facts, tile) if is_decode else [ragged_launch(call, facts, tile)]
+                record["ms"] = timed(launches)
+            except Exception as problem:
+                record["left_out"] = repr(problem)[:200]
+            records.append(record)
+            print(record)
+    return records
+
+
+def main() -> int:
+    """Measures everything and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=RESULTS / "gpu_bench.json", help="where the JSON goes")
+    parser.add_argument("--sweep", action="store_true", help="also time other tile shapes")
+    options = parser.parse_args()
+    require_gpu("gpu_bench")
+    device = "cuda"
+    limits = device_limits(device)
+    print({name: f"{value:.3g}" for name, value in limits.items()})
+    shapes = [
+        Shape(n, 1, kv, heads, 128, block) for n, kv in DECODES for heads in ((32, 4), (32, 8)) for block in (16, 64)
+    ]
+    shapes += [Shape(1, new, kv, (32, 4), 128, block) for new, kv in CHUNKS for block in (16, 64)]
+    shapes += [Shape(1, 8192, 8192, (32, 4), dim) for dim in (64, 256)] + [Shape(1, 8192, 8192, window=1024)]
+    content: dict[str, Any] = {"machine": machine(), "limits": limits}
+    content["attention"] = bench_attention(shapes, limits, device)
+    content["memory"] = bench_memory(limits, device)
+    if options.sweep:
+        content["sweep"] = sweep(device)
+    write_results(options.output, content)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""Are the kernels right on this GPU? Every dtype and feature against float64, then graphs, swap and large caches.
+
+Writes one JSON file with the chip, the versions, the date and the worst error of every check. Exit code 0 when all pass,
+1 when one fails, 2 when there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gpu_facts import RESULTS, machine, require_gpu, use_checkout, write_results
+
+use_checkout()
+
+import torch  # noqa: E402
+
+import vajra_kernels  # noqa: E402
+from vajra_kernels import checks, reference  # noqa: E402
+
+FLOAT32_TOLERANCE = 3e-5  # the GPU's exponential is approximate to 2 units in the last place
+Outcome = tuple[float, float]  # (worst error, what is tolerated)
+
+
+def on_device(inputs: checks.AttentionInputs, device: str) -> checks.AttentionInputs:
+    """The inputs moved, each cache in the memory order that it had."""
+
+    def moved(cache: torch.Tensor) -> torch.Tensor:
+        if cache.is_contiguous():
+            return cache.to(device)
+        return cache.transpose(1, 2).contiguous().to(device).transpose(1, 2)
+
+    old = inputs.metadata
+    metadata = replace(
+        old,
+        query_start=old.query_start.to(device),
+        kv_lens=old.kv_lens.to(device),
+        block_table=old.block_table.to(device),
+        slot_mapping=old.slot_mapping.to(device),
+        memo=type(old.memo)(old.memo.cpu_plans),
+    )
+    return checks.AttentionInputs(inputs.q.to(device), moved(inputs.k_cache), moved(inputs.v_cache), metadata)
+
+
+def check_attention(case: checks.AttentionCase, generator: torch.Generator, device: str) -> Outcome:
+    """One case through the public function, against float64 on the host."""
+    inputs = checks.make_inputs(case, generator, "cpu")
+    wanted = checks.expected(case, inputs)
+    moved = on_device(inputs, device)
+    out = torch.full((*inputs.q.shape[:2], case.dims[1]), float("nan"), dtype=case.dtype, device=device)
+    result, lse = vajra_kernels.paged_attention(
+        moved.q,
+        moved.k_cache,
+        moved.v_cache,
+        moved.metadata,
+        window=case.window,
+        softcap=case.softcap,
+        return_lse=True,
+        out=out,
+    )
+    error, lse_error = checks.worst_errors(result.cpu(), lse.cpu(), wanted)
+    tolerance = FLOAT32_TOLERANCE if case.dtype == torch.float32 else checks.TOLERANCES[case.dtype]
+    return (error, tolerance) if lse_error <= max(tolerance, 1e-4) else (lse_error, 1e-4)
+
+
+def check_write(dtype: torch.dtype, generator: torch.Generator, device: str) -> Outcome:
+    """K/V of 300 tokens into shuffled slots, some of them nowhere; exact."""
+    k_cache, v_cache = (cache[0] for cache in vajra_kernels.allocate_kv_cache(1, 40, (16, 8, 128), dtype, device))
+    fused = torch.randn((300, 24, 128), generator=generator).to(dtype)
+    slots = torch.randperm(640, generator=generator)[:300]
+    slots[::7] = -1
+    moved = fused.to(device)
+    vajra_kernels.write_kv(moved[:, 8:16], moved[:, 16:], k_cache, v_cache, slots.to(device))
+    error = 0.0
+    for cache, new in zip((k_cache, v_cache), (fused[:, 8:16], fused[:, 16:]), strict=True):
+        wanted = torch.zeros(cache.shape, dtype=dtype)
+        reference.write_kv_reference(new, wanted, slots)
+        error = max(error, float((cache.cpu().float() - wanted.float()).abs().max()))
+    return error, 0.0
+
+
+def check_merge(dtype: torch.dtype, generator: torch.Generator, device: str) -> Outcome:
+    """Partial results of which some are empty and hold NaN."""
+    parts = torch.randn((5, 70, 12, 96), generator=generator).to(dtype)
+    lses = torch.randn((5, 70, 12), generator=generator) * 10
+    empty = torch.rand(lses.shape, generator=generator) < 0.3
+    lses[empty], parts[empty] = float("-inf"), float("nan")
+    wanted = reference.merge_reference(parts.double(), lses.double())
+    out, lse = vajra_kernels.merge_partials(parts.to(device), lses.to(device))
+    return max(checks.worst_errors(out.cpu(), lse.cpu(), wanted)), max(checks.TOLERANCES[dtype], 1e-5)
+
+
+def check_copies(dtype: torch.dtype, generator: torch.Generator, device: str) -> Outcome:
+    """Blocks between two caches of the GPU, then to the host and back; exact."""
+    source, _ = vajra_kernels.allocate_kv_cache(3, 30, (16, 2, 80), dtype, device)
+    source.copy_(torch.randn(source.shape, generator=generator))
+    before = source.clone()
+    target = torch.zeros_like(source)
+    pairs = torch.stack((torch.randperm(30, generator=generator), torch.arange(30)), 1)
+    vajra_kernels.copy_blocks(source, target, pairs)
+    error = float((target.float() - before[:, pairs[:, 0].to(device)].float()).abs().max())
+    host = vajra_kernels.allocate_swap_space(source, 30)
+    out = torch.tensor([[4, 0], [5, 1], [6, 2], [20, 9]])
+    vajra_kernels.copy_blocks(source, host, out)
+    source[:, out[:, 0].to(device)] = 0
+    vajra_kernels.copy_blocks(host, source, out.flip(1))
+    return max(error, float((source.float() - before.float()).abs().max())), 0.0
+
+
+def check_graph(dtype: torch.dtype, generator: torch.Generator, device: str) -> Outcome:
+    """A decode captured in a CUDA graph at the largest lengths, replayed with other lengths and padding rows."""
+    longest = checks.AttentionCase((8, 2), (128, 128), 64, ((1, 900),) * 6, dtype)
+    now = replace(longest, lens=((1, 900), (1, 33), (1, 0), (1, 512), (1, 1), (1, 0)))
+    cpu = checks.make_inputs(now, generator, "cpu")
+    inputs = on_device(cpu, device)
+    table = torch.zeros((6, 15), dtype=torch.int32, device=device)
+    table[:, : inputs.metadata.block_table.shape[1]] = inputs.metadata.block_table
+    lens = torch.full((6,), 900, dtype=torch.int32, device=device)
+    metadata = replace(
+        inputs.metadata,
+        kv_lens=lens,
+        block_table=torch.zeros_like(table),
+        max_kv_len=900,
+        num_kv_tokens=5400,
+        memo=type(cpu.metadata.memo)(),
+    )
+    out = torch.full(inputs.q.shape, float("nan"), dtype=dtype, device=device)
+
+    def step() -> None:
+        vajra_kernels.paged_attention(inputs.q, inputs.k_cache, inputs.v_cache, metadata, out=out)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    metadata.kv_lens.copy_(inputs.metadata.kv_lens)
+    metadata.block_table.copy_(table)
+    out.fill_(float("nan"))
+    graph.replay()
+    tolerance = FLOAT32_TOLERANCE if dtype == torch.float32 else checks.TOLERANCES[dtype]
+    return checks.worst_errors(out.cpu(), None, checks.expected(now, cpu))[0], tolerance
+
+
+def check_large_cache(generator: torch.Generator, device: str) -> Outcome:
+    """Blocks beyond 2^31 elements of a cache: offsets must be 64-bit."""
+    num_blocks = 2**31 // (64 * 8 * 128) + 64
+    block_shape = (64, 8, 128)
+    k_cache, v_cache = (
+        c[0] for c in vajra_kernels.allocate_kv_cache(1, num_blocks, block_shape, torch.bfloat16, device)
+    )
+    blocks = [num_blocks - 1, 3, num_blocks - 7]
+    metadata = vajra_kernels.build_metadata([150], [150], [blocks], 64, device)
+    drawn = [torch.randn((150, 8, 128), generator=generator).to(torch.bfloat16) for _ in range(3)]
+    q, key, value = (tensor.to(device) for tensor in drawn)
+    vajra_kernels.write_kv(key, value, k_cache, v_cache, metadata.slot_mapping)
+    out = vajra_kernels.paged_attention(q, k_cache, v_cache, metadata)
+    dense_q, dense_k, dense_v = (tensor.double().transpose(0, 1)[None] for tensor in drawn)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    wanted = attention(dense_q, dense_k, dense_v, is_causal=True)[0].transpose(0, 1)
+    return checks.worst_errors(out.cpu(), None, (wanted, wanted))[0], checks.TOLERANCES[torch.bfloat16]
+
+
+def all_checks(generator: torch.Generator, device: str) -> Iterator[tuple[str, Callable[[], Outcome]]]:
+    """(name, check) pairs, small ones first."""
+    for case in checks.gpu_cases():
+        yield f"attention {case.label}", partial(check_attention, case, generator, device)
+    per_dtype = {"write": check_write, "merge": check_merge, "copy": check_copies, "graph": check_graph}
+    for name, check in per_dtype.items():
+        for dtype in checks.TOLERANCES:
+            label = f"{name} {str(dtype).removeprefix('torch.')}"
+            yield label, partial(check, dtype, generator, device)
+    yield "large cache bfloat16", partial(check_large_cache, generator, device)
+
+
+def run(seed: int, device: str) -> list[dict[str, Any]]:
+    """The outcome of every check; an exception is a failure with its text."""
+    generator = torch.Generator().manual_seed(seed)
+    results: list[dict[str, Any]] = []
+    for name, check in all_checks(generator, device):
+        record: dict[str, Any] = {"check": name}
+        try:
+            error, tolerance = check()
+            record |= {"passed": error <= tolerance, "error": error, "tolerance": tolerance}
+        except Exception as problem:
+            record |= {"passed": False, "exception": repr(problem), "trace": traceback.format_exc(limit=-3)}
+        results.append(record)
+        if not record["passed"]:
+            print(f"FAILED {record}")
+    return results
+
+
+def main() -> int:
+    """Runs everything and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=RESULTS / "gpu_check.json", help="where the JSON goes")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs")
+    options = parser.parse_args()
+    require_gpu("gpu_check")
+    results = run(options.seed, "cuda")
+    num_failed = sum(not record["passed"] for record in results)
+    write_results(options.output, {"machine": machine(), "seed": options.seed, "checks": results})
+    print(f"{len(results) - num_failed} of {len(results)} checks passed")
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

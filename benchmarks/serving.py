@@ -1,0 +1,187 @@
+"""What do HTTP and streaming add to the engine's own throughput, and to the time to the first token?
+
+`python benchmarks/serving.py [MODEL]` (a tiny model of about 10 M parameters is written when none is given). The same 64
+requests go to the engine in Python, and as 64 streams over HTTP to a server process, alternately in one run; the clients
+share the machine's cores with the server. TTFT at low load: what clients measure less what the engine measures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import httpx
+
+NUM_STREAMS = 64
+PROMPT_TOKENS = 32
+OUTPUT_TOKENS = 128
+ROUNDS = 5
+NUM_LONE = 40
+FLAGS = {"max-num-seqs": 64, "max-model-len": 512, "num-gpu-blocks-override": 1024, "block-size": 16}
+MAIN = "from vajra_py.cli.main import main; main()"
+
+
+@dataclass(slots=True)
+class Served:
+    """The server process and its address."""
+
+    process: subprocess.Popen[str]
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{self.host}:{self.port}"
+
+
+def start_server(model: Path) -> Served:
+    """A server of the model, ready."""
+    flags = [part for name, value in FLAGS.items() for part in (f"--{name}", str(value))]
+    command = [sys.executable, "-P", "-c", MAIN, "serve", "--model", str(model), "--port", "0", *flags]
+    process = subprocess.Popen([*command, "--served-model-name", "m"], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    line = next(line for line in process.stderr if "listening on " in line)
+    url = httpx.URL(line.split("listening on ")[1].split()[0])
+    served = Served(process, url.host, url.port or 80)
+    for _ in range(3000):
+        if httpx.get(f"{served.url}/ready").status_code == 200:
+            return served
+        time.sleep(0.1)
+    raise TimeoutError("the server did not become ready")
+
+
+def prompts(round_number: int) -> list[list[int]]:
+    """Prompts that no other round shares a prefix with."""
+    return [[3 + (17 * round_number + 5 * k + j * j) % 900 for j in range(PROMPT_TOKENS)] for k in range(NUM_STREAMS)]
+
+
+def engine_alone(model: Path) -> None:
+    """A process of its own: for each line on standard input, the round's requests; says how long they took."""
+    from vajra_py.engine.compute import SamplingParams
+    from vajra_py.engine.llm import LLM
+    from vajra_py.serve.configure import ModelFlags
+
+    given: dict[str, Any] = {name.replace("-", "_"): value for name, value in FLAGS.items()}
+    params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+    with LLM(model, ModelFlags(model=str(model), **given).mapping()) as llm:
+        print("ready", flush=True)
+        for line in sys.stdin:
+            asked = prompts(int(line))
+            started = time.perf_counter()
+            llm.generate(asked, params)
+            print(time.perf_counter() - started, flush=True)
+
+
+async def one_stream(served: Served, prompt: list[int], max_tokens: int = OUTPUT_TOKENS) -> float:
+    """One streamed completion over a bare connection; seconds to the first token."""
+    body = {
+        "model": "m",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    payload = json.dumps(body).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: {served.host}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(payload)}\r\nconnection: close\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection(served.host, served.port)
+    started = time.perf_counter()
+    writer.write(head.encode() + payload)
+    received = await reader.readuntil(b"data: ")
+    first_s = time.perf_counter() - started
+    assert received.startswith(b"HTTP/1.1 200"), received
+    last = b""
+    while piece := await reader.read(65536):
+        last = (last + piece)[-64:]
+    assert b"[DONE]" in last
+    writer.close()
+    return first_s
+
+
+async def over_http(served: Served, round_number: int) -> float:
+    """Seconds that the round's requests take as streams."""
+    started = time.perf_counter()
+    await asyncio.gather(*(one_stream(served, prompt) for prompt in prompts(round_number)))
+    return time.perf_counter() - started
+
+
+def engine_ttft(served: Served) -> tuple[float, float]:
+    """(sum, count) of the TTFTs that the engine has measured."""
+    lines = httpx.get(f"{served.url}/metrics").text.splitlines()
+    values = [
+        next(float(line.split()[-1]) for line in lines if line.startswith(f"vajra:time_to_first_token_seconds_{what}"))
+        for what in ("sum", "count")
+    ]
+    return values[0], values[1]
+
+
+async def lone_requests(served: Served) -> float:
+    """What HTTP adds to the mean TTFT of requests that come one by one, seconds."""
+    await one_stream(served, [7] * PROMPT_TOKENS, 2)
+    total, count = engine_ttft(served)
+    measured = [await one_stream(served, [9 + number] * PROMPT_TOKENS, 2) for number in range(NUM_LONE)]
+    later, count_later = engine_ttft(served)
+    assert count_later - count == NUM_LONE
+    return mean(measured) - (later - total) / NUM_LONE
+
+
+def measure(model: Path) -> dict[str, float]:
+    """The figures."""
+    served = start_server(model)
+    command = [sys.executable, "-P", __file__, "--engine", str(model)]
+    engine = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert engine.stdin is not None
+    assert engine.stdout is not None
+    try:
+        assert engine.stdout.readline().strip() == "ready"
+        alone, http = [], []
+        for round_number in range(ROUNDS + 1):
+            engine.stdin.write(f"{round_number}\n")
+            engine.stdin.flush()
+            alone.append(float(engine.stdout.readline()))
+            http.append(asyncio.run(over_http(served, round_number)))
+        added_s = asyncio.run(lone_requests(served))
+    finally:
+        engine.stdin.close()
+        engine.wait(60)
+        served.process.terminate()
+        served.process.wait(60)
+    ratios = [one / other for one, other in zip(http[1:], alone[1:], strict=True)]  # the first round warms up
+    tokens = NUM_STREAMS * OUTPUT_TOKENS
+    return {
+        "engine_tokens_per_s": round(tokens / median(alone[1:]), 1),
+        "http_tokens_per_s": round(tokens / median(http[1:]), 1),
+        "http_over_engine_time": round(median(ratios), 3),
+        "added_ttft_ms": round(1e3 * added_s, 2),
+    }
+
+
+def main() -> None:
+    """The command."""
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] == "--engine":
+        engine_alone(Path(arguments[1]))
+        return
+    if arguments:
+        print(json.dumps(measure(Path(arguments[0])), indent=1))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "tiny"
+        subprocess.run([sys.executable, "-P", "-c", MAIN, "model", "tiny", str(model), "--size", "10m"], check=True)
+        print(json.dumps(measure(model), indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""What does one steady decode step cost: schedule and apply, prefix cache on, priorities on, nobody watching?
+
+Figures are ratios to a bare loop that appends one token to each of as many lists, taken in the same run, alternately.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from vajra_py.config import config_from_mapping
+from vajra_py.contract import EndReason, LatencyModel
+from vajra_py.latency import AffineConfig
+from vajra_py.plugins import Truth, build_output_lengths, load_registry
+from vajra_py.runtime.assembly import ModelFacts, Services, build_controller
+from vajra_py.runtime.controller import Controller
+from vajra_py.runtime.executor import StepResult
+from vajra_py.runtime.kv import PrivateKeys
+from vajra_py.runtime.replica import Replica
+from vajra_py.runtime.request import RequestFacts
+from vajra_py.runtime.seeds import SeedTree
+from vajra_py.sim.executor import SimulatedExecutor
+
+STEPS = 300
+ROUNDS = 7
+PROMPT_TOKENS = 200
+STEP_TICKS = 10**10
+_NOTHING = StepResult()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One situation to measure."""
+
+    num_running: int
+    num_waiting: int = 0
+    prioritizer: str = "edf"
+    scheduler: str = "fixed_chunk"
+    params: tuple[tuple[str, Any], ...] = (("chunk_size", 2048),)
+
+
+def affine_latency() -> LatencyModel:
+    """A latency model that costs nothing to ask."""
+    return AffineConfig(type="affine", base_s=0.005, per_token_s=1e-5).build()
+
+
+def build(case: Case) -> tuple[Controller, Replica, SimulatedExecutor]:
+    """A replica that runs as many decodes as the case says, with as many more waiting behind a full batch."""
+    mapping = {
+        "version": 1,
+        "scheduling": {
+            "request_prioritizer": case.prioritizer,
+            "replicaset_scheduler": "round_robin",
+            "replica_scheduler": {"policy": case.scheduler, "params": dict(case.params)},
+        },
+        "replica": {
+            "max_batch_size": case.num_running,
+            "max_model_len": 1_000_000,
+            "memory": {
+                "num_blocks": max(case.num_running * 2_000, 80_000),
+                "watermark_fraction": 0.0,
+                "block_size": 16,
+            },
+        },
+        "workload": {"type": "profile", "profile": "azure2023_conv"},
+        "backend": {"simulator": {"latency": {"type": "affine", "base_s": 0.005, "per_token_s": 1e-5}}},
+    }
+    config = config_from_mapping(mapping)
+    registry = load_registry()
+    seeds = SeedTree(0)
+    executor = SimulatedExecutor()
+    services = Services(
+        registry=registry,
+        latency=affine_latency(),
+        output_lengths=build_output_lengths("none", {}, Truth(seeds.stream, {}), registry),
+        seeds=seeds,
+        facts=ModelFacts(),
+        executor_of=lambda replicaset, replica_id: executor,
+    )
+    controller = build_controller(config, services)
+    replica = controller.replicas()[0]
+    now = 0
+    for number in range(case.num_running):
+        submit(controller, executor, f"run-{number}", PROMPT_TOKENS + number % 37, now)
+    while len(replica.residents.pool) < case.num_running:
+        now += STEP_TICKS
+        step(replica, now)
+    for number in range(case.num_waiting):
+        submit(controller, executor, f"wait-{number}", PROMPT_TOKENS + number % 1999, now + number)
+    return controller, replica, executor
+
+
+def submit(controller: Controller, executor: SimulatedExecutor, request_id: str, num_tokens: int, now: int) -> None:
+    """One request whose output goes on for ever."""
+    facts = RequestFacts(request_id, num_tokens, max_tokens=900_000 if request_id.startswith("run") else 100)
+    request, _, _ = controller.submit(facts, lambda size: PrivateKeys(request_id), now)
+    executor.expect(request, 900_000)
+
+
+def step(replica: Replica, now: int) -> None:
+    """Schedule and apply one step."""
+    plan = replica.next_plan(now)
+    if plan is None:
+        raise RuntimeError("nothing ran")
+    replica.complete_step(plan, _NOTHING, now + 1)
+
+
+def bare_loop(num_lists: int) -> Callable[[int], None]:
+    """The measure: append one token to each of so many lists, so many times."""
+    lists: list[list[int]] = [[] for _ in range(num_lists)]
+
+    def run(num_steps: int) -> None:
+        for token in range(num_steps):
+            for one in lists:
+                one.append(token)
+
+    return run
+
+
+def measure_case(case: Case) -> tuple[float, float]:
+    """(microseconds a step, multiple of the bare loop), each the median of several alternating rounds."""
+    _, replica, _ = build(case)
+    bare = bare_loop(case.num_running)
+    now = 10**15
+    own: list[float] = []
+    base: list[float] = []
+    for _ in range(ROUNDS):
+        started = time.process_time_ns()
+        for _ in range(STEPS):
+            now += STEP_TICKS
+            step(replica, now)
+        own.append((time.process_time_ns() - started) / STEPS)
+        started = time.process_time_ns()
+        bare(STEPS)
+        base.append((time.process_time_ns() - started) / STEPS)
+    ratios = [mine / theirs for mine, theirs in zip(own, base, strict=True)]
+    return median(own) / 1000, median(ratios)
+
+
+def measure_queue(num_waiting: int, prioritizer: str = "edf", repeats: int = 400) -> tuple[float, float]:
+    """(microseconds to add a request, microseconds to abort one) with so many waiting."""
+    controller, _, executor = build(Case(4, num_waiting, prioritizer))
+    now = 2 * 10**15
+    added: list[str] = []
+    started = time.process_time_ns()
+    for number in range(repeats):
+        request_id = f"late-{number}"
+        submit(controller, executor, request_id, PROMPT_TOKENS + number % 911, now + number)
+        added.append(request_id)
+    add_us = (time.process_time_ns() - started) / repeats / 1000
+    victims = [f"wait-{number}" for number in range(0, num_waiting, max(1, num_waiting // repeats))][:repeats]
+    started = time.process_time_ns()
+    for request_id in victims:
+        controller.end_early(request_id, EndReason.ABORTED, now + 10**9)
+    abort_us = (time.process_time_ns() - started) / len(victims) / 1000
+    return add_us, abort_us
+
+
+def measure() -> dict[str, float]:
+    """Every figure, by name."""
+    figures: dict[str, float] = {}
+    for num_running in (32, 128, 256, 512, 1024):
+        micros, ratio = measure_case(Case(num_running, params=(("chunk_size", 4096),)))
+        figures[f"step_us_running_{num_running}"] = micros
+        figures[f"step_x_bare_running_{num_running}"] = ratio
+    figures["step_1024_x_256"] = figures["step_us_running_1024"] / figures["step_us_running_256"]
+    for num_waiting in (1_000, 100_000):
+        micros, ratio = measure_case(Case(256, num_waiting))
+        figures[f"step_us_running_256_waiting_{num_waiting}"] = micros
+        figures[f"step_waiting_{num_waiting}_x_empty"] = ratio / figures["step_x_bare_running_256"]
+    fcfs, _ = measure_case(Case(256, 100_000, "fcfs"))
+    lrs, _ = measure_case(Case(256, 100_000, "lrs"))
+    figures["step_lrs_x_fcfs_waiting_100000"] = lrs / fcfs
+    micros, ratio = measure_case(Case(256, 0, "fcfs", "vllm_v1", ()))
+    figures["step_us_vllm_v1_running_256"] = micros
+    figures["step_x_bare_vllm_v1_running_256"] = ratio
+    few, many = measure_queue(100), measure_queue(100_000)
+    figures["add_us_waiting_100"], figures["abort_us_waiting_100"] = few
+    figures["add_us_waiting_100000"], figures["abort_us_waiting_100000"] = many
+    figures["add_100000_x_100"] = many[0] / few[0]
+    figures["abort_100000_x_100"] = many[1] / few[1]
+    return figures

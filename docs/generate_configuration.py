@@ -1,0 +1,372 @@
+"""Write docs/configuration.md from the models that check experiment files, so that the page cannot fall behind them.
+
+python docs/generate_configuration.py           writes the page
+python docs/generate_configuration.py --check   fails when the page would change
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import inspect
+import json
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from vajra_py.config.choices import registered_backends, workload_annotation
+from vajra_py.config.schema import ExperimentConfig
+from vajra_py.contract import Layer
+from vajra_py.plugins import load_registry, parameters_of
+from vajra_py.workload.config import WorkloadOptions
+from vajra_py.workload.sessions import Sessions
+from vajra_py.workload.synthetic import Lengths
+
+PAGE = Path(__file__).with_name("configuration.md")
+OWN_PACKAGE = "vajra-py"
+
+INTRODUCTION = """\
+# Configuration
+
+<!-- Written by docs/generate_configuration.py from the models that check experiment files. Do not edit it here. -->
+
+Everything that an experiment file may say: each key with its type, its limits, its default. `vajra check FILE` tells what is wrong with a
+file, `vajra check FILE --effective` prints it with every default written out, and `vajra schema` prints a JSON schema that editors complete
+and check files by (with the parameters of every plug-in that is installed). The rules that hold throughout:
+
+- **Nothing is guessed.** Unknown keys, wrong types and unknown names are mistakes, all reported together with file and line. Whole numbers are not
+  written as `1.0`, switches are `true` or `false`, and text that looks like a number needs quotes.
+- **Units are in names or descriptions:** `_s` seconds, `_tokens` tokens, `_blocks` KV blocks, `_fraction` 0 to 1.
+- **Short forms.** A policy, a latency model, a predictor or an observer without parameters is written as its name: `request_prioritizer: lrs` is
+  `request_prioritizer: {policy: lrs}`.
+- **Paths** of files are tried from the experiment file's folder, then from the current one.
+- **Overrides.** `--set a.b=c` sets one value, read as YAML; lists are addressed by index; `null` takes a value away.
+- **Precedence,** strongest first: a point of the sweep, `--set`, a replicaset's own keys, its preset, the top of the file, the top's preset, defaults.
+  Where a stronger place names another policy, parameters given for the weaker one's are left behind.
+
+```yaml
+version: 1
+scheduling: {request_prioritizer: lrs, replicaset_scheduler: pull, replica_scheduler: dynamic_chunk}
+workload: {type: profile, profile: azure2023_conv, num_requests: 20, rate: 4}
+backend: {simulator: {latency: {type: roofline, model: llama-3.1-8b, device: a100-80gb-sxm}}}
+```
+
+That is a complete file. One with several replicasets, each with policies, sizes and requests of its own:
+
+```yaml
+version: 1
+name: chats-and-documents
+preset: vajra                        # all three layers and the replica's options; explicit keys win over it
+replicasets:
+  documents:
+    select: {min_prompt_tokens: 4000}
+    scheduling: {replica_scheduler: {policy: fixed_chunk, params: {chunk_size: 4096}}}
+  chats:                             # takes what is left; policies and sizes as above
+    num_replicas: 2
+workload: {type: profile, profile: azure2023_conv, num_requests: 40, rate: 8}
+admission: {max_queued_requests: 100}
+backend:
+  simulator:
+    latency: {type: roofline, model: llama-3.1-8b, device: a100-80gb-sxm}
+```
+"""
+
+TITLES = {
+    "AdmissionConfig": "Admission",
+    "BackendConfig": "Backend",
+    "ClosedLoop": "Arrivals: `closed_loop`",
+    "DeviceConfig": "A device's figures",
+    "EngineConfig": "Backend: `engine`",
+    "ExperimentConfig": "The file",
+    "KvParallelConfig": "KV parallelism",
+    "Lengths": "Prompt and output lengths",
+    "LognormalPart": "Part of a mixture",
+    "MemoryConfig": "KV memory",
+    "OutputConfig": "Output",
+    "Piece": "Piece of a rate",
+    "PolicyChoice": "A policy",
+    "PrefixCacheConfig": "Prefix cache",
+    "PriorityShare": "A priority",
+    "ReplicaConfig": "Replica",
+    "ReplicasetConfig": "A replicaset",
+    "SamplingConfig": "Sampling",
+    "SchedulingConfig": "Scheduling",
+    "SelectConfig": "Selection of requests",
+    "Sessions": "What sessions look like",
+    "SimulatorConfig": "Backend: `simulator`",
+    "SloClassConfig": "A class of service",
+    "SystemPrompts": "System prompts",
+    "TenantShares": "Tenants",
+    "WorkloadOptions": "Workload",
+}
+FAMILIES = {
+    "vajra_py.workload.config": "Workload",
+    "vajra_py.workload.arrivals": "Arrivals",
+    "vajra_py.workload.distributions": "Lengths",
+    "vajra_py.latency.config": "Latency",
+}
+"""What models with a `type` are, by the module that defines them."""
+KINDS = {
+    "vajra_py.workload.config": "one kind of workload",
+    "vajra_py.workload.arrivals": "one kind of arrivals",
+    "vajra_py.workload.distributions": "one kind of lengths",
+}
+"""What a union of many models is called, by the module that defines them."""
+MANY = 5
+PARENTS: Mapping[type[BaseModel], str] = {
+    WorkloadOptions: "the options of [Workload](#workload)",
+    Lengths: "[Prompt and output lengths](#prompt-and-output-lengths)",
+    Sessions: "[What sessions look like](#what-sessions-look-like)",
+}
+"""Models whose fields others take over; they are described once."""
+PLACES = {
+    (ExperimentConfig, "workload"): "[workload](#workload)",
+    (ExperimentConfig, "observers"): "list of names or `{type: NAME, …}`",
+    (ExperimentConfig, "sweep"): "mapping or list of mappings, see [experiments.md](experiments.md#sweeps), or null",
+    ("SimulatorConfig", "latency"): "[latency model](#latency-models)",
+    ("SimulatorConfig", "output_length"): "[predictor](#output-lengths-that-policies-are-told)",
+    ("EngineConfig", "latency"): "[latency model](#latency-models)",
+    ("EngineConfig", "output_length"): "[predictor](#output-lengths-that-policies-are-told)",
+}
+"""Fields whose content is checked elsewhere, so that their annotation does not say it."""
+PLAIN = {int: "int", float: "number", str: "text", bool: "true or false", type(None): "null", Any: "anything"}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write or check the page."""
+    text = page()
+    if "--check" in arguments:
+        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
+            print(f"{PAGE}: is not what the models say. Write it again: python {Path(__file__)}", file=sys.stderr)
+            return 1
+        return 0
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+def page() -> str:
+    """The whole page."""
+    models = list(reachable([ExperimentConfig]))
+    models += [one for one in reachable([WorkloadOptions, workload_annotation()]) if one not in models]
+    models += [Lengths, Sessions]
+    models += [one for one in reachable([Sessions, *registered_backends().values()]) if one not in models]
+    models = [one for one in dict.fromkeys(models) if one.__name__ != "TypedChoice"]
+    sections = [section(model) for model in sorted(models, key=lambda one: order(one, models))]
+    parts = [INTRODUCTION, *sections, *offered_sections(), policies()]
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
+
+
+def order(model: type[BaseModel], models: Sequence[type[BaseModel]]) -> tuple[int, int]:
+    """Sections of one kind stand together."""
+    kinds = ("The file", "Replica", "Workload", "Arrivals", "Lengths", "Backend", "Output")
+    title = title_of(model)
+    family = title.partition(":")[0]
+    if model.__module__.startswith("vajra_py.workload") and family not in kinds:
+        family = "Workload" if model.__module__.endswith("config") else "Lengths"
+    if model.__name__ == "Piece":
+        family = "Arrivals"
+    if model.__name__ == "SamplingConfig":
+        family = "Backend"
+    rank = kinds.index(family) if family in kinds else 1
+    if model.__name__ in ("SchedulingConfig", "PolicyChoice"):
+        rank = 0
+    return rank, models.index(model)
+
+
+def reachable(annotations: Sequence[Any]) -> Iterator[type[BaseModel]]:
+    """The models that fields of these annotations may hold, each once, in order of first mention."""
+    seen: dict[type[BaseModel], None] = {}
+
+    def visit(annotation: Any) -> None:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            if annotation in seen:
+                return
+            seen[annotation] = None
+            for field in annotation.model_fields.values():
+                visit(field.annotation)
+        for argument in typing.get_args(annotation):
+            visit(argument)
+
+    for annotation in annotations:
+        visit(annotation)
+    return iter(seen)
+
+
+def title_of(model: type[BaseModel]) -> str:
+    """The heading of a model's section."""
+    if model.__name__ in TITLES:
+        return TITLES[model.__name__]
+    kind = model.model_fields.get("type")
+    names = typing.get_args(kind.annotation) if kind is not None else ()
+    if names and model.__module__ in FAMILIES:
+        return f"{FAMILIES[model.__module__]}: `{names[0]}`"
+    return model.__name__.removesuffix("Config")
+
+
+def anchor(title: str) -> str:
+    """The fragment that leads to a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def link(model: type[BaseModel]) -> str:
+    """A link to a model's section."""
+    title = title_of(model)
+    text = title.partition(": ")[2] or title.lower().replace("kv ", "KV ")
+    return f"[{text}](#{anchor(title)})"
+
+
+def section(model: type[BaseModel], title: str | None = None) -> str:
+    """One model: what it is for, then its keys."""
+    lines = [f"## {title or title_of(model)}", "", documentation(model), ""]
+    inherited = [parent for parent in PARENTS if parent is not model and issubclass(model, parent)]
+    if inherited:
+        lines += [f"Takes {' and '.join(PARENTS[parent] for parent in inherited)}, and:", ""]
+    skipped = {name for parent in inherited for name in parent.model_fields}
+    table = rows(model, skipped)
+    lines += table or (["Nothing else." if inherited else "No parameters."])
+    return "\n".join(lines)
+
+
+def documentation(model: type[BaseModel]) -> str:
+    """The model's docstring, its examples of code as code."""
+    text = inspect.getdoc(model) or ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def rows(model: type[BaseModel], skipped: Set[str] = frozenset()) -> list[str]:
+    """The table of a model's keys."""
+    found = [
+        row(model, one.name, one.limits, one.description)
+        for one in parameters_of(model)
+        if one.name not in skipped and not is_discriminator(model, one.name)
+    ]
+    if model.__name__ == "BackendConfig":
+        for name, backend in registered_backends().items():
+            found.append(f"| `{name}` | {link(backend)} | null | {documentation(backend)} |")
+    return ["| key | type | default | meaning |", "|---|---|---|---|", *found] if found else []
+
+
+def is_discriminator(model: type[BaseModel], name: str) -> bool:
+    """Whether the heading says this key's only value already."""
+    annotation = model.model_fields[name].annotation
+    return name == "type" and typing.get_origin(annotation) is typing.Literal and len(typing.get_args(annotation)) == 1
+
+
+def row(model: type[BaseModel], name: str, limits: str, description: str) -> str:
+    """One key."""
+    field = model.model_fields[name]
+    place = PLACES.get((model, name)) or PLACES.get((model.__name__, name))
+    kind = place or type_text(field.annotation)
+    if limits:
+        kind += f", {limits}"
+    if field.is_required():
+        default = "required"
+    elif field.default_factory is not None and isinstance(field.get_default(call_default_factory=True), BaseModel):
+        default = "as there"
+    else:
+        default = value_text(field.get_default(call_default_factory=True))
+    return f"| `{name}` | {cell(kind)} | {cell(default)} | {cell(description)} |"
+
+
+def value_text(value: Any) -> str:
+    """A default as it would be written in YAML."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json", exclude_defaults=True)
+    if isinstance(value, str):
+        return f"`{value}`"
+    return f"`{json.dumps(value, default=str)}`" if value is not None else "null"
+
+
+def type_text(annotation: Any) -> str:
+    """A type in words, models as links to their sections."""
+    if annotation in PLAIN:
+        return PLAIN[annotation]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return link(annotation)
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return type_text(arguments[0])
+    if origin is typing.Literal:
+        return ", ".join(f"`{one}`" for one in arguments)
+    if origin in (typing.Union, types.UnionType):
+        family = family_text(arguments)
+        if family:
+            return family
+        return " or ".join(dict.fromkeys(type_text(one) for one in arguments))
+    if origin in (list, tuple):
+        return f"list of {type_text(arguments[0])}"
+    if origin in (dict, collections.abc.Mapping):
+        return f"mapping of {type_text(arguments[0])} to {type_text(arguments[1])}"
+    return str(getattr(annotation, "__name__", annotation))
+
+
+def family_text(members: Sequence[Any]) -> str:
+    """What a union of all models of one kind is called: a link to the first of them; empty for other unions."""
+    models = [one for one in members if one is not type(None)]
+    modules = {getattr(one, "__module__", "") for one in models}
+    if len(models) < MANY or not modules <= {*KINDS, "vajra_py.workload.synthetic"}:
+        return ""
+    kind = next(KINDS[one.__module__] for one in models if one.__module__ in KINDS)
+    first = f"[{kind}](#{anchor(title_of(models[0]))})"
+    return f"{first} or null" if len(models) < len(members) else first
+
+
+def cell(text: str) -> str:
+    """Text that may stand in a table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def offered_sections() -> Iterator[str]:
+    """Latency models and predictors: what is built in of what plug-ins can add to."""
+    registry = load_registry()
+    yield (
+        "## Latency models\n\nUnder `backend.simulator.latency`: `{type: NAME, …}`. What they compute, and from which sources:"
+        " [latency-models.md](latency-models.md).\n"
+    )
+    for name, offer in registry.latency_models.items():
+        if offer.package == OWN_PACKAGE:
+            yield section(offer.spec.config, f"Latency: `{name}`")
+    own = [offer.spec.config for offer in registry.latency_models.values() if offer.package == OWN_PACKAGE]
+    for model in reachable(own):
+        if model not in own:
+            yield section(model)
+    yield (
+        "## Output lengths that policies are told\n\nUnder `backend.simulator.output_length`: `{type: NAME, …}`. Policies that plan with the"
+        " length of an answer ask this predictor; the true length is never shown to them.\n"
+    )
+    for name, offer_ in registry.output_lengths.items():
+        if offer_.package == OWN_PACKAGE:
+            yield section(offer_.spec.config, f"Predictor: `{name}`")
+
+
+def policies() -> str:
+    """The parameters of the built-in policies."""
+    registry = load_registry()
+    lines = [
+        "## Parameters of policies",
+        "",
+        "Under `scheduling.<layer>.params`. What each policy does: [policies.md](policies.md).",
+        "",
+        "| layer | policy | parameter | type | default | meaning |",
+        "|---|---|---|---|---|---|",
+    ]
+    for layer in Layer:
+        for name, offer in sorted(registry.policies(layer).items()):
+            if offer.package != OWN_PACKAGE:
+                continue
+            parameters = parameters_of(offer.spec.config)
+            if not parameters:
+                lines.append(f"| {layer.value} | `{name}` | none | | | |")
+            for one in parameters:
+                parts = row(offer.spec.config, one.name, one.limits, one.description)
+                lines.append(f"| {layer.value} | `{name}` {parts}")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

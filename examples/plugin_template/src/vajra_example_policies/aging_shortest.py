@@ -1,0 +1,57 @@
+"""How urgent is a request, if short prompts go first and nobody may starve?"""
+
+from __future__ import annotations
+
+from pydantic import Field
+from vajra_py.contract import KeyMotion, Layer, PolicyConfig, PolicyContext, PolicySpec, RequestView
+
+
+class AgingShortestConfig(PolicyConfig):
+    """Parameters of `example_aging_shortest`."""
+
+    forgiven_tokens: int = Field(
+        2048,
+        gt=0,
+        description="Tokens by which a prompt counts as shorter once it has waited for its whole promised TTFT.",
+    )
+    default_ttft_slo_s: float = Field(
+        5.0, gt=0, description="Promised TTFT of requests that come without one, seconds."
+    )
+
+
+class AgingShortestPolicy:
+    """Shortest remaining prompt first, with ageing.
+
+    key = remaining prompt tokens - forgiven_tokens * waited / promised TTFT, a straight line in time whose slope differs from request to
+    request: whoever was promised an early first token ages faster. Declaring the line lets the queue keep the exact order without sorting
+    everybody again at each step.
+    """
+
+    key_motion = KeyMotion.TIME_LINEAR
+
+    def __init__(self, config: AgingShortestConfig) -> None:
+        self._config = config
+
+    def key(self, request: RequestView, now: float) -> float:
+        """Tokens to compute, less what waiting has earned; lower is more urgent."""
+        intercept, slope = self.line(request)
+        return intercept + slope * now
+
+    def line(self, request: RequestView) -> tuple[float, float]:
+        """(intercept, slope) of the key; changes only when the prompt makes progress."""
+        aging_rate = self._config.forgiven_tokens / (request.ttft_slo_s or self._config.default_ttft_slo_s)
+        return request.num_remaining_prompt_tokens + aging_rate * request.arrived_at, -aging_rate
+
+
+def _build(config: AgingShortestConfig, context: PolicyContext) -> AgingShortestPolicy:
+    return AgingShortestPolicy(config)
+
+
+SPEC = PolicySpec(
+    name="example_aging_shortest",
+    layer=Layer.REQUEST_PRIORITIZER,
+    config=AgingShortestConfig,
+    build=_build,
+    summary="Shortest remaining prompt first; waiting makes a prompt count as shorter.",
+    source="Shortest remaining processing time (Schrage 1968), with linear ageing.",
+)

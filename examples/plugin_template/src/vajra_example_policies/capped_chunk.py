@@ -1,0 +1,68 @@
+"""How many prompt tokens run in a step, if somebody decodes, and if nobody does?"""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+from vajra_py.contract import (
+    BatchBuilder,
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    ReplicaState,
+    RequestView,
+    fill,
+)
+
+
+class CappedChunkConfig(PolicyConfig):
+    """Parameters of `example_capped_chunk`."""
+
+    chunk_tokens: int = Field(2048, gt=0, description="Prompt tokens of a step in which nobody decodes.")
+    capped_chunk_tokens: int = Field(256, gt=0, description="Prompt tokens of a step in which somebody decodes.")
+
+    @model_validator(mode="after")
+    def _cap_is_lower(self) -> Self:
+        if self.capped_chunk_tokens > self.chunk_tokens:
+            raise ValueError("capped_chunk_tokens is above chunk_tokens, so that it caps nothing")
+        return self
+
+
+class CappedChunkPolicy:
+    """Decodes first, then prompts by urgency up to a number of tokens that is small while anything decodes.
+
+    A small cap keeps the gaps between a running request's tokens short; without decodes there is nothing to protect, and large chunks are
+    quicker. The shared `fill` loop does the rest, so that this policy is one rule.
+    """
+
+    def __init__(self, config: CappedChunkConfig) -> None:
+        self._config = config
+
+    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+        """Form a step."""
+        fill(replica, batch, self._next_chunk)
+
+    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+        """The next chunk of a prompt that has the replica to itself: what predictions of prefill times are made from."""
+        return min(self._config.chunk_tokens, num_remaining_tokens)
+
+    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: ReplicaState) -> int:
+        cap = self._config.capped_chunk_tokens if replica.num_decodes else self._config.chunk_tokens
+        room = min(cap - batch.shape().prefill_tokens, batch.tokens_left)
+        return max(0, min(batch.max_chunk(request), room))
+
+
+def _build(config: CappedChunkConfig, context: PolicyContext) -> CappedChunkPolicy:
+    return CappedChunkPolicy(config)
+
+
+SPEC = PolicySpec(
+    name="example_capped_chunk",
+    layer=Layer.REPLICA_SCHEDULER,
+    config=CappedChunkConfig,
+    build=_build,
+    summary="Small prompt chunks while anything decodes, large ones otherwise.",
+    source="Stall-free batching of Sarathi-Serve (OSDI'24), with a second, larger chunk for steps without decodes.",
+)

@@ -1,0 +1,79 @@
+"""Which replica takes a request, if cached prefixes are worth following and full memories worth avoiding?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pydantic import Field
+from vajra_py.contract import (
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    QueueView,
+    ReplicaId,
+    ReplicaView,
+    RequestView,
+)
+
+
+class PrefixAffinityConfig(PolicyConfig):
+    """Parameters of `example_prefix_affinity`."""
+
+    min_hit_fraction: float = Field(
+        0.5, gt=0, le=1, description="Least part of the prompt that must be cached for the cache to decide, fraction."
+    )
+    max_kv_fraction: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="A replica that uses more of its KV blocks than this is not followed for its cache, fraction.",
+    )
+
+
+class PrefixAffinityPolicy:
+    """The replica with the longest cached prefix, if that is long and its memory has room; else the one that uses least of its memory."""
+
+    def __init__(self, config: PrefixAffinityConfig) -> None:
+        self._config = config
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaView], now: float) -> ReplicaId | None:
+        """Bind the request on arrival; ties go to fewer pending tokens, then to the lower id. None while no replica is up."""
+        up = [replica for replica in replicas if replica.is_up]
+        if not up:
+            return None
+        hits = {
+            replica.replica_id: replica.prefix_hit_tokens(request)
+            for replica in up
+            if _kv_fraction(replica) <= self._config.max_kv_fraction
+        }
+        longest = max(hits.values(), default=0)
+        if longest >= max(1.0, self._config.min_hit_fraction * request.num_prompt_tokens):
+            up = [replica for replica in up if hits.get(replica.replica_id) == longest]
+        return min(up, key=_load).replica_id
+
+    def pull(self, replica: ReplicaView, queued: QueueView, now: float) -> Iterable[str]:
+        """Whatever arrived while no replica was up goes to the first that asks."""
+        return (request.request_id for request in queued)
+
+
+def _kv_fraction(replica: ReplicaView) -> float:
+    return 1.0 - replica.free_blocks / replica.num_blocks
+
+
+def _load(replica: ReplicaView) -> tuple[float, int, ReplicaId]:
+    return _kv_fraction(replica), replica.num_pending_tokens, replica.replica_id
+
+
+def _build(config: PrefixAffinityConfig, context: PolicyContext) -> PrefixAffinityPolicy:
+    return PrefixAffinityPolicy(config)
+
+
+SPEC = PolicySpec(
+    name="example_prefix_affinity",
+    layer=Layer.REPLICASET_SCHEDULER,
+    config=PrefixAffinityConfig,
+    build=_build,
+    summary="The replica that has the prompt's prefix cached, unless its memory is nearly full; else the emptiest.",
+    source="Cache-aware routing as in SGLang's router.",
+)

@@ -1,0 +1,25 @@
+"""How does a batch of requests attend to paged KV memory, on CUDA by Triton kernels and on the CPU by plain torch?
+
+Imports torch and triton only (triton only once a CUDA tensor is seen), so that it can be checked on a machine that has
+nothing else.
+"""
+
+from __future__ import annotations
+
+from vajra_kernels.attention import paged_attention
+from vajra_kernels.cache import allocate_kv_cache, allocate_swap_space, kv_block_bytes
+from vajra_kernels.metadata import AttentionMetadata, build_metadata, token_slots
+from vajra_kernels.ops import copy_blocks, merge_partials, write_kv
+
+__all__ = [
+    "AttentionMetadata",
+    "allocate_kv_cache",
+    "allocate_swap_space",
+    "build_metadata",
+    "copy_blocks",
+    "kv_block_bytes",
+    "merge_partials",
+    "paged_attention",
+    "token_slots",
+    "write_kv",
+]

@@ -1,0 +1,94 @@
+"""How is KV memory laid out?
+
+A cache has the logical shape [num_blocks, block_size, num_kv_heads, head_dim] with a dense last dimension; kernels take
+its strides. Physically the CPU keeps that order (a token's heads are neighbours, so gathering tokens copies whole rows)
+and CUDA keeps [num_blocks, num_kv_heads, block_size, head_dim] (one head's block is one run of 8 to 32 KiB).
+
+Invariants:
+    - A KV block is one dense run of memory in either order.
+    - New caches are zero, and slots that no token was written to are never multiplied into a result.
+"""
+
+from __future__ import annotations
+
+import torch
+
+WORD_BYTES = 4
+
+
+def allocate_kv_cache(
+    num_layers: int,
+    num_blocks: int,
+    block_shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(k_cache, v_cache), each [num_layers, num_blocks, block_size, num_kv_heads, head_dim], zero.
+
+    Args:
+        num_layers: attention layers that share the block tables.
+        num_blocks: KV blocks per layer.
+        block_shape: (block_size in tokens, num_kv_heads, head_dim).
+        dtype: element type of both.
+        device: where they live; it decides the physical order.
+    """
+    block_size, num_kv_heads, head_dim = block_shape
+    if torch.device(device).type == "cpu":
+        shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+    shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
+    keys, values = (torch.zeros(shape, dtype=dtype, device=device).transpose(2, 3) for _ in range(2))
+    return keys, values
+
+
+def kv_block_bytes(num_layers: int, block_shape: tuple[int, int, int], dtype: torch.dtype) -> int:
+    """Bytes of K and V together that one KV block takes over all layers."""
+    block_size, num_kv_heads, head_dim = block_shape
+    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+def block_words(cache: torch.Tensor) -> torch.Tensor:
+    """The cache as int32 words [num_layers, num_blocks, words per block], sharing memory.
+
+    Raises:
+        ValueError: a block is not one dense run of memory, or is no multiple of 4 bytes.
+    """
+    layered = cache if cache.dim() == 5 else cache[None]
+    if layered.dim() != 5:
+        raise ValueError(
+            f"KV cache: wrong number of dimensions ({cache.dim()}). "
+            "A cache is [num_blocks, block_size, num_kv_heads, head_dim], or has a leading dimension of layers."
+        )
+    for order in ((0, 1, 2, 3, 4), (0, 1, 3, 2, 4)):
+        physical = layered.permute(order)
+        if physical[0].is_contiguous():
+            num_layers, num_blocks = physical.shape[:2]
+            elements = physical[0, 0].numel()
+            if elements * cache.element_size() % WORD_BYTES:
+                break
+            flat = physical.as_strided((num_layers, num_blocks, elements), (layered.stride(0), elements, 1))
+            return flat.view(torch.int32)
+    raise ValueError(
+        f"KV cache: cannot copy blocks of shape {tuple(layered.shape[2:])} and strides {layered.stride()[2:]}. "
+        "A block must be one dense run of memory of a multiple of 4 bytes."
+    )
+
+
+def allocate_swap_space(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """A host-side cache of ``num_blocks`` blocks for swapping with ``cache`` (pinned where that is on a GPU).
+
+    It holds a block's elements in the same order as ``cache``, so that blocks move as raw bytes.
+    """
+    axis = cache.dim() - 4
+    shape = (*cache.shape[:axis], num_blocks, *cache.shape[axis + 1 :])
+    pinned = cache.device.type == "cuda"
+    if cache[(0,) * (axis + 1)].is_contiguous():
+        return torch.zeros(shape, dtype=cache.dtype, pin_memory=pinned)
+    swapped = (*shape[:-3], shape[-2], shape[-3], shape[-1])
+    return torch.zeros(swapped, dtype=cache.dtype, pin_memory=pinned).transpose(-3, -2)
+
+
+def same_block_order(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Do two caches hold a block's elements in the same order of memory?"""
+    sides = zip(one.shape[-3:], one.stride()[-3:], other.stride()[-3:], strict=True)
+    return all(mine == others for size, mine, others in sides if size > 1)

@@ -1,0 +1,210 @@
+"""Do the kernels agree with a float64 reference on random, ragged, poisoned inputs?
+
+The cases that the tests run in Triton's interpreter and ``benchmarks/gpu_check.py`` runs on a GPU.
+
+Invariants:
+    - Every slot that no token was written to holds NaN, and so do outputs before the launch: what is read or left
+      unwritten by mistake shows.
+    - Blocks are handed out in random order, with unused blocks between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from vajra_kernels.call import AttentionCall
+from vajra_kernels.config import DeviceFacts
+from vajra_kernels.gpu import attention_launches
+from vajra_kernels.launch import Launch
+from vajra_kernels.metadata import AttentionMetadata, build_metadata
+from vajra_kernels.reference import attention_reference
+
+TOLERANCES = {torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
+"""Largest error of an output against float64, relative to max(1, its size); outputs are means of standard normal values."""
+LSE_TOLERANCES = {torch.float32: 5e-6, torch.float16: 2e-4, torch.bfloat16: 2e-4}
+"""Largest absolute error of a log-sum-exp, which is float32 for every dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """One random attention problem.
+
+    Attributes:
+        heads: (query heads, KV heads).
+        dims: (head dimension of q and k, of v).
+        block_size: tokens per KV block.
+        lens: (query length, KV length) per sequence; (1, 0) is a padding row.
+        dtype: of q and both caches.
+        window: sliding window, or None.
+        softcap: soft cap, or None.
+        causal: see ``AttentionMetadata.causal``.
+        head_major: physical order [num_blocks, Hkv, block_size, D] instead of [num_blocks, block_size, Hkv, D].
+    """
+
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    block_size: int
+    lens: tuple[tuple[int, int], ...]
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    softcap: float | None = None
+    causal: bool = True
+    head_major: bool = True
+
+    @property
+    def label(self) -> str:
+        """A short name for test ids and reports."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        parts = [dtype, f"h{self.heads[0]}:{self.heads[1]}", f"d{self.dims[0]}", f"b{self.block_size}"]
+        parts += [f"v{self.dims[1]}"] if self.dims[1] != self.dims[0] else []
+        parts += [f"w{self.window}"] if self.window is not None else []
+        parts += [f"c{self.softcap:g}"] if self.softcap is not None else []
+        parts += ["parts"] if not self.causal else []
+        parts += ["tokenmajor"] if not self.head_major else []
+        return "-".join([*parts, f"n{len(self.lens)}", f"q{sum(q for q, _ in self.lens)}"])
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """The tensors of one case, on one device."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    metadata: AttentionMetadata
+
+
+def make_inputs(case: AttentionCase, generator: torch.Generator, device: torch.device | str) -> AttentionInputs:
+    """Random inputs for ``case``, drawn on the CPU from ``generator``."""
+    query_lens, kv_lens = [q for q, _ in case.lens], [kv for _, kv in case.lens]
+    needed = [-(-n // case.block_size) for n in kv_lens]
+    num_blocks = sum(needed) + 3
+    ids = iter(torch.randperm(num_blocks, generator=generator).tolist())
+    tables = [[next(ids) for _ in range(n)] for n in needed]
+    metadata = build_metadata(query_lens, kv_lens, tables, case.block_size, device, case.causal)
+    caches = [_poisoned_cache(case, dim, tables, num_blocks, generator).to(device) for dim in case.dims]
+    if case.head_major:
+        caches = [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in caches]
+    # As the front of a fused projection's rows, so that q's rows do not touch.
+    fused = torch.full(
+        (sum(query_lens), case.heads[0] + 2 * case.heads[1], case.dims[0]), float("nan"), dtype=case.dtype
+    )
+    q = fused.to(device)[:, : case.heads[0]]
+    q.copy_(torch.randn(q.shape, generator=generator))
+    return AttentionInputs(q, caches[0], caches[1], metadata)
+
+
+def _poisoned_cache(
+    case: AttentionCase, dim: int, tables: list[list[int]], num_blocks: int, generator: torch.Generator
+) -> torch.Tensor:
+    """[num_blocks, block_size, Hkv, dim]: normal values where a sequence has tokens, NaN elsewhere."""
+    shape = (num_blocks, case.block_size, case.heads[1], dim)
+    cache = torch.full(shape, float("nan"), dtype=case.dtype)
+    for blocks, (_, kv_len) in zip(tables, case.lens, strict=True):
+        for i, block in enumerate(blocks):
+            filled = min(case.block_size, kv_len - i * case.block_size)
+            cache[block, :filled] = torch.randn((filled, *shape[2:]), generator=generator).to(case.dtype)
+    return cache
+
+
+def expected(case: AttentionCase, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) in float64, from the inputs as they were rounded to the case's dtype."""
+    return attention_reference(
+        inputs.q.double(),
+        inputs.k_cache.double(),
+        inputs.v_cache.double(),
+        inputs.metadata,
+        window=case.window,
+        softcap=case.softcap,
+    )
+
+
+def poisoned_call(case: AttentionCase, inputs: AttentionInputs, *, with_lse: bool = True) -> AttentionCall:
+    """The call that computes the case, with outputs full of NaN."""
+    num_tokens, num_heads = inputs.q.shape[:2]
+    out = torch.full((num_tokens, num_heads, case.dims[1]), float("nan"), dtype=case.dtype, device=inputs.q.device)
+    lse = torch.full((num_tokens, num_heads), float("nan"), device=inputs.q.device) if with_lse else None
+    return AttentionCall(
+        inputs.q,
+        inputs.k_cache,
+        inputs.v_cache,
+        inputs.metadata,
+        case.dims[0] ** -0.5,
+        case.window,
+        case.softcap,
+        out,
+        lse,
+    )
+
+
+def worst_errors(
+    out: torch.Tensor, lse: torch.Tensor | None, wanted: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[float, float]:
+    """(largest error of out relative to max(1, its size), of lse); infinite where only one of a pair is finite."""
+    scaled = (out.double() - wanted[0]).abs() / wanted[0].abs().clamp(min=1.0)
+    out_error = float(scaled.nan_to_num(nan=torch.inf).max()) if out.numel() else 0.0
+    if lse is None or lse.numel() == 0:
+        return out_error, 0.0
+    difference = torch.where(lse.double() == wanted[1], 0.0, lse.double() - wanted[1]).abs()
+    return out_error, float(difference.nan_to_num(nan=torch.inf).max())
+
+
+def run_case(case: AttentionCase, inputs: AttentionInputs, device: DeviceFacts) -> tuple[float, float, list[Launch]]:
+    """Runs the launches that ``device`` would get on the inputs: (worst output error, worst lse error, launches)."""
+    call = poisoned_call(case, inputs)
+    launches = attention_launches(call, device)
+    for launch in launches:
+        launch.run()
+    return *worst_errors(call.out, call.lse, expected(case, inputs)), launches
+
+
+_DECODES = ((1, 37), (1, 130), (1, 0), (1, 300), (1, 64))
+_CHUNKS = ((70, 70), (5, 133), (0, 40), (40, 200))
+_MIXED = ((1, 90), (1, 17), (33, 150), (3, 3))
+
+
+def interpreter_cases() -> list[AttentionCase]:
+    """Every feature once or twice, in few and large tiles: small enough for the interpreter."""
+    base = AttentionCase((8, 2), (64, 64), 16, _DECODES)
+    half, brain = torch.float16, torch.bfloat16
+    decodes = [
+        base,
+        replace(base, dtype=half, dims=(128, 128), block_size=64),
+        replace(base, dtype=brain, heads=(6, 2), dims=(96, 96), block_size=32, head_major=False),
+        replace(base, dtype=half, heads=(20, 1), dims=(80, 80), block_size=128),
+        replace(base, heads=(48, 1), dims=(64, 64), lens=((1, 100), (1, 30))),
+        replace(base, dtype=half, heads=(4, 4), dims=(64, 64), window=50),
+        replace(base, dtype=half, heads=(4, 2), dims=(256, 256), block_size=128, window=33, softcap=30.0),
+        replace(base, heads=(4, 2), dims=(112, 64), block_size=48, softcap=20.0),
+    ]
+    chunks = [
+        replace(base, lens=((20, 61), (7, 7))),
+        replace(base, dtype=half, lens=_CHUNKS, dims=(128, 128), block_size=64),
+        replace(base, dtype=brain, lens=_CHUNKS, heads=(6, 2), dims=(80, 80), block_size=32),
+        replace(base, dtype=half, lens=_CHUNKS, heads=(3, 1), dims=(96, 96), block_size=48, window=24),
+        replace(base, dtype=half, lens=((30, 90),), heads=(4, 2), dims=(256, 256), block_size=128, softcap=30.0),
+        replace(base, dtype=brain, lens=_MIXED, dims=(128, 128), block_size=16, window=40, softcap=50.0),
+        replace(base, dtype=half, lens=_MIXED, heads=(4, 1), head_major=False),
+        replace(base, dtype=half, lens=((1, 1100), (1, 30), (40, 80)), heads=(4, 1), block_size=128),
+        replace(base, dtype=half, lens=((3, 10), (2, 300)), heads=(4, 1)),
+        replace(base, dtype=half, lens=((20, 100), (40, 0), (33, 7)), causal=False),
+        replace(base, dtype=half, lens=((4, 20), (2, 40)), heads=(150, 1)),
+    ]
+    return decodes + chunks
+
+
+def gpu_cases() -> list[AttentionCase]:
+    """The cross product of dtypes, head dimensions, block sizes and features, for a real GPU."""
+    cases = list(interpreter_cases())
+    mixes = (_DECODES, _CHUNKS, ((1, 2000), *_MIXED), ((1, 3000), (1, 5), (300, 1500), (129, 129)))
+    features: tuple[tuple[int | None, float | None], ...] = ((None, None), (100, None), (None, 30.0), (7, 50.0))
+    for dtype in TOLERANCES:
+        for index, dim in enumerate((64, 80, 96, 112, 128, 160, 192, 256)):
+            for number, (window, softcap) in enumerate(features):
+                heads = ((8, 2), (4, 4), (16, 1), (14, 2))[(index + number) % 4]
+                block_size = (16, 32, 64, 128)[(index + 2 * number) % 4]
+                lens = mixes[(index * 3 + number) % 4]
+                cases.append(AttentionCase(heads, (dim, dim), block_size, lens, dtype, window, softcap))
+    return cases

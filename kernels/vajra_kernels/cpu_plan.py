@@ -1,0 +1,273 @@
+"""How is one step's attention cut into few, large calls on the CPU?
+
+Decodes of similar KV length form a group that is gathered and attended in one call, padded to the group's longest;
+chunks are cut into row pieces so that a causal chunk does not pay for its upper triangle. A plan holds index tensors
+and masks alone, is built once per step, and serves all layers with the same window and KV row size.
+
+Invariants:
+    - A sequence's keys are gathered token by token, from its own slots only: padding repeats its first token, so what
+      another request left in a block's unused slots is never touched.
+    - Every row with a KV length above 0 is in exactly one group or chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from vajra_kernels.metadata import AttentionMetadata
+
+GROUP_BYTES = 2 << 20
+"""Gathered K of one decode group stays within this, so that it is still cached when it is multiplied."""
+GROUP_WASTE_BYTES = 384 << 10
+"""Padding (K and V) that costs about as much as the fixed overhead of one more group."""
+PIECE_ROWS = 128
+"""Query tokens of one piece of a chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRange:
+    """The cache slots of the keys of one gather.
+
+    Attributes:
+        slots: int32 [num_rows * length] to gather, or None when they are consecutive from ``first`` on (a view does).
+        first: first slot, where ``slots`` is None.
+        num_rows: sequences gathered together.
+        length: keys per sequence, padded.
+        buffers: where the layers gather to, kept by the CPU path from the step's first layer to its last.
+    """
+
+    slots: torch.Tensor | None
+    first: int
+    num_rows: int
+    length: int
+    buffers: dict[tuple[str, int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Single-token queries that are attended in one call.
+
+    Attributes:
+        rows: int64 rows of the flattened query, or None when they are consecutive from ``first_row`` on.
+        first_row: first row, where ``rows`` is None.
+        keys: their KV slots.
+        mask: additive [num_rows, 1, 1, length] of 0 and -inf, or None when all lengths are equal.
+    """
+
+    rows: torch.Tensor | None
+    first_row: int
+    keys: KeyRange
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPiece:
+    """Query rows [row_begin, row_end) of the batch against keys [key_begin, key_end) of their chunk's gather."""
+
+    row_begin: int
+    row_end: int
+    key_begin: int
+    key_end: int
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One sequence's query tokens, cut into pieces."""
+
+    keys: KeyRange
+    pieces: tuple[ChunkPiece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPlan:
+    """One step's attention calls; ``covers_all`` says that no output row stays unwritten."""
+
+    groups: tuple[DecodeGroup, ...]
+    chunks: tuple[Chunk, ...]
+    covers_all: bool
+
+    @property
+    def is_one_group(self) -> bool:
+        """Is the whole batch one group of consecutive rows, whose result is the output as it is?"""
+        return len(self.groups) == 1 and not self.chunks and self.covers_all and self.groups[0].rows is None
+
+
+@dataclass(slots=True)
+class CpuPlans:
+    """The step's plans by (window, bytes of one token's K, mask dtype), made on first use.
+
+    Attributes:
+        query_lens: the batch's query lengths where the builder knew them, else None (read off the tensors).
+        kv_lens: likewise.
+    """
+
+    query_lens: tuple[int, ...] | None = None
+    kv_lens: tuple[int, ...] | None = None
+    _plans: dict[tuple[int | None, int, torch.dtype], CpuPlan] = field(default_factory=dict)
+
+    def get(self, metadata: AttentionMetadata, window: int | None, token_bytes: int, dtype: torch.dtype) -> CpuPlan:
+        """The plan for layers with this window, KV row size and computing dtype."""
+        longest = metadata.max_kv_len
+        key = (window if window is not None and window < longest else None, token_bytes, dtype)
+        plan = self._plans.get(key)
+        if plan is None:
+            if self.query_lens is None or self.kv_lens is None:
+                self.query_lens = tuple(metadata.query_start.diff().tolist())
+                self.kv_lens = tuple(metadata.kv_lens.tolist())
+            plan = self._plans[key] = _Planner(metadata, self.query_lens, self.kv_lens, *key).plan()
+        return plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    metadata: AttentionMetadata
+    query_lens: Sequence[int]
+    kv_lens: Sequence[int]
+    window: int | None
+    token_bytes: int
+    dtype: torch.dtype
+
+    def plan(self) -> CpuPlan:
+        decodes: list[tuple[int, int, int]] = []  # (keys attended, row, sequence)
+        chunks: list[tuple[int, int]] = []  # (sequence, first row)
+        row = 0
+        covers_all = True
+        for seq, (query_len, kv_len) in enumerate(zip(self.query_lens, self.kv_lens, strict=True)):
+            if kv_len == 0:
+                covers_all = covers_all and query_len == 0
+            elif query_len == 1:
+                decodes.append((kv_len if self.window is None else min(kv_len, self.window), row, seq))
+            elif query_len > 1:
+                chunks.append((seq, row))
+            row += query_len
+        groups = self._groups(decodes) if decodes else ()
+        if not chunks:
+            return CpuPlan(groups, (), covers_all)
+        if not self.metadata.causal:
+            return CpuPlan(groups, tuple(self._uncut_chunk(seq, row) for seq, row in chunks), covers_all)
+        mask = self._band(max(self.query_lens), max(self.kv_lens))
+        return CpuPlan(groups, tuple(self._chunk(seq, row, mask) for seq, row in chunks), covers_all)
+
+    def _groups(self, decodes: list[tuple[int, int, int]]) -> tuple[DecodeGroup, ...]:
+        lane = torch.arange(max(decodes)[0], dtype=torch.int32)
+        return tuple(self._group(members, lane) for members in _similar(decodes, self.token_bytes))
+
+    def _group(self, members: list[tuple[int, int, int]], lane: torch.Tensor) -> DecodeGroup:
+        """The group of ``members`` (longest first); ``lane`` counts from 0 up to their length or further."""
+        length = members[0][0]
+        even = members[-1][0] == length
+        members.sort(key=_row_of)
+        rows = [row for _, row, _ in members]
+        consecutive = rows[-1] - rows[0] == len(rows) - 1
+        mask = None
+        if len(members) == 1:
+            seq = members[0][2]
+            keys = self._keys(seq, self.kv_lens[seq] - length, self.kv_lens[seq])
+        else:
+            counts = torch.tensor([keys for keys, _, _ in members], dtype=torch.int32)[:, None]
+            seqs = [seq for _, _, seq in members]
+            slots = self._slots(seqs, counts, lane[:length])
+            if not even:
+                owned = lane[:length] < counts
+                slots = torch.where(owned, slots, slots[:, :1])
+                zero = torch.zeros((), dtype=self.dtype)
+                mask = torch.where(owned, zero, float("-inf"))[:, None, None, :]
+            keys = KeyRange(slots.reshape(-1), 0, len(members), length)
+        return DecodeGroup(None if consecutive else torch.tensor(rows), rows[0], keys, mask)
+
+    def _slots(self, seqs: list[int], counts: torch.Tensor, lane: torch.Tensor) -> torch.Tensor:
+        """int32 [n, length of lane]: each sequence's last ``counts`` slots in order, then whatever follows."""
+        block_size = self.metadata.block_size
+        table = self.metadata.block_table
+        is_run = seqs[-1] - seqs[0] == len(seqs) - 1
+        table = table[seqs[0] : seqs[-1] + 1] if is_run else table[torch.tensor(seqs)]
+        length = lane.shape[0]
+        if self.window is None:
+            starts = table[:, : -(-length // block_size), None] * block_size
+            return (starts + _lane(block_size)).view(len(seqs), -1)[:, :length]
+        begin = torch.tensor([self.kv_lens[seq] for seq in seqs], dtype=torch.int32)[:, None] - counts
+        positions = begin + torch.minimum(lane, counts - 1)
+        blocks = torch.div(positions, block_size, rounding_mode="floor")
+        return table.gather(1, blocks.long()) * block_size + positions % block_size
+
+    def _keys(self, seq: int, begin: int, end: int) -> KeyRange:
+        """Slots of positions [begin, end) of one sequence."""
+        block_size = self.metadata.block_size
+        first_block = begin // block_size
+        blocks = self.metadata.block_table[seq, first_block : -(-end // block_size)]
+        offset = begin - first_block * block_size
+        ids = blocks.tolist()
+        if ids == list(range(ids[0], ids[0] + len(ids))):
+            return KeyRange(None, ids[0] * block_size + offset, 1, end - begin)
+        slots = (blocks * block_size).unsqueeze(-1) + _lane(block_size)
+        return KeyRange(slots.reshape(-1)[offset : offset + end - begin], 0, 1, end - begin)
+
+    def _band(self, max_query_len: int, max_kv_len: int) -> torch.Tensor:
+        """Additive mask [R, max_kv_len + R] whose column ``max_kv_len + t`` is what row r sees at distance t from row 0.
+
+        Row r sees t <= r, and with a window t > r - window. Every piece's mask is a slice of it.
+        """
+        rows = min(max_query_len, PIECE_ROWS)
+        mask = torch.zeros((rows, max_kv_len + rows), dtype=self.dtype)
+        hidden = torch.full((rows, rows), float("-inf"), dtype=self.dtype).triu_(1)
+        mask[:, max_kv_len:] = hidden
+        if self.window is not None:
+            distance = torch.arange(-max_kv_len, rows) - torch.arange(rows)[:, None]
+            mask.masked_fill_(distance <= -self.window, float("-inf"))
+        return mask
+
+    def _uncut_chunk(self, seq: int, first_row: int) -> Chunk:
+        """A chunk whose every row sees every key."""
+        kv_len = self.kv_lens[seq]
+        piece = ChunkPiece(first_row, first_row + self.query_lens[seq], 0, kv_len, None)
+        return Chunk(self._keys(seq, 0, kv_len), (piece,))
+
+    def _chunk(self, seq: int, first_row: int, band: torch.Tensor) -> Chunk:
+        query_len, kv_len = self.query_lens[seq], self.kv_lens[seq]
+        context = kv_len - query_len
+        origin = band.shape[1] - band.shape[0]
+
+        def first_key(position: int) -> int:
+            return 0 if self.window is None else max(0, position - self.window + 1)
+
+        base = first_key(context)
+        pieces = []
+        for begin in range(0, query_len, PIECE_ROWS):
+            end = min(begin + PIECE_ROWS, query_len)
+            position = context + begin
+            low, high = first_key(position), context + end
+            mask = band[: end - begin, origin + low - position : origin + high - position]
+            pieces.append(ChunkPiece(first_row + begin, first_row + end, low - base, high - base, mask))
+        return Chunk(self._keys(seq, base, kv_len), tuple(pieces))
+
+
+@cache
+def _lane(block_size: int) -> torch.Tensor:
+    """int32 0, 1, ... block_size - 1."""
+    return torch.arange(block_size, dtype=torch.int32)
+
+
+def _row_of(member: tuple[int, int, int]) -> int:
+    return member[1]
+
+
+def _similar(decodes: list[tuple[int, int, int]], token_bytes: int) -> list[list[tuple[int, int, int]]]:
+    """Cuts decodes into groups of similar length: little padding, gathers that stay in the cache."""
+    groups: list[list[tuple[int, int, int]]] = []
+    longest = waste = 0
+    for member in sorted(decodes, reverse=True):
+        padding = (longest - member[0]) * 2 * token_bytes
+        full = groups and (len(groups[-1]) + 1) * longest * token_bytes > GROUP_BYTES
+        if not groups or full or waste + padding > GROUP_WASTE_BYTES:
+            groups.append([])
+            longest, waste, padding = member[0], 0, 0
+        groups[-1].append(member)
+        waste += padding
+    return groups

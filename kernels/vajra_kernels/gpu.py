@@ -1,0 +1,45 @@
+"""Which Triton launches does one paged-attention call make?
+
+Invariants:
+    - A batch of decodes alone takes the split-KV decode kernel; one without leading decodes the ragged kernel.
+    - A mixed batch takes one ragged launch while its sequences are short; else the decodes go to the decode kernel, since
+      one ragged program would read a long context alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vajra_kernels.call import AttentionCall
+from vajra_kernels.config import DeviceFacts
+from vajra_kernels.decode import decode_launches
+from vajra_kernels.launch import Launch, device_facts
+from vajra_kernels.ragged import ragged_launch
+
+ONE_LAUNCH_KV_TOKENS = 1024
+"""Longest KV sequence of a mixed batch that is attended in one launch."""
+
+
+def attention_launches(call: AttentionCall, device: DeviceFacts) -> list[Launch]:
+    """The launches that compute ``call``, in order."""
+    metadata = call.metadata
+    if metadata.num_decodes == metadata.num_seqs:
+        return decode_launches(call, device)
+    if metadata.num_decodes == 0 or metadata.max_kv_len <= ONE_LAUNCH_KV_TOKENS:
+        return [ragged_launch(call, device)]
+    decodes, chunks = metadata.parts()
+    n = metadata.num_decodes
+    front = replace(
+        call,
+        q=call.q[:n],
+        out=call.out[:n],
+        lse=None if call.lse is None else call.lse[:n],
+        metadata=decodes,
+    )
+    return [*decode_launches(front, device), ragged_launch(replace(call, metadata=chunks), device)]
+
+
+def run_attention(call: AttentionCall) -> None:
+    """Computes ``call`` with Triton, writing its ``out`` and ``lse``."""
+    for launch in attention_launches(call, device_facts(call.q.device)):
+        launch.run()

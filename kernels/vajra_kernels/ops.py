@@ -1,0 +1,129 @@
+"""How do K/V and partial results move around attention: into the cache, between caches, between parts of a sequence?
+
+Invariants:
+    - Each operation runs where its tensors live: Triton on CUDA, plain torch on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vajra_kernels.backend import uses_triton
+from vajra_kernels.cpu import copy_blocks_cpu, merge_partials_cpu, write_kv_cpu
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Writes this step's keys [T, Hkv, D] and values [T, Hkv, Dv] into the cache.
+
+    Args:
+        key: any strides with a dense last dimension; converted to the cache's dtype.
+        value: likewise.
+        k_cache: [num_blocks, block_size, Hkv, D].
+        v_cache: [num_blocks, block_size, Hkv, Dv].
+        slot_mapping: int64 [T], block * block_size + offset, distinct. On CUDA a negative slot writes nothing (the padding
+            rows of a graph); on the CPU, where nothing is padded, it is an IndexError.
+    """
+    if not uses_triton(key.device):
+        write_kv_cpu(key, value, k_cache, v_cache, slot_mapping)
+    else:
+        from vajra_kernels.kv_write import kv_write_launch
+
+        kv_write_launch(key, value, k_cache, v_cache, slot_mapping).run()
+
+
+def merge_partials(
+    parts: torch.Tensor | Sequence[torch.Tensor], lses: torch.Tensor | Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over a whole KV sequence from attention over disjoint parts of it (KV parallelism).
+
+    Args:
+        parts: P outputs [T, Hq, D], stacked [P, T, Hq, D] or as a sequence.
+        lses: their natural log-sum-exps, float32 [P, T, Hq] or a sequence of [T, Hq]; -inf for a part that saw nothing.
+
+    Returns:
+        (out [T, Hq, D] in the parts' dtype, lse float32 [T, Hq]).
+    """
+    stacked = parts if isinstance(parts, torch.Tensor) else torch.stack(list(parts))
+    stacked_lses = lses if isinstance(lses, torch.Tensor) else torch.stack(list(lses))
+    if stacked.shape[:3] != stacked_lses.shape or stacked.dim() != 4:
+        raise ValueError(
+            f"merge_partials: outputs {tuple(stacked.shape)}, log-sum-exps {tuple(stacked_lses.shape)}. "
+            "Shapes are [P, T, Hq, D] and [P, T, Hq]."
+        )
+    if not uses_triton(stacked.device):
+        return merge_partials_cpu(stacked, stacked_lses)
+    from vajra_kernels.merge import merge_launch
+
+    out = torch.empty(stacked.shape[1:], dtype=stacked.dtype, device=stacked.device)
+    lse = torch.empty(stacked_lses.shape[1:], dtype=torch.float32, device=stacked.device)
+    merge_launch(stacked, stacked_lses, out, lse).run()
+    return out, lse
+
+
+def copy_blocks(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Copies whole KV blocks between two caches, or within one.
+
+    On one GPU this is one launch. Between a GPU and the host (swap), each run of consecutive blocks is one copy, which
+    does not block the host when the host's cache is pinned: synchronise before reading on the host.
+
+    Args:
+        src: [num_blocks, block_size, Hkv, D], or with a leading dimension of layers; blocks dense in memory.
+        dst: likewise; may be ``src``, then no block is both source and destination.
+        pairs: int64 [n, 2] of (block of src, block of dst), destinations distinct; on the host, or for two caches of one
+            GPU on that GPU.
+    """
+    _check_pairs(src, dst, pairs)
+    if pairs.shape[0] == 0:
+        return
+    if src.device == dst.device and not uses_triton(src.device):
+        copy_blocks_cpu(src, dst, pairs)
+    elif src.device == dst.device:
+        from vajra_kernels.block_copy import copy_blocks_launch
+
+        copy_blocks_launch(src, dst, pairs.to(src.device, non_blocking=True).contiguous()).run()
+    else:
+        _copy_runs(src, dst, pairs)
+
+
+def _check_pairs(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> None:
+    if src.dim() not in (4, 5) or src.dim() != dst.dim() or src.dtype != dst.dtype or src.shape[-3:] != dst.shape[-3:]:
+        raise ValueError(
+            f"copy_blocks: caches {tuple(src.shape)} {src.dtype} and {tuple(dst.shape)} {dst.dtype}. "
+            "Both have the same dtype and the same shape but for the number of blocks."
+        )
+    if pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.dtype != torch.int64:
+        raise ValueError(f"copy_blocks: pairs {tuple(pairs.shape)} {pairs.dtype}. They are int64 [n, 2].")
+
+
+def _copy_runs(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Copies across devices, one transfer per layer and run of consecutive (source, destination) pairs.
+
+    A slice of both caches must be one dense run of memory for the driver to copy it without staging, so both are viewed
+    as raw words: the host's cache holds a block's elements in the device's order.
+    """
+    from vajra_kernels.cache import block_words, same_block_order
+
+    if not same_block_order(src, dst):
+        raise ValueError(
+            f"copy_blocks: blocks with strides {src.stride()[-3:]} and {dst.stride()[-3:]}. "
+            "Both caches hold a block's elements in the same order (cache.allocate_swap_space)."
+        )
+    src_words, dst_words = block_words(src), block_words(dst)
+    ordered = sorted(pairs.tolist())
+    begin = 0
+    for i in range(1, len(ordered) + 1):
+        if i < len(ordered) and all(ordered[i][side] == ordered[i - 1][side] + 1 for side in (0, 1)):
+            continue
+        source, target, count = ordered[begin][0], ordered[begin][1], i - begin
+        for layer in range(src_words.shape[0]):
+            part = src_words[layer, source : source + count]
+            dst_words[layer, target : target + count].copy_(part, non_blocking=True)
+        begin = i

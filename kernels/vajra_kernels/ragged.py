@@ -1,0 +1,181 @@
+# mypy: disable-error-code="no-untyped-call,untyped-decorator,misc"
+"""How does a ragged batch of prefill chunks and decodes attend to its paged context in one launch?
+
+One program handles one tile of query rows of one sequence and one KV head. A row is a pair (query token, query head of
+the group), so grouped heads share the loaded K and V. Long chunks use 128 rows, which is what Hopper's ``wgmma`` wants;
+short ones 64 or 16.
+
+Invariants:
+    - Tiles are numbered through the batch: sequence i owns tiles ``query_start[i] // TOKENS + i`` on (TOKENS = query
+      tokens in a tile). A program finds its sequence by binary search, so the grid needs no copy of the lengths on the
+      host; surplus programs return at once.
+    - KV tiles that every row of the tile sees run without masks; the diagonal, the tail and windowed layers run masked.
+    - Within a sequence, the last (longest) tiles get the lowest program ids.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from vajra_kernels.config import DeviceFacts, TileConfig, ragged_config
+from vajra_kernels.launch import Launch
+from vajra_kernels.tiles import attend_tiles, finish_softmax
+
+if TYPE_CHECKING:
+    from vajra_kernels.call import AttentionCall
+
+
+@triton.jit
+def find_sequence(
+    query_start_ptr: tl.tensor, tile: tl.tensor, num_seqs: tl.tensor, TOKENS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """(sequence that owns query tile ``tile``, its first tile): the last i with first tile <= ``tile``."""
+    origin = tl.load(query_start_ptr)
+    low = 0
+    high = num_seqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        first_tile = (tl.load(query_start_ptr + middle) - origin) // TOKENS + middle
+        if first_tile <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low, (tl.load(query_start_ptr + low) - origin) // TOKENS + low
+
+
+@triton.jit(do_not_specialize=["window", "num_seqs"])
+def ragged_kernel(
+    out_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    query_start_ptr: tl.tensor,
+    kv_lens_ptr: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    window: tl.tensor,
+    num_seqs: tl.tensor,
+    stride_out_row: tl.tensor,
+    stride_out_head: tl.tensor,
+    stride_lse_row: tl.tensor,
+    stride_q_row: tl.tensor,
+    stride_q_head: tl.tensor,
+    stride_k_block: tl.tensor,
+    stride_k_slot: tl.tensor,
+    stride_k_head: tl.tensor,
+    stride_v_block: tl.tensor,
+    stride_v_slot: tl.tensor,
+    stride_v_head: tl.tensor,
+    stride_table: tl.tensor,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_PAD: tl.constexpr,
+    V_PAD: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """Grid (num_query_tokens // TOKENS + num_seqs, num_kv_heads * ceil(GROUP / HEADS)), TOKENS = TILE_M // HEADS.
+
+    q [T, Hq, K_DIM]; out [T, Hq, V_DIM]; lse float32 [T, Hq]. ``query_start`` [num_seqs + 1] holds rows of q and may
+    start above 0. HEADS is the number of a group's query heads that one tile holds.
+    """
+    TOKENS: tl.constexpr = TILE_M // HEADS
+    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    seq, first_tile = find_sequence(query_start_ptr, tl.program_id(0), num_seqs, TOKENS)
+    query_begin = tl.load(query_start_ptr + seq)
+    query_len = tl.load(query_start_ptr + seq + 1) - query_begin
+    tile_in_seq = (query_len + TOKENS - 1) // TOKENS - 1 - (tl.program_id(0) - first_tile)
+    if tile_in_seq < 0:
+        return
+    kv_head = tl.program_id(1) // HEAD_TILES
+    rows = tl.arange(0, TILE_M)
+    head_in_group = (tl.program_id(1) % HEAD_TILES) * HEADS + rows % HEADS
+    token = tile_in_seq * TOKENS + rows // HEADS
+    row_ok = (rows < TOKENS * HEADS) & (token < query_len) & (head_in_group < GROUP)
+    heads = kv_head * GROUP + head_in_group
+    kv_len = tl.load(kv_lens_ptr + seq)
+    if CAUSAL:
+        positions = kv_len - query_len + token
+        first_position = kv_len - query_len + tile_in_seq * TOKENS
+        end = tl.minimum(first_position + TOKENS, kv_len)
+    else:
+        positions = kv_len - 1 + tl.zeros([TILE_M], tl.int32)
+        first_position = kv_len - 1
+        end = kv_len
+    tokens = (query_begin + token).to(tl.int64)
+    k_dims = tl.arange(0, K_PAD)
+    q_ptrs = q_ptr + tokens[:, None] * stride_q_row + heads[:, None] * stride_q_head + k_dims[None, :]
+    q = tl.load(q_ptrs, mask=row_ok[:, None] & (k_dims < K_DIM)[None, :], other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+    k_base = k_ptr + kv_head.to(tl.int64) * stride_k_head
+    v_base = v_ptr + kv_head.to(tl.int64) * stride_v_head
+    table_row = table_ptr + seq.to(tl.int64) * stride_table
+    acc = tl.zeros([TILE_M, V_PAD], tl.float32)
+    row_max = tl.full([TILE_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([TILE_M], tl.float32)
+    if HAS_WINDOW:
+        masked_from = tl.maximum(first_position - window + 1, 0) // TILE_N * TILE_N
+    else:
+        masked_from = (first_position + 1) // TILE_N * TILE_N
+        acc, row_max, row_sum = attend_tiles(
+            acc, row_max, row_sum, q, positions, 0, masked_from, k_base, v_base, table_row, scale, softcap, window,
+            stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, K_DIM, V_DIM, K_PAD, V_PAD, KV_BLOCK, TILE_N,
+            False, HAS_WINDOW, HAS_SOFTCAP, UPCAST, PRECISION,
+        )  # fmt: skip
+    acc, row_max, row_sum = attend_tiles(
+        acc, row_max, row_sum, q, positions, masked_from, end, k_base, v_base, table_row, scale, softcap, window,
+        stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, K_DIM, V_DIM, K_PAD, V_PAD, KV_BLOCK, TILE_N,
+        True, HAS_WINDOW, HAS_SOFTCAP, UPCAST, PRECISION,
+    )  # fmt: skip
+    out, lse = finish_softmax(acc, row_max, row_sum)
+    v_dims = tl.arange(0, V_PAD)
+    out_ptrs = out_ptr + tokens[:, None] * stride_out_row + heads[:, None] * stride_out_head + v_dims[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & (v_dims < V_DIM)[None, :])
+    if WRITE_LSE:
+        tl.store(lse_ptr + tokens * stride_lse_row + heads, lse, mask=row_ok)
+
+
+def ragged_launch(call: AttentionCall, device: DeviceFacts, tile: TileConfig | None = None) -> Launch:
+    """The launch for sequences of any query length (0 included); ``tile`` overrides the built-in choice."""
+    metadata = call.metadata
+    num_heads = call.q.shape[1]
+    num_kv_heads = call.k_cache.shape[2]
+    group = num_heads // num_kv_heads
+    config = tile or ragged_config(group, metadata.max_query_len, call.head_pad, call.q.element_size(), device)
+    heads = min(group, config.tile_m)
+    lse = call.lse if call.lse is not None else metadata.kv_lens[:, None]
+    arguments = call.arguments() | {
+        "out_ptr": call.out,
+        "lse_ptr": lse,
+        "query_start_ptr": metadata.query_start,
+        "num_seqs": metadata.num_seqs,
+        "stride_out_row": call.out.stride(0),
+        "stride_out_head": call.out.stride(1),
+        "stride_lse_row": lse.stride(0),
+    }
+    constants = call.constants() | {
+        "GROUP": group,
+        "HEADS": heads,
+        "TILE_M": config.tile_m,
+        "TILE_N": config.tile_n,
+        "WRITE_LSE": call.lse is not None,
+        "CAUSAL": metadata.causal,
+    }
+    num_tiles = metadata.num_query_tokens // (config.tile_m // heads) + metadata.num_seqs
+    grid = (num_tiles if metadata.num_seqs else 0, num_kv_heads * triton.cdiv(group, heads), 1)
+    return Launch(ragged_kernel, grid, arguments, constants, config)

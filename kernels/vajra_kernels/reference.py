@@ -1,0 +1,82 @@
+"""What do the kernels compute, written as plainly as possible?
+
+Each function states one kernel's result by loops over sequences or tokens, in the dtype of its inputs (float64 for tests).
+Shapes are those of ``attention`` and ``ops``.
+
+Invariants:
+    - Slots that a sequence does not own, and blocks beyond its length, are never read.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from vajra_kernels.metadata import AttentionMetadata
+
+
+def sequence_kv(cache: torch.Tensor, blocks: torch.Tensor, kv_len: int) -> torch.Tensor:
+    """[kv_len, Hkv, D]: one sequence's rows of a paged cache, in order."""
+    num_blocks = -(-kv_len // cache.shape[1])
+    return cache[blocks[:num_blocks].long()].flatten(0, 1)[:kv_len]
+
+
+def attention_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [T, Hq, Dv], natural lse [T, Hq]) of ``attention.paged_attention``."""
+    factor = 1.0 / math.sqrt(q.shape[2]) if scale is None else scale
+    group = q.shape[1] // k_cache.shape[2]
+    out = q.new_zeros((q.shape[0], q.shape[1], v_cache.shape[3]))
+    lse = q.new_full(q.shape[:2], float("-inf"))
+    starts, kv_lens = metadata.query_start.tolist(), metadata.kv_lens.tolist()
+    for seq, kv_len in enumerate(kv_lens):
+        begin, end = starts[seq], starts[seq + 1]
+        if kv_len == 0 or begin == end:
+            continue
+        k = sequence_kv(k_cache, metadata.block_table[seq], kv_len).repeat_interleave(group, 1)
+        v = sequence_kv(v_cache, metadata.block_table[seq], kv_len).repeat_interleave(group, 1)
+        scores = torch.einsum("thd,shd->hts", q[begin:end], k) * factor
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        query_at = torch.arange(kv_len - (end - begin), kv_len, device=q.device)[:, None]
+        key_at = torch.arange(kv_len, device=q.device)[None, :]
+        hidden = (key_at > query_at) & metadata.causal
+        if window is not None:
+            hidden |= key_at <= query_at - window
+        scores = scores.masked_fill(hidden, float("-inf"))
+        lse[begin:end] = torch.logsumexp(scores, -1).transpose(0, 1)
+        out[begin:end] = torch.einsum("hts,shd->thd", torch.softmax(scores, -1), v)
+    return out, lse
+
+
+def write_kv_reference(new: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Writes ``new`` [T, Hkv, D] to ``cache``, skipping negative slots (one of ``ops.write_kv``'s two caches)."""
+    for row, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            cache[slot // cache.shape[1], slot % cache.shape[1]] = new[row].to(cache.dtype)
+
+
+def merge_reference(parts: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of ``ops.merge_partials``."""
+    lse = torch.logsumexp(lses, 0)
+    out = parts.new_zeros(parts.shape[1:])
+    for part, part_lse in zip(parts, lses, strict=True):
+        seen = part_lse > float("-inf")
+        out[seen] += part[seen] * torch.exp(part_lse - lse)[seen].unsqueeze(-1)
+    return out, lse
+
+
+def copy_blocks_reference(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Copies blocks of ``src`` to ``dst`` (``ops.copy_blocks``)."""
+    taken = [(target, src[..., source, :, :, :].clone()) for source, target in pairs.tolist()]
+    for target, block in taken:
+        dst[..., target, :, :, :] = block.to(dst.device)

@@ -1,0 +1,202 @@
+"""What do the built-in configurations compile to, and within which bounds do they have to stay?
+
+``python -m vajra_kernels.static`` compiles every case for its GPU (which need not be there) and prints the table of
+docs/kernels.md; the tests hold the same cases to their bounds.
+
+Invariants:
+    - Launches come from the launchers that run, on small stand-in tensors with the shapes' strides and alignment.
+    - No case spills registers (but for 8 bytes in one of them), and every one fits the shared memory of its device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+import triton
+
+from vajra_kernels.aot import CompiledFigures, compile_launch
+from vajra_kernels.block_copy import copy_blocks_launch
+from vajra_kernels.cache import allocate_kv_cache
+from vajra_kernels.call import AttentionCall
+from vajra_kernels.config import A100, H200, L4, DeviceFacts
+from vajra_kernels.gpu import attention_launches
+from vajra_kernels.kv_write import kv_write_launch
+from vajra_kernels.launch import Launch
+from vajra_kernels.merge import merge_launch
+from vajra_kernels.metadata import build_metadata
+
+
+@dataclass(frozen=True, slots=True)
+class StaticCase:
+    """One launch on one device, and what its machine code must keep to.
+
+    Attributes:
+        name: kernel and shape.
+        device: the GPU it is compiled for.
+        launch: what a launcher made.
+        max_registers: per thread.
+        max_shared_bytes: per program.
+        wants_wgmma: the products must be Hopper's warp-group instructions.
+        wants_overlap: loads of a later K/V tile must be in flight while a tile is multiplied.
+        max_stack_bytes: per thread; above 0 only where one Triton version keeps an address on the stack.
+    """
+
+    name: str
+    device: DeviceFacts
+    launch: Launch
+    max_registers: int = 255
+    max_shared_bytes: int = 227 * 1024
+    wants_wgmma: bool = False
+    wants_overlap: bool = False
+    max_stack_bytes: int = 0
+
+    def violations(self, figures: CompiledFigures) -> list[str]:
+        """Which bounds the compiled code breaks, in words; none when it is as it should be."""
+        shared_limit = min(self.max_shared_bytes, self.device.shared_limit_bytes)
+        found = []
+        if figures.registers > self.max_registers:
+            found.append(f"{figures.registers} registers, at most {self.max_registers}")
+        if figures.stack_bytes > self.max_stack_bytes:
+            found.append(f"{figures.stack_bytes} bytes of stack, at most {self.max_stack_bytes}: registers spill")
+        if figures.shared_bytes > shared_limit:
+            found.append(f"{figures.shared_bytes} bytes of shared memory, at most {shared_limit}")
+        if self.wants_wgmma and figures.num_wgmma == 0:
+            found.append("no wgmma instruction")
+        if self.wants_overlap and figures.max_pending_copies == 0:
+            found.append("every K/V load is waited for before the next product: no overlap")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The shape of one attention call, for compiling only."""
+
+    query_len: int
+    head_dim: int = 128
+    heads: tuple[int, int] = (32, 8)
+    block_size: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    window: int | None = None
+    softcap: float | None = None
+
+    def launch(self, device: DeviceFacts) -> Launch:
+        """The first launch of a batch of this shape with 4096 positions of context (a decode's splits, or the chunk)."""
+        kv_len = 4096 + self.query_len
+        num_blocks = -(-kv_len // self.block_size)
+        metadata = build_metadata([self.query_len], [kv_len], [[0] * num_blocks], self.block_size)
+        cache = torch.empty((2, self.heads[1], self.block_size, self.head_dim), dtype=self.dtype).transpose(1, 2)
+        q = torch.empty((self.query_len, self.heads[0], self.head_dim), dtype=self.dtype)
+        call = AttentionCall(
+            q, cache, cache, metadata, self.head_dim**-0.5, self.window, self.softcap, torch.empty_like(q), None
+        )
+        return attention_launches(call, device)[0]
+
+
+_KIB = 1024
+# Three programs of 128 threads must fit a multiprocessor for a decode to keep enough loads in flight.
+_DECODE_REGISTERS, _DECODE_SHARED = 168, 75 * _KIB
+
+
+def static_cases() -> Iterator[StaticCase]:
+    """Every kernel, and the shapes at which configurations change, on the devices whose tables differ."""
+    yield from _decode_cases()
+    yield from _ragged_cases()
+    yield from _memory_cases()
+
+
+def _decode_cases() -> Iterator[StaticCase]:
+    for device in (H200, A100):
+        shape = AttentionShape(1)
+        small = (_DECODE_REGISTERS, _DECODE_SHARED)
+        stack = 8 if device is A100 else 0  # Triton 3.6; none with 3.9
+        name = "decode bf16 d128 GQA4 block64"
+        yield StaticCase(name, device, shape.launch(device), *small, wants_overlap=True, max_stack_bytes=stack)
+        shape = AttentionShape(1, block_size=16, dtype=torch.float16)
+        yield StaticCase("decode fp16 d128 GQA4 block16", device, shape.launch(device), *small, wants_overlap=True)
+    for device in (H200, L4):
+        shape = AttentionShape(1, 256, (8, 4), 32, window=1024, softcap=50.0)
+        yield StaticCase("decode bf16 d256 window softcap", device, shape.launch(device), wants_overlap=True)
+    yield StaticCase("decode bf16 d128 MQA32", H200, AttentionShape(1, 128, (32, 1)).launch(H200), wants_overlap=True)
+    yield StaticCase("decode fp32 d128", H200, AttentionShape(1, dtype=torch.float32).launch(H200), 128)
+
+
+def _ragged_cases() -> Iterator[StaticCase]:
+    for device in (H200, A100, L4):
+        wgmma = device is H200
+        shape = AttentionShape(512)
+        yield StaticCase("prefill bf16 d128 GQA4 block64", device, shape.launch(device), 255, 163 * _KIB, wgmma, True)
+        shape = AttentionShape(512, 256, (8, 4), 32, softcap=50.0)
+        yield StaticCase("prefill bf16 d256 softcap", device, shape.launch(device), 255, 163 * _KIB, wgmma, True)
+    # Two programs of 256 threads a multiprocessor.
+    shape = AttentionShape(512, 64, block_size=16)
+    yield StaticCase("prefill bf16 d64 GQA4 block16", H200, shape.launch(H200), 128, 110 * _KIB, True, True)
+    shape = AttentionShape(512, 80, (32, 32), 16, torch.float16)
+    yield StaticCase("prefill fp16 d80 MHA block16", H200, shape.launch(H200), 255, 163 * _KIB, True, True)
+    shape = AttentionShape(512, window=1024)
+    yield StaticCase("prefill bf16 d128 window", H200, shape.launch(H200), 255, 163 * _KIB, True, True)
+    yield StaticCase("chunk of 16 bf16 d128", H200, AttentionShape(16).launch(H200), 255, 115 * _KIB, True, True)
+    yield StaticCase("prefill fp32 d128", H200, AttentionShape(512, dtype=torch.float32).launch(H200), 128)
+
+
+def _memory_cases() -> Iterator[StaticCase]:
+    k_cache, v_cache = allocate_kv_cache(1, 4, (64, 8, 128), torch.bfloat16, "cpu")
+    new = torch.empty((16, 8, 128), dtype=torch.bfloat16)
+    slots = torch.zeros(16, dtype=torch.int64)
+    yield StaticCase("write K/V", H200, kv_write_launch(new, new, k_cache[0], v_cache[0], slots), 64)
+    pairs = torch.zeros((3, 2), dtype=torch.int64)
+    yield StaticCase("copy blocks", H200, copy_blocks_launch(k_cache, k_cache, pairs), 64)
+    parts = torch.empty((16, 32, 32, 128))
+    out = torch.empty((32, 32, 128), dtype=torch.bfloat16)
+    yield StaticCase("merge 16 parts", H200, merge_launch(parts, parts[..., 0].contiguous(), out, None), 128)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the figures of every case as a Markdown table, or JSON lines with ``--json``; 1 when a bound is broken."""
+    parser = argparse.ArgumentParser(prog="python -m vajra_kernels.static", description=main.__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object per case instead of a table")
+    options = parser.parse_args(arguments)
+    write = sys.stdout.write
+    if not options.json:
+        write(f"triton {triton.__version__}\n\n")
+        write("| case | sm | tile | warps | stages | registers | shared KiB | products | copies in flight |\n")
+        write("|---|---|---|--:|--:|--:|--:|---|--:|\n")
+    broken = 0
+    for case in static_cases():
+        figures = compile_launch(case.launch, case.device.capability)
+        broken += bool(case.violations(figures))
+        write(_as_json(case, figures) if options.json else _as_row(case, figures))
+        sys.stdout.flush()
+    return 1 if broken else 0
+
+
+def _as_json(case: StaticCase, figures: CompiledFigures) -> str:
+    facts = {"case": case.name, "capability": case.device.capability, "tile": asdict(case.launch.tile)}
+    return json.dumps(facts | asdict(figures) | {"violations": case.violations(figures)}) + "\n"
+
+
+def _as_row(case: StaticCase, figures: CompiledFigures) -> str:
+    tile = case.launch.tile
+    products = "wgmma" if figures.num_wgmma else "mma.sync" if figures.num_mma else "scalar"
+    if not any(name in case.name for name in ("decode", "prefill", "chunk")):
+        products = "none"
+    cells = [
+        case.name,
+        "{}{}".format(*case.device.capability),
+        f"{tile.tile_m}x{tile.tile_n}",
+        str(tile.num_warps),
+        str(tile.num_stages),
+        str(figures.registers),
+        f"{figures.shared_bytes / 1024:.1f}",
+        products,
+        str(figures.max_pending_copies),
+    ]
+    return "| " + " | ".join(cells) + " |\n" + "".join(f"  broken: {text}\n" for text in case.violations(figures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""The built-in scheduling policies, registered through the entry point that any package can use."""
+
+from __future__ import annotations
+
+from vajra_py.contract import PolicySpec, Preset, hookimpl
+
+
+@hookimpl
+def vajra_policies() -> list[PolicySpec]:
+    """Vajra's own policies, and those of other systems; imported when asked for."""
+    from vajra_policies import (
+        dynamic_chunk,
+        edf,
+        fcfs,
+        fixed_chunk,
+        least_loaded,
+        lrs,
+        power_of_two,
+        prefix_affinity,
+        priority,
+        pull,
+        random_replica,
+        round_robin,
+        space_sharing,
+    )
+    from vajra_policies.systems import POLICIES
+
+    prioritizers = [fcfs.SPEC, edf.SPEC, lrs.SPEC, priority.SPEC]
+    choosers = [round_robin.SPEC, pull.SPEC, least_loaded.SPEC, power_of_two.SPEC, random_replica.SPEC]
+    batchers = [fixed_chunk.SPEC, dynamic_chunk.SPEC, space_sharing.SPEC]
+    return [*prioritizers, *choosers, prefix_affinity.SPEC, *batchers, *POLICIES]
+
+
+@hookimpl
+def vajra_presets() -> list[Preset]:
+    """Settings of whole systems by name."""
+    from vajra_policies.systems import PRESETS
+
+    return list(PRESETS)

@@ -1,0 +1,48 @@
+"""How much of a step's time may the prompts of each class of requests take?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vajra_py.contract import BatchBuilder, RequestView
+
+
+class ClassShares:
+    """Keeps account, within one step, of the predicted time that the prompts of each class add to it.
+
+    A class that is not listed belongs with all others that are not, to what the listed ones leave. Shares are hard: what
+    a class does not use is not given to another.
+    """
+
+    __slots__ = ("_added_s", "_budgets_s", "_by_tenant", "_last", "_rest_s")
+
+    def __init__(self, shares: Mapping[str, float], target_s: float, *, by_tenant: bool) -> None:
+        self._budgets_s = {name: share * target_s for name, share in shares.items()}
+        self._rest_s = max(0.0, (1.0 - sum(shares.values())) * target_s)
+        self._by_tenant = by_tenant
+        self.start()
+
+    def start(self) -> None:
+        """A new step is formed."""
+        self._added_s: dict[str | None, float] = {}
+        self._last: tuple[str | None, float] | None = None
+
+    def budget_s(self, request: RequestView) -> float:
+        """Seconds of a step that the request's class may take in all."""
+        name = self._class_of(request)
+        return self._rest_s if name is None else self._budgets_s[name]
+
+    def left_s(self, request: RequestView, batch: BatchBuilder) -> float:
+        """Seconds that the request's class may still add to the step; asked before the request is added."""
+        before_s = batch.predicted_time()
+        if self._last is not None:
+            last, last_before_s = self._last  # whatever the step has grown by since is due to the one asked about then
+            self._added_s[last] = self._added_s.get(last, 0.0) + before_s - last_before_s
+        name = self._class_of(request)
+        self._last = (name, before_s)
+        return self.budget_s(request) - self._added_s.get(name, 0.0)
+
+    def _class_of(self, request: RequestView) -> str | None:
+        """The listed class; None for all that are not listed."""
+        name = request.tenant if self._by_tenant else request.slo_class
+        return name if name in self._budgets_s else None

@@ -1,0 +1,60 @@
+"""How long may a request take from its arrival on? Shared by the policies that order by deadline or slack."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from vajra_py.contract import PolicyConfig, PrefillTime, RequestView
+
+SHORTEST_DEADLINE_S = 0.001
+"""What a promise that is over at arrival counts as, so that slack can be taken relative to it."""
+
+
+class DeadlineConfig(PolicyConfig):
+    """Parameters of a request's relative deadline."""
+
+    deadline_multiplier: float = Field(
+        1.5, gt=0, description="Deadline of a prompt as a multiple of its predicted prefill time alone on a replica."
+    )
+    min_deadline_s: float = Field(0.5, gt=0, description="Shortest deadline that is given to a prompt, seconds.")
+    use_request_deadlines: bool = Field(
+        False,
+        description=(
+            "Whether a request's own promises replace the formula where it has any: the earlier of its deadline and "
+            "its promised time to first token."
+        ),
+    )
+
+
+class Deadlines:
+    """D = max(prefill_time(prompt) * deadline_multiplier, min_deadline_s), or what the request itself was promised.
+
+    Source: Vajra's scheduling architecture, EDF prioritizer. The product is kept: a published variant that takes
+    max(prefill_time, min_deadline) loses the multiplier.
+    """
+
+    __slots__ = ("_config", "_prefill_time")
+
+    def __init__(self, config: DeadlineConfig, prefill_time: PrefillTime) -> None:
+        self._config = config
+        self._prefill_time = prefill_time
+
+    def relative_s(self, request: RequestView) -> float:
+        """Seconds from arrival to the request's deadline; above 0."""
+        config = self._config
+        if config.use_request_deadlines:
+            promised = _promised_s(request)
+            if promised is not None:
+                return max(promised, SHORTEST_DEADLINE_S)
+        predicted = self._prefill_time.total_s(request.num_prompt_tokens)
+        return max(predicted * config.deadline_multiplier, config.min_deadline_s)
+
+
+def _promised_s(request: RequestView) -> float | None:
+    """The earliest promise made to the request, seconds from arrival; None without one."""
+    promises = []
+    if request.deadline_at is not None:
+        promises.append(request.deadline_at - request.arrived_at)
+    if request.ttft_slo_s is not None:
+        promises.append(request.ttft_slo_s)
+    return min(promises, default=None)

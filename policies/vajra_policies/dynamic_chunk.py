@@ -1,0 +1,73 @@
+"""Steps of a target time: decodes first, and prompts in the largest chunks with which the step still keeps to it."""
+
+from __future__ import annotations
+
+from vajra_policies.giving_way import preemption_mode
+from vajra_policies.target_time import TargetTime, TargetTimeConfig
+from vajra_py.contract import (
+    BatchBuilder,
+    Layer,
+    PolicyContext,
+    PolicySpec,
+    ReplicaState,
+    RequestView,
+    SteadyState,
+    fill,
+)
+
+
+class DynamicChunkConfig(TargetTimeConfig):
+    """Parameters of `dynamic_chunk`."""
+
+
+class DynamicChunk:
+    """The largest chunk whose predicted step time stays at the target, given what is in the batch already.
+
+    Chunks lie between `min_chunk` and `max_chunk`, in multiples of 32 tokens except for a prompt's last. Once the step
+    takes more than (1 - tolerance_fraction) of its target, no further prompt gets anything. The more context a prompt
+    has behind it, the smaller its chunks become, so that its steps do not get longer.
+
+    Source: Vajra's scheduling architecture, dynamic-chunk replica scheduler; Medha (arXiv:2409.17264), adaptive chunking.
+    """
+
+    def __init__(self, config: DynamicChunkConfig, context: PolicyContext) -> None:
+        self._target_s = config.target_batch_time_s
+        self._mode = preemption_mode(config, context)
+        self._chunks = TargetTime(config, context)
+
+    @property
+    def repeats_decodes(self) -> frozenset[SteadyState]:
+        """With nothing but decodes to run, or room for nothing else, `fill` does nothing else."""
+        return frozenset(SteadyState)
+
+    @property
+    def is_work_conserving(self) -> bool:
+        """Whatever waits gets a chunk when nothing else runs."""
+        return True
+
+    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+        """Decodes, then prompts by urgency until the step is predicted to take its target time."""
+        fill(replica, batch, self._next_chunk, self._mode)
+
+    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+        """The same search for a prompt that has the replica to itself."""
+        return self._chunks.lone_chunk(num_done_tokens, num_remaining_tokens, self._target_s)
+
+    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: ReplicaState) -> int | None:
+        if self._chunks.is_full(batch, self._target_s):
+            return None
+        return self._chunks.chunk(request, batch, self._target_s)
+
+
+def _build(config: DynamicChunkConfig, context: PolicyContext) -> DynamicChunk:
+    return DynamicChunk(config, context)
+
+
+SPEC = PolicySpec(
+    name="dynamic_chunk",
+    layer=Layer.REPLICA_SCHEDULER,
+    config=DynamicChunkConfig,
+    build=_build,
+    summary="Decodes first, then prompts by urgency, in the largest chunks that keep the predicted step time at a target.",
+    source="Vajra's scheduling architecture, dynamic chunk; Medha (arXiv:2409.17264), adaptive chunking",
+)

@@ -1,0 +1,29 @@
+"""What happens to the memory of a request that gives way? One parameter, shared by Vajra's replica schedulers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from vajra_py.contract import PolicyConfig, PolicyContext, PreemptionMode
+
+
+class GivingWayConfig(PolicyConfig):
+    """The parameter that says how requests are preempted."""
+
+    preemption: Literal["recompute", "swap"] = Field(
+        "recompute",
+        description=(
+            "What a preempted request's KV becomes: it is freed and computed again, or it moves to host memory and back "
+            "(where the host is full, it is freed)."
+        ),
+    )
+
+
+def preemption_mode(config: GivingWayConfig, context: PolicyContext) -> PreemptionMode:
+    """The mode that the configuration names. Raises `ValueError` when swapping is asked for without anywhere to swap to."""
+    mode = PreemptionMode(config.preemption)
+    if mode is PreemptionMode.SWAP and context.limits.host_blocks < 1:
+        raise ValueError("preemption: swap needs host memory (replica.memory.host_blocks is 0)")
+    return mode

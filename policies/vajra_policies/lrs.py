@@ -1,0 +1,56 @@
+"""Least relative slack: who has the smallest part of its allowed time left to spare is more urgent."""
+
+from __future__ import annotations
+
+from vajra_policies.deadlines import DeadlineConfig, Deadlines
+from vajra_py.contract import KeyMotion, Layer, PolicyContext, PolicySpec, PrefillTime, RequestView
+
+
+class LrsConfig(DeadlineConfig):
+    """Parameters of `lrs`."""
+
+
+class Lrs:
+    """Key = (arrival + D - now - prefill_time(remaining prompt)) / D, with EDF's relative deadline D.
+
+    The key falls by 1/D a second while a request waits and rises as its prompt is computed. Short prompts (small D) age
+    fast, long ones slowly, and a long one that has waited its share cannot be starved: this is what makes it length
+    aware. Two requests with different D change places as time passes; queues keep that order exact through `line`.
+
+    Source: Medha (arXiv:2409.17264), "length-aware relative slack" (LARS); Vajra's scheduling architecture calls it LRS.
+    """
+
+    def __init__(self, config: LrsConfig, prefill_time: PrefillTime) -> None:
+        self._deadlines = Deadlines(config, prefill_time)
+        self._prefill_time = prefill_time
+
+    @property
+    def key_motion(self) -> KeyMotion:
+        """A straight line in time between two chunks of the request."""
+        return KeyMotion.TIME_LINEAR
+
+    def line(self, request: RequestView) -> tuple[float, float]:
+        """(intercept, slope): (arrival + D - prefill_time(remaining prompt)) / D, and -1/D per second."""
+        relative_s = self._deadlines.relative_s(request)
+        remaining_s = self._prefill_time.remaining_s(request.num_prompt_tokens, request.num_computed_tokens)
+        return (request.arrived_at + relative_s - remaining_s) / relative_s, -1.0 / relative_s
+
+    def key(self, request: RequestView, now: float) -> float:
+        """The relative slack at `now`: 1 - prefill_time / D at arrival, 0 when work must start, below 0 when late."""
+        intercept, slope = self.line(request)
+        return intercept + slope * now
+
+
+def _build(config: LrsConfig, context: PolicyContext) -> Lrs:
+    return Lrs(config, context.prefill_time)
+
+
+SPEC = PolicySpec(
+    name="lrs",
+    layer=Layer.REQUEST_PRIORITIZER,
+    config=LrsConfig,
+    build=_build,
+    summary="Least relative slack to the deadline; length-aware, progress-aware and moving with time.",
+    source="Medha (arXiv:2409.17264), LARS; Vajra's scheduling architecture, LRS prioritizer",
+    aliases=("lars",),
+)

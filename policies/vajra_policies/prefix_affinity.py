@@ -1,0 +1,79 @@
+"""Where is this prompt's prefix cached already? There, unless that would leave the replicas too unevenly loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pydantic import Field
+
+from vajra_policies.routing import load_in, those_up, whole_queue
+from vajra_py.contract import (
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    QueueView,
+    ReplicaId,
+    ReplicaView,
+    RequestView,
+)
+
+
+class PrefixAffinityConfig(PolicyConfig):
+    """Parameters of `prefix_affinity`."""
+
+    min_hit_fraction: float = Field(
+        0.1, ge=0, le=1, description="Cached part of a prompt from which on it is worth following, fraction."
+    )
+    max_imbalance_requests: int = Field(
+        10, ge=0, description="Requests that the replica with the prefix may have above the least loaded one."
+    )
+
+
+class PrefixAffinity:
+    """Binds on arrival to the replica that caches the longest prefix of the prompt, if that is worth it.
+
+    The replica with the longest hit (of equals the less loaded, then the lower id) gets the request if the hit covers
+    `min_hit_fraction` of the prompt and the replica has at most `max_imbalance_requests` requests more than the least
+    loaded one. Otherwise the least loaded replica gets it. While none is up, requests stay in the shared queue.
+
+    Source: exploit-or-explore as in Preble (arXiv:2407.00023); the two thresholds are those of Ray Serve's
+    prefix-affinity router.
+    """
+
+    def __init__(self, config: PrefixAffinityConfig) -> None:
+        self._config = config
+        self._load = load_in("requests")
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaView], now: float) -> ReplicaId | None:
+        """The replica with the prefix, or the least loaded one."""
+        up = those_up(replicas)
+        if not up:
+            return None
+        loads = [(self._load(one), one.replica_id) for one in up]
+        least = min(loads)
+        hits = [one.prefix_hit_tokens(request) for one in up]
+        longest = max(hits)
+        if longest and longest >= self._config.min_hit_fraction * request.num_prompt_tokens:
+            holder = min(load for load, hit in zip(loads, hits, strict=True) if hit == longest)
+            if holder[0] - least[0] <= self._config.max_imbalance_requests:
+                return holder[1]
+        return least[1]
+
+    def pull(self, replica: ReplicaView, queued: QueueView, now: float) -> Iterable[str]:
+        """Requests that came while no replica was up."""
+        return whole_queue(replica, queued)
+
+
+def _build(config: PrefixAffinityConfig, context: PolicyContext) -> PrefixAffinity:
+    return PrefixAffinity(config)
+
+
+SPEC = PolicySpec(
+    name="prefix_affinity",
+    layer=Layer.REPLICASET_SCHEDULER,
+    config=PrefixAffinityConfig,
+    build=_build,
+    summary="Each arriving request to the replica that caches its prefix, unless load is too uneven.",
+    source="Preble (arXiv:2407.00023); Ray Serve's prefix-affinity router",
+)

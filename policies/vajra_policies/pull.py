@@ -1,0 +1,68 @@
+"""Late binding: requests wait in one shared queue until a replica has room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from vajra_policies.routing import whole_queue
+from vajra_py.contract import (
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    QueueView,
+    ReplicaId,
+    ReplicaView,
+    RequestView,
+)
+
+
+class PullConfig(PolicyConfig):
+    """`pull` has no parameters."""
+
+
+class Pull:
+    """Nothing is bound on arrival; a replica with a free slot and free KV blocks may take from the whole shared queue.
+
+    With pipeline stages there are as many slots as all the steps in flight have.
+
+    It sees the queue most urgent first and lazily, and a request is bound when the replica's scheduler admits it. A
+    preempted request stays with the replica that admitted it.
+
+    Source: Vajra's scheduling architecture, pull replicaset scheduler.
+    """
+
+    def __init__(self, num_batches: int = 1) -> None:
+        self._num_batches = num_batches
+
+    @property
+    def reads_load(self) -> bool:
+        """Nothing is assigned, so nothing is looked at."""
+        return False
+
+    @property
+    def is_work_conserving(self) -> bool:
+        """A replica with room may take whatever waits."""
+        return True
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaView], now: float) -> ReplicaId | None:
+        """None: every request waits in the shared queue."""
+        return None
+
+    def pull(self, replica: ReplicaView, queued: QueueView, now: float) -> Iterable[str]:
+        """The whole queue in order of urgency, for a replica that has room."""
+        return whole_queue(replica, queued, self._num_batches)
+
+
+def _build(config: PullConfig, context: PolicyContext) -> Pull:
+    return Pull(context.limits.pipeline_stages)
+
+
+SPEC = PolicySpec(
+    name="pull",
+    layer=Layer.REPLICASET_SCHEDULER,
+    config=PullConfig,
+    build=_build,
+    summary="One shared queue; replicas take from it when they have room.",
+    source="Vajra's scheduling architecture, pull replicaset scheduler",
+)

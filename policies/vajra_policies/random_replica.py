@@ -1,0 +1,62 @@
+"""Any replica with equal chance: the baseline that other ways of spreading load are measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from vajra_policies.routing import those_up, whole_queue
+from vajra_py.contract import (
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    QueueView,
+    RandomStream,
+    ReplicaId,
+    ReplicaView,
+    RequestView,
+)
+
+
+class RandomConfig(PolicyConfig):
+    """`random` has no parameters; it draws from the run's stream of that name."""
+
+
+class RandomReplica:
+    """Binds on arrival to a replica drawn uniformly from those that are up.
+
+    While none is up, requests stay in the shared queue, from which the first replica that comes up takes them.
+
+    Source: random splitting, the baseline of Mitzenmacher (IEEE TPDS 2001).
+    """
+
+    def __init__(self, stream: RandomStream) -> None:
+        self._stream = stream
+
+    @property
+    def reads_load(self) -> bool:
+        """A draw does not depend on load."""
+        return False
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaView], now: float) -> ReplicaId | None:
+        """A replica that is up, drawn anew for each request."""
+        up = those_up(replicas)
+        return up[int(self._stream.integers(0, len(up)))].replica_id if up else None
+
+    def pull(self, replica: ReplicaView, queued: QueueView, now: float) -> Iterable[str]:
+        """Requests that came while no replica was up."""
+        return whole_queue(replica, queued)
+
+
+def _build(config: RandomConfig, context: PolicyContext) -> RandomReplica:
+    return RandomReplica(context.random_stream("random"))
+
+
+SPEC = PolicySpec(
+    name="random",
+    layer=Layer.REPLICASET_SCHEDULER,
+    config=RandomConfig,
+    build=_build,
+    summary="Each arriving request to a replica drawn at random.",
+    source="Mitzenmacher (IEEE TPDS 2001), the baseline",
+)

@@ -1,0 +1,66 @@
+"""Replicas in turn: each arriving request goes to the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from vajra_policies.routing import whole_queue
+from vajra_py.contract import (
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    QueueView,
+    ReplicaId,
+    ReplicaView,
+    RequestView,
+)
+
+
+class RoundRobinConfig(PolicyConfig):
+    """`round_robin` has no parameters."""
+
+
+class RoundRobin:
+    """Binds on arrival: replica after the one chosen last, in order of id, skipping those that are down.
+
+    While none is up, requests stay in the shared queue, from which the first replica that comes up takes them.
+
+    Source: Vajra's scheduling architecture, round-robin replicaset scheduler.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    @property
+    def reads_load(self) -> bool:
+        """Who is next does not depend on load."""
+        return False
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaView], now: float) -> ReplicaId | None:
+        """The next replica that is up."""
+        count = len(replicas)
+        for offset in range(count):
+            position = (self._next + offset) % count
+            if replicas[position].is_up:
+                self._next = (position + 1) % count
+                return replicas[position].replica_id
+        return None
+
+    def pull(self, replica: ReplicaView, queued: QueueView, now: float) -> Iterable[str]:
+        """Requests that came while no replica was up."""
+        return whole_queue(replica, queued)
+
+
+def _build(config: RoundRobinConfig, context: PolicyContext) -> RoundRobin:
+    return RoundRobin()
+
+
+SPEC = PolicySpec(
+    name="round_robin",
+    layer=Layer.REPLICASET_SCHEDULER,
+    config=RoundRobinConfig,
+    build=_build,
+    summary="Each arriving request to the next replica in turn.",
+    source="Vajra's scheduling architecture, round-robin replicaset scheduler",
+)

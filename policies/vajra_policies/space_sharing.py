@@ -1,0 +1,149 @@
+"""Long and short prompts side by side: one very long prefill a step, which leaves short ones the time that it can spare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from vajra_policies.class_shares import ClassShares
+from vajra_policies.giving_way import preemption_mode
+from vajra_policies.target_time import TargetTime, TargetTimeConfig
+from vajra_py.contract import (
+    BatchBuilder,
+    Layer,
+    PolicyContext,
+    PolicySpec,
+    ReplicaState,
+    RequestView,
+    SteadyState,
+    fill,
+)
+
+MAX_SPARED_FRACTION = 0.5
+"""Most of the target time that a long prefill leaves to others, however much slack it has."""
+
+
+class SpaceSharingConfig(TargetTimeConfig):
+    """Parameters of `space_sharing`."""
+
+    long_seq_kv_cache_len_threshold: int = Field(
+        262_144,
+        ge=1,
+        description="Tokens in KV from which on a prefill counts as long.",
+        json_schema_extra={"unit": "tokens"},
+    )
+    class_shares: Mapping[str, Annotated[float, Field(gt=0, le=1)]] = Field(
+        default_factory=dict,
+        description=(
+            "Part of the target time that prompts of each class may take in a step, by class, fraction; classes that are "
+            "not listed share the rest. Empty: classes are not kept apart."
+        ),
+    )
+    class_by: Literal["slo_class", "tenant"] = Field(
+        "slo_class", description="What a request's class is, for `class_shares`."
+    )
+
+    @model_validator(mode="after")
+    def _shares_fit(self) -> Self:
+        total = sum(self.class_shares.values())
+        if total > 1.0 + 1e-9:
+            raise ValueError(f"class_shares add up to {total:g}, which is more than the whole step (1)")
+        return self
+
+
+class SpaceSharing:
+    """Dynamic chunks, with rules for prompts whose KV has reached `long_seq_kv_cache_len_threshold` tokens.
+
+    Below the threshold a prompt gets its chunk for the full target time. At or above it: nothing if another long prefill
+    is in the batch, else a chunk for target * (1 - clamp(key, 0, 0.5)), where the key is the request's relative slack.
+    So a long prefill with slack leaves up to half of the step to short ones, and one without takes all of it.
+
+    The key is whatever the prioritizer says (of a tuple, the first part), which is relative slack under `lrs` alone.
+    Under `fcfs` and `edf` keys are points in time, nearly always above 0.5, and a long prefill leaves half of every step;
+    under `priority` it leaves nothing at priority 0 and below, half above.
+
+    `class_shares` is a separate option, off by default: hard limits on the part of a step that the prompts of each class
+    add, for isolation between classes of service or tenants. A step without anything else in it ignores them.
+
+    Source: Medha (arXiv:2409.17264), space sharing; Vajra's public code for threshold and bounds. That one page of Vajra's
+    documentation describes space sharing as isolation between tenants is what `class_shares` answers.
+    """
+
+    def __init__(self, config: SpaceSharingConfig, context: PolicyContext) -> None:
+        self._config = config
+        self._mode = preemption_mode(config, context)
+        self._chunks = TargetTime(config, context)
+        self._long_prefill: RequestView | None = None
+        self._shares: ClassShares | None = None
+        if config.class_shares:
+            by_tenant = config.class_by == "tenant"
+            self._shares = ClassShares(config.class_shares, config.target_batch_time_s, by_tenant=by_tenant)
+
+    @property
+    def repeats_decodes(self) -> frozenset[SteadyState]:
+        """With nothing but decodes to run, or room for nothing else, `fill` does nothing else."""
+        return frozenset(SteadyState)
+
+    @property
+    def is_work_conserving(self) -> bool:
+        """Whatever waits gets a chunk when nothing else runs."""
+        return True
+
+    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+        """Decodes, then prompts by urgency until the step is predicted to take its target time."""
+        self._long_prefill = None
+        if self._shares is not None:
+            self._shares.start()
+        fill(replica, batch, self._next_chunk, self._mode)
+
+    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+        """The chunk for the full target time: a prompt with the replica to itself has nobody to leave time to."""
+        return self._chunks.lone_chunk(num_done_tokens, num_remaining_tokens, self._config.target_batch_time_s)
+
+    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: ReplicaState) -> int | None:
+        target_s = self._config.target_batch_time_s
+        if self._chunks.is_full(batch, target_s):
+            return None
+        if self._is_long(request, batch):
+            if self._long_prefill is not None and self._long_prefill in batch:
+                return 0
+            spared = spared_fraction(replica.urgency(request)[0])
+            batch.note(request, spared_fraction=spared)
+            target_s *= 1.0 - spared
+            if self._chunks.is_full(batch, target_s):
+                return 0
+            self._long_prefill = request
+        if self._shares is not None:
+            left_s = self._shares.left_s(request, batch)
+            if batch.num_requests and left_s <= self._config.tolerance_fraction * self._shares.budget_s(request):
+                return 0
+            target_s = min(target_s, batch.predicted_time() + left_s)
+        return self._chunks.chunk(request, batch, target_s)
+
+    def _is_long(self, request: RequestView, batch: BatchBuilder) -> bool:
+        threshold = self._config.long_seq_kv_cache_len_threshold
+        if request.num_known_tokens < threshold:
+            return False
+        return max(request.num_computed_tokens, batch.cached_tokens(request)) >= threshold
+
+
+def spared_fraction(key: float | tuple[float, ...]) -> float:
+    """The part of a step that a long prefill leaves to others: its relative slack, from 0 to one half."""
+    slack = key[0] if isinstance(key, tuple) else key
+    return min(max(float(slack), 0.0), MAX_SPARED_FRACTION)
+
+
+def _build(config: SpaceSharingConfig, context: PolicyContext) -> SpaceSharing:
+    return SpaceSharing(config, context)
+
+
+SPEC = PolicySpec(
+    name="space_sharing",
+    layer=Layer.REPLICA_SCHEDULER,
+    config=SpaceSharingConfig,
+    build=_build,
+    summary="Dynamic chunks; at most one very long prefill a step, which leaves short prompts what its slack allows.",
+    source="Medha (arXiv:2409.17264), space sharing; Vajra's scheduling architecture",
+)

@@ -1,0 +1,84 @@
+"""MinivLLM as its documentation tells it: prefill first, decode else, one budget for both."""
+
+from __future__ import annotations
+
+from vajra_policies.systems.prefill_first import decode_in_order, needs_whole_prompts, outgrows
+from vajra_py.contract import (
+    BatchBuilder,
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    ReplicaState,
+    RequestView,
+    SteadyState,
+)
+
+
+class MinivllmConfig(PolicyConfig):
+    """`minivllm` has no parameters: its limits are the replica's `max_batch_size` and `max_batch_tokens`, for each step."""
+
+
+class Minivllm:
+    """Prefill whole prompts from the head of the queue; only a step that prefills nothing decodes.
+
+    A prompt must fit the budget and the free blocks at its full length and is charged its full length, cached or not.
+    Decoding looks for a block before it looks at the limits: in a full batch the next decode in line still pushes
+    the latest admitted out when it needs a block, although it does not run itself. Victims are recomputed and go back
+    to the front of the queue (prioritizer `fcfs` with `preempted: first`).
+
+    Differences from MinivLLM's code, which loses requests, leaks blocks and repeats tokens: this is the scheduler that
+    its documentation describes. Where that would stall (a sequence that can never fit memory or budget), the request is
+    refused at submission; a prompt whose blocks are all cached computes its last block again.
+
+    Source: MinivLLM (Wenyueh), documentation of scheduling.
+    """
+
+    def __init__(self, config: MinivllmConfig, context: PolicyContext) -> None:
+        self._budget = context.limits.max_batch_tokens
+
+    @property
+    def repeats_decodes(self) -> frozenset[SteadyState]:
+        """Decodes alone go on while nothing waits; whatever waits may be prefilled in any step."""
+        return frozenset({SteadyState.NOTHING_WAITS})
+
+    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+        """Prompts are computed in one piece."""
+        return num_remaining_tokens
+
+    def refuses(self, request: RequestView) -> str | None:
+        """What outgrows the budget can never be (re-)admitted and blocks everyone behind it."""
+        return outgrows(request, self._budget)
+
+    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+        """Prefill, or else decode."""
+        if replica.num_waiting:
+            self._prefill(replica, batch)
+        if not batch.num_requests:
+            decode_in_order(replica, batch, looks_past_the_limit=True)
+
+    def _prefill(self, replica: ReplicaState, batch: BatchBuilder) -> None:
+        num_charged = 0
+        for request in replica.waiting():
+            num_charged += request.num_known_tokens
+            if self._budget is not None and num_charged > self._budget:
+                return
+            if replica.blocks_for(request.num_known_tokens) > batch.free_blocks:
+                return
+            if batch.add(request, batch.max_chunk(request), reserve_tokens=request.num_known_tokens) is not None:
+                return
+
+
+def _build(config: MinivllmConfig, context: PolicyContext) -> Minivllm:
+    needs_whole_prompts(context)
+    return Minivllm(config, context)
+
+
+SPEC = PolicySpec(
+    name="minivllm",
+    layer=Layer.REPLICA_SCHEDULER,
+    config=MinivllmConfig,
+    build=_build,
+    summary="MinivLLM as documented: prefill whole prompts first, else decode, one budget for both.",
+    source="MinivLLM, documentation of scheduling",
+)

@@ -1,0 +1,126 @@
+"""nano-vLLM: a step prefills or decodes, never both, and prefills whenever it can."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from vajra_policies.systems.prefill_first import decode_in_order, needs_whole_prompts, outgrows
+from vajra_py.contract import (
+    BatchBuilder,
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    ReplicaState,
+    RequestView,
+    SteadyState,
+)
+
+
+class NanoVllmConfig(PolicyConfig):
+    """Parameters of `nano_vllm`. Its `max_num_seqs` is the replica's `max_batch_size`: it limits a step, not what runs."""
+
+    prefill: Literal["whole", "chunk_first"] = Field(
+        "chunk_first",
+        description="Whole prompts alone, or the first prompt of a step cut to what the budget allows (since 2026).",
+    )
+    prefill_budget_tokens: int = Field(
+        16384,
+        ge=1,
+        description="Most tokens of a prefill step, tokens; decode steps have no budget.",
+        json_schema_extra={"unit": "tokens"},
+    )
+
+
+class NanoVllm:
+    """Prefill from the head of the queue while anything fits; only a step that prefills nothing decodes.
+
+    - `whole`: a prompt must fit budget and free blocks at its full length, as if nothing of it were cached; what it
+      is charged is the part that is not cached.
+    - `chunk_first`: what is not cached counts for both, and shared blocks count once. The first prompt of a step is cut
+      where the budget ends; until it is done every step continues it, nobody decodes, and it cannot give way.
+
+    A prompt takes the blocks of its whole known sequence at once. Decodes lack a block only when they begin one; then
+    the latest admitted gives way, is recomputed, and goes back to the front of the queue (prioritizer `fcfs` with
+    `preempted: first`).
+
+    Differences from nano-vLLM: where it runs into an assertion (a sequence that can never fit, or outgrows the budget
+    of whole prompts), the request is refused at submission; a prompt whose blocks are all cached computes its last
+    block again, so that there is a logit to sample from.
+
+    Source: nano-vLLM (GeeeekExplorer), `nanovllm/engine/scheduler.py`; `whole` until 2026-04-13, `chunk_first` after.
+    """
+
+    def __init__(self, config: NanoVllmConfig, context: PolicyContext) -> None:
+        limit = context.limits.max_batch_tokens
+        self._budget = config.prefill_budget_tokens if limit is None else min(config.prefill_budget_tokens, limit)
+        self._chunks_first = config.prefill == "chunk_first"
+
+    @property
+    def repeats_decodes(self) -> frozenset[SteadyState]:
+        """Decodes alone go on while nothing waits; whatever waits may be prefilled in any step."""
+        return frozenset({SteadyState.NOTHING_WAITS})
+
+    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+        """A prompt that is alone has the whole budget."""
+        return min(num_remaining_tokens, self._budget) if self._chunks_first else num_remaining_tokens
+
+    def refuses(self, request: RequestView) -> str | None:
+        """Without chunks, what outgrows the budget can never be (re-)admitted and blocks everyone behind it."""
+        return None if self._chunks_first else outgrows(request, self._budget)
+
+    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+        """Prefill, or else decode."""
+        if replica.num_partial_prefills or replica.num_waiting:
+            if self._chunks_first:
+                self._prefill_in_chunks(replica, batch)
+            else:
+                self._prefill_whole(replica, batch)
+        if not batch.num_requests:
+            decode_in_order(replica, batch)
+
+    def _prefill_whole(self, replica: ReplicaState, batch: BatchBuilder) -> None:
+        num_charged = 0
+        for request in replica.waiting():
+            known = request.num_known_tokens
+            if num_charged + known > self._budget or replica.blocks_for(known) > batch.free_blocks:
+                return
+            num_tokens = batch.max_chunk(request)
+            if batch.add(request, num_tokens, reserve_tokens=known) is not None:
+                return
+            num_charged += num_tokens
+
+    def _prefill_in_chunks(self, replica: ReplicaState, batch: BatchBuilder) -> None:
+        for request in replica.partial_prefills():
+            left = min(self._budget - batch.num_tokens, batch.tokens_left)
+            if left <= 0 or batch.add(request, min(batch.max_chunk(request), left)) is not None:
+                return
+        for request in replica.waiting():
+            left = min(self._budget - batch.num_tokens, batch.tokens_left)
+            if left <= 0:
+                return
+            num_tokens = batch.max_chunk(request)
+            if num_tokens > left:
+                if batch.num_requests:
+                    return
+                num_tokens = left
+            if batch.add(request, num_tokens, reserve_tokens=request.num_known_tokens) is not None:
+                return
+
+
+def _build(config: NanoVllmConfig, context: PolicyContext) -> NanoVllm:
+    if config.prefill == "whole":
+        needs_whole_prompts(context)
+    return NanoVllm(config, context)
+
+
+SPEC = PolicySpec(
+    name="nano_vllm",
+    layer=Layer.REPLICA_SCHEDULER,
+    config=NanoVllmConfig,
+    build=_build,
+    summary="nano-vLLM: prefill whenever anything fits, else decode; the latest admitted gives way.",
+    source="nano-vLLM, scheduler of 2025 (`whole`) and of 2026 (`chunk_first`)",
+)

@@ -1,0 +1,184 @@
+"""The Rust nano-vllm: mixed steps, chunked prefill, priorities, and preemption to swapped with resume."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from vajra_py.contract import (
+    BatchBuilder,
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    PreemptionMode,
+    Refusal,
+    ReplicaState,
+    RequestView,
+    SteadyState,
+)
+
+
+class NanoVllmRsConfig(PolicyConfig):
+    """Parameters of `nano_vllm_rs`. Its `max_num_seqs` is the replica's `max_batch_size`: sequences that run at once."""
+
+    prefill_budget_tokens: int = Field(
+        4096,
+        ge=1,
+        description="Most prompt tokens of a step, tokens; decodes are not counted.",
+        json_schema_extra={"unit": "tokens"},
+    )
+    chunked_prefill: bool = Field(True, description="Whether prompts are cut into chunks.")
+    chunk_size: int = Field(
+        512, ge=1, description="Most tokens of one prompt in a step, tokens.", json_schema_extra={"unit": "tokens"}
+    )
+    preemption: bool = Field(
+        True,
+        description=(
+            "Whether requests of lower priority give way, to more urgent ones that wait and to decodes that lack a block. "
+            "If not, admission sets memory for the longest output aside, so that nobody ever needs to."
+        ),
+    )
+
+
+class NanoVllmRs:
+    """Each step: a token for every decode, a chunk for every prompt in progress, then admissions by priority.
+
+    The code and its document part in several places, and the document leaves others open. What its stated intent
+    ("no sequence ever waits for another to finish", "will resume when memory available") asks for:
+
+    - *Swapped requests resume.* They wait with all others in order of priority, then arrival, and come back with their KV
+      when it fits (`PreemptionMode.SWAP`; recomputed where host memory is full or absent).
+    - *Chunks follow each other.* Prompts in progress go on before anyone is admitted, most urgent first, each by at most
+      `chunk_size` tokens a step, and are cut to what the budget has left, as in the document's example of ten tokens.
+    - *Urgent requests get memory.* If the head of the queue fits but for memory, running requests of strictly lower
+      priority give way, lowest first, of equals the one admitted last, but only if that makes enough room; the head
+      is admitted in the same step. Strictly: else equals would swap each other for ever.
+    - *Decodes that need a block get one.* The lowest priority gives way, of equals the one admitted last, possibly the
+      decode itself. (The code lets it go on without a block.)
+    - *`max_num_seqs` counts all that run*, prompts in progress too, as its description says ("to run concurrently").
+    - The prefill budget counts prompt tokens alone, as its name says; it may be used up exactly.
+    - The head of the queue is never overtaken: who cannot be admitted ends the admissions of the step.
+
+    Lower numbers are more urgent here, as everywhere in Vajra (in the Rust engine higher ones are).
+
+    Source: appleparan/nano-vllm-rs, `docs/scheduler.md`.
+    """
+
+    def __init__(self, config: NanoVllmRsConfig, context: PolicyContext) -> None:
+        limit = context.limits.max_batch_tokens
+        self._budget = config.prefill_budget_tokens if limit is None else min(config.prefill_budget_tokens, limit)
+        self._chunk_size = config.chunk_size if config.chunked_prefill else None
+        self._preempts = config.preemption
+        self._max_running = context.limits.max_batch_size
+
+    @property
+    def repeats_decodes(self) -> frozenset[SteadyState]:
+        """Nobody is admitted to a full batch, and nobody gives way for those who could not be."""
+        return frozenset(SteadyState)
+
+    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+        """A prompt that is alone is cut into chunks all the same."""
+        return num_remaining_tokens if self._chunk_size is None else self._cut(num_remaining_tokens, self._budget)
+
+    def refuses(self, request: RequestView) -> str | None:
+        """Without chunks, a sequence that outgrows the budget could wait at the head for ever."""
+        longest = request.num_prompt_tokens + request.max_tokens - 1
+        if self._chunk_size is not None or longest <= self._budget:
+            return None
+        return (
+            f"prompt and output ({request.num_prompt_tokens} + {request.max_tokens} tokens) may have to be computed in one "
+            f"step, which takes at most {self._budget} prompt tokens"
+        )
+
+    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+        """Decodes, prompts in progress, admissions."""
+        self._decode(replica, batch)
+        left = self._budget
+        if replica.num_partial_prefills:
+            left -= self._continue_prompts(replica, batch, left)
+        if replica.num_waiting:
+            self._admit(replica, batch, left)
+
+    def _decode(self, replica: ReplicaState, batch: BatchBuilder) -> None:
+        while (stop := batch.add_decodes()) is not None and stop.refusal is Refusal.KV_BLOCKS:
+            if not _swap_out(batch, max(replica.running(), key=_may_give_way)):
+                return
+
+    def _continue_prompts(self, replica: ReplicaState, batch: BatchBuilder, budget: int) -> int:
+        """Next chunks of prompts in progress; tokens that they got."""
+        num_added = 0
+        for request in replica.partial_prefills():
+            num_tokens = self._chunk(request, batch, budget - num_added)
+            if num_tokens <= 0 or batch.add(request, num_tokens) is not None:
+                break
+            num_added += num_tokens
+        return num_added
+
+    def _admit(self, replica: ReplicaState, batch: BatchBuilder, budget: int) -> None:
+        for request in replica.waiting():
+            if replica.num_running >= self._max_running:
+                return
+            swapped_decode = request.is_swapped and request.num_remaining_tokens == 1
+            num_tokens = 1 if swapped_decode else self._chunk(request, batch, budget)
+            if num_tokens <= 0:
+                return
+            to_hold = request.num_known_tokens
+            if not self._preempts:
+                to_hold = request.num_prompt_tokens + request.max_tokens - 1
+            if self._preempts and batch.blocks_needed(request, to_hold) > batch.free_blocks:
+                self._make_room(replica, batch, request)
+            if batch.add(request, num_tokens, reserve_tokens=to_hold) is not None:
+                return
+            if not swapped_decode:
+                budget -= num_tokens
+
+    def _chunk(self, request: RequestView, batch: BatchBuilder, budget: int) -> int:
+        """Tokens of the next chunk; 0 when the budget has no room for it."""
+        num_tokens = batch.max_chunk(request)
+        if self._chunk_size is None:
+            return num_tokens if num_tokens <= budget else 0
+        return self._cut(num_tokens, min(budget, batch.tokens_left))
+
+    def _cut(self, num_tokens: int, budget: int) -> int:
+        assert self._chunk_size is not None
+        return min(num_tokens, self._chunk_size, budget)
+
+    def _make_room(self, replica: ReplicaState, batch: BatchBuilder, request: RequestView) -> None:
+        """Let requests of lower priority give way to one that waits, if together they make enough room."""
+        victims = sorted((one for one in replica.running() if one.priority > request.priority), key=_may_give_way)
+        needed = batch.blocks_needed(request, request.num_known_tokens)
+        if batch.free_blocks + sum(_held_blocks(replica, batch, one) for one in victims) < needed:
+            return
+        while victims and needed > batch.free_blocks:
+            if not _swap_out(batch, victims.pop()):
+                return
+
+
+def _may_give_way(request: RequestView) -> tuple[int, int]:
+    """Who gives way is whoever is largest: the least urgent, of equals the one admitted last."""
+    return request.priority, request.admitted_index
+
+
+def _held_blocks(replica: ReplicaState, batch: BatchBuilder, request: RequestView) -> int:
+    """Blocks of a running request: of its whole known sequence, but for a decode that has not grown in this step."""
+    has_all = request in batch or request.num_remaining_tokens > 1
+    return replica.blocks_for(request.num_known_tokens if has_all else request.num_computed_tokens)
+
+
+def _swap_out(batch: BatchBuilder, victim: RequestView) -> bool:
+    """Swap the victim out, or recompute it where the host has no room."""
+    return batch.preempt(victim, PreemptionMode.SWAP) is None or batch.preempt(victim) is None
+
+
+def _build(config: NanoVllmRsConfig, context: PolicyContext) -> NanoVllmRs:
+    return NanoVllmRs(config, context)
+
+
+SPEC = PolicySpec(
+    name="nano_vllm_rs",
+    layer=Layer.REPLICA_SCHEDULER,
+    config=NanoVllmRsConfig,
+    build=_build,
+    summary="Rust nano-vllm: mixed steps, chunks, priorities, preemption to host memory with resume.",
+    source="nano-vllm-rs, scheduler document",
+)

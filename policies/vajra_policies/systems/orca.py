@@ -1,0 +1,76 @@
+"""ORCA: iteration-level batching, first come first served, memory for the longest output set aside at admission."""
+
+from __future__ import annotations
+
+from vajra_policies.systems.prefill_first import needs_whole_prompts
+from vajra_py.contract import (
+    BatchBuilder,
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    ReplicaState,
+    RequestView,
+    SteadyState,
+)
+
+
+class OrcaConfig(PolicyConfig):
+    """`orca` has no parameters: the paper's max_bs is the replica's `max_batch_size`, its n_slots the KV memory."""
+
+
+class Orca:
+    """Each iteration takes up to max_bs requests in order of arrival: those that run, then new ones with their whole prompt.
+
+    A request is admitted only when memory for its prompt and all the output that it may generate can be set aside;
+    the first for whom that fails ends the selection. So no request ever lacks memory later and none gives way.
+    Prompts are not cut, and one iteration mixes prompts and decodes (selective batching).
+
+    Choices where the paper is silent: memory is counted in KV blocks; the last token's KV, which is never computed, is
+    not counted. A token limit of the replica, which ORCA has not, must hold any prompt whole.
+
+    Source: Yu et al., ORCA, OSDI'22, Algorithm 1 (with one worker: an iteration returns before the next begins).
+    """
+
+    def __init__(self, config: OrcaConfig, context: PolicyContext) -> None:
+        self._token_limit = context.limits.max_batch_tokens
+
+    @property
+    def repeats_decodes(self) -> frozenset[SteadyState]:
+        """Decodes alone go on while nothing waits, or while they fill the batch."""
+        return frozenset(SteadyState)
+
+    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+        """Prompts are computed in one piece."""
+        return num_remaining_tokens
+
+    def refuses(self, request: RequestView) -> str | None:
+        """A prompt that no step can hold would wait at the head for ever."""
+        limit = self._token_limit
+        if limit is None or request.num_prompt_tokens <= limit:
+            return None
+        return f"the prompt ({request.num_prompt_tokens} tokens) is computed in one step, which takes at most {limit} tokens"
+
+    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+        """Everything that runs, then waiting requests while slots and memory last."""
+        if batch.add_decodes() is not None or not replica.num_waiting or batch.slots_left <= 0:
+            return
+        for request in replica.waiting():
+            longest = request.num_prompt_tokens + request.max_tokens - 1
+            if batch.add(request, batch.max_chunk(request), reserve_tokens=longest) is not None:
+                return
+
+
+def _build(config: OrcaConfig, context: PolicyContext) -> Orca:
+    needs_whole_prompts(context)
+    return Orca(config, context)
+
+
+SPEC = PolicySpec(
+    name="orca",
+    layer=Layer.REPLICA_SCHEDULER,
+    config=OrcaConfig,
+    build=_build,
+    summary="ORCA: iteration-level batching without chunks, memory for the longest output set aside at admission.",
+    source="ORCA (OSDI'22), Algorithm 1",
+)

@@ -1,0 +1,50 @@
+"""How do engines decode that never mix prompts and decodes in a step? In order of admission; the latest admitted gives way."""
+
+from __future__ import annotations
+
+from vajra_py.contract import BatchBuilder, PolicyContext, Refusal, ReplicaState, RequestView
+
+
+def decode_in_order(replica: ReplicaState, batch: BatchBuilder, *, looks_past_the_limit: bool = False) -> None:
+    """One token for each decode, earliest admission first, up to the batch limit.
+
+    A decode that needs a block where none is free takes it from the decode admitted last, which may be itself; those
+    before it are in the batch already and safe. With `looks_past_the_limit` the decode at which the full batch stops
+    is given its chance to push others out too, although it does not run in this step.
+    """
+    while (stop := batch.add_decodes()) is not None:
+        request = stop.request
+        if stop.refusal is Refusal.KV_BLOCKS:
+            if batch.preempt(replica.decodes()[-1]) is not None:
+                return
+            continue
+        if looks_past_the_limit:
+            _make_room_for_next(replica, batch, request)
+        return
+
+
+def _make_room_for_next(replica: ReplicaState, batch: BatchBuilder, request: RequestView) -> None:
+    next_length = request.num_computed_tokens + 1
+    while batch.blocks_needed(request, next_length) > batch.free_blocks:
+        victim = replica.decodes()[-1]
+        if batch.preempt(victim) is not None or victim is request:
+            return
+
+
+def needs_whole_prompts(context: PolicyContext) -> None:
+    """Raises `ValueError` for replicas on which a prompt may not be computed in one piece."""
+    groups = context.limits.kv_parallel_groups
+    if groups > 1:
+        raise ValueError(
+            f"it computes prompts in one piece, which KV parallelism cuts (replica.kv_parallel.groups is {groups})"
+        )
+
+
+def outgrows(request: RequestView, budget: int | None) -> str | None:
+    """Why a sequence that is computed in one piece, again after a preemption, could get stuck; None if it cannot."""
+    if budget is None or request.num_prompt_tokens + request.max_tokens - 1 <= budget:
+        return None
+    return (
+        f"prompt and output ({request.num_prompt_tokens} + {request.max_tokens} tokens) may have to be computed in one step, "
+        f"which takes at most {budget} tokens"
+    )

@@ -1,0 +1,192 @@
+"""What do other systems, and Vajra, ship with? All three layers and the replica's options, by name.
+
+Where a system leaves routing to others (an engine is one replica), its preset takes requests in turn. Sizes that depend on the
+device (KV blocks) are left open. Prefix-cache options and the moment at which blocks become visible are part of a system:
+they decide cache hits, and with them token counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vajra_py.contract import Preset
+
+NO_PREFIX_CACHE: Mapping[str, Any] = {"enabled": False}
+
+
+def _scheduling(prioritizer: Any, scheduler: Any, chooser: Any = "round_robin") -> dict[str, Any]:
+    return {"request_prioritizer": prioritizer, "replicaset_scheduler": chooser, "replica_scheduler": scheduler}
+
+
+VICTIMS_FIRST: Mapping[str, Any] = {"policy": "fcfs", "params": {"preempted": "first"}}
+
+_VLLM_REPLICA: Mapping[str, Any] = {
+    "max_batch_size": 256,
+    "max_batch_tokens": 2048,
+    "memory": {
+        "block_size": 16,
+        "reservation": "incremental",
+        "watermark_fraction": 0.0,
+        "prefix_cache": {
+            "enabled": True,
+            "publish": "schedule",
+            "reuse_order": "lru",
+            "release_order": "tail_first",
+            "retain_freed": True,
+            "duplicates": "keep_first",
+        },
+    },
+}
+
+_NANO_CACHE: Mapping[str, Any] = {
+    "enabled": True,
+    "reuse_order": "fifo",
+    "release_order": "tail_first",
+    "retain_freed": True,
+    "duplicates": "keep_last",
+}
+
+
+def _nano_replica(publish: str) -> dict[str, Any]:
+    return {
+        "max_batch_size": 512,
+        "max_batch_tokens": None,
+        "max_model_len": 4096,
+        "memory": {
+            "block_size": 256,
+            "reservation": "prompt",
+            "watermark_fraction": 0.0,
+            "prefix_cache": {**_NANO_CACHE, "publish": publish},
+        },
+    }
+
+
+def _nano_scheduler(prefill: str) -> dict[str, Any]:
+    return {"policy": "nano_vllm", "params": {"prefill": prefill, "prefill_budget_tokens": 16384}}
+
+
+PRESETS: list[Preset] = [
+    Preset(
+        name="vllm-v1",
+        summary="vLLM V1, first come first served, with a server's defaults on devices below 70 GiB and the A100.",
+        source="vLLM 0.33: SchedulerConfig, CacheConfig, EngineArgs (max_num_seqs 256, max_num_batched_tokens 2048)",
+        scheduling=_scheduling(VICTIMS_FIRST, {"policy": "vllm_v1", "params": {"victim": "latest_admitted"}}),
+        replica=_VLLM_REPLICA,
+    ),
+    Preset(
+        name="vllm-v1-priority",
+        summary="vLLM V1 with --scheduling-policy priority.",
+        source="vLLM 0.33",
+        scheduling=_scheduling("priority", {"policy": "vllm_v1", "params": {"victim": "lowest_priority"}}),
+        replica=_VLLM_REPLICA,
+    ),
+    Preset(
+        name="nano-vllm",
+        summary="nano-vLLM of 2026: the first prompt of a step may be cut.",
+        source="nano-vLLM bb823b3, Config",
+        scheduling=_scheduling(VICTIMS_FIRST, _nano_scheduler("chunk_first")),
+        replica=_nano_replica("step_end"),
+    ),
+    Preset(
+        name="nano-vllm-old",
+        summary="nano-vLLM of 2025: whole prompts.",
+        source="nano-vLLM 2f21442, Config",
+        scheduling=_scheduling(VICTIMS_FIRST, _nano_scheduler("whole")),
+        replica=_nano_replica("schedule"),
+    ),
+    Preset(
+        name="minivllm",
+        summary="MinivLLM as documented; sizes of its example.",
+        source="MinivLLM, documentation and main.py",
+        scheduling=_scheduling(VICTIMS_FIRST, "minivllm"),
+        replica={
+            "max_batch_size": 16,
+            "max_batch_tokens": 1024,
+            "memory": {
+                "block_size": 256,
+                "reservation": "prompt",
+                "watermark_fraction": 0.0,
+                "prefix_cache": {
+                    "enabled": True,
+                    "publish": "schedule",
+                    "reuse_order": "fifo",
+                    "release_order": "head_first",
+                    "retain_freed": False,
+                    "duplicates": "keep_last",
+                },
+            },
+        },
+    ),
+    Preset(
+        name="nano-vllm-rs",
+        summary="The Rust nano-vllm as its document means it, with preemption on and host memory to swap to.",
+        source="nano-vllm-rs, SchedulerConfig and EngineConfig",
+        scheduling=_scheduling(
+            "priority",
+            {
+                "policy": "nano_vllm_rs",
+                "params": {
+                    "prefill_budget_tokens": 4096,
+                    "chunked_prefill": True,
+                    "chunk_size": 512,
+                    "preemption": True,
+                },
+            },
+        ),
+        replica={
+            "max_batch_size": 256,
+            "max_batch_tokens": None,
+            "memory": {
+                "block_size": 16,
+                "reservation": "prompt",
+                "watermark_fraction": 0.0,
+                "host_blocks": 1024,
+                "prefix_cache": NO_PREFIX_CACHE,
+            },
+        },
+    ),
+    Preset(
+        name="sarathi",
+        summary="Sarathi-Serve: stall-free batching with chunks of 512 tokens, as in its paper and in the Vidur simulator.",
+        source="Sarathi-Serve (OSDI'24); Vidur's SarathiSchedulerConfig",
+        scheduling=_scheduling("fcfs", {"policy": "fixed_chunk", "params": {"chunk_size": 512}}),
+        replica={
+            "max_batch_size": 128,
+            "max_batch_tokens": None,
+            "memory": {
+                "block_size": 16,
+                "reservation": "prompt",
+                "watermark_fraction": 0.01,
+                "prefix_cache": NO_PREFIX_CACHE,
+            },
+        },
+    ),
+    Preset(
+        name="orca",
+        summary="ORCA: iteration-level batching, memory for the longest output set aside at admission.",
+        source="ORCA (OSDI'22); batch limit of Vidur's OrcaSchedulerConfig",
+        scheduling=_scheduling("fcfs", "orca"),
+        replica={
+            "max_batch_size": 128,
+            "max_batch_tokens": None,
+            "memory": {
+                "block_size": 16,
+                "reservation": "prompt",
+                "watermark_fraction": 0.0,
+                "prefix_cache": NO_PREFIX_CACHE,
+            },
+        },
+    ),
+    Preset(
+        name="vajra",
+        summary="Vajra: least relative slack first, late binding, chunks sized to a target step time.",
+        source="Vajra's scheduling architecture",
+        scheduling=_scheduling("lrs", "dynamic_chunk", "pull"),
+        replica={
+            "max_batch_size": 128,
+            "max_batch_tokens": None,
+            "memory": {"block_size": 16, "reservation": "prompt", "watermark_fraction": 0.01},
+        },
+    ),
+]

@@ -1,0 +1,217 @@
+"""vLLM's V1 scheduler: running requests in order of admission, then waiting ones from the head, under one token budget."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from vajra_py.contract import (
+    BatchBuilder,
+    DecodeStop,
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    Refusal,
+    ReplicaState,
+    RequestView,
+    SteadyState,
+)
+
+
+class VllmV1Config(PolicyConfig):
+    """Parameters of `vllm_v1`. Token budget and batch limit are the replica's (`max_batch_tokens`, `max_batch_size`)."""
+
+    victim: Literal["latest_admitted", "lowest_priority"] = Field(
+        "latest_admitted",
+        description=(
+            "Who gives way when a running request lacks a block: the one admitted last (vLLM's fcfs), or the one with the "
+            "numerically highest priority, then the latest arrival (vLLM's priority)."
+        ),
+    )
+    max_num_active_requests: int | None = Field(
+        None,
+        ge=1,
+        description="Nobody is admitted while so many requests hold memory; null: the replica's batch limit.",
+    )
+    long_prefill_threshold_tokens: int = Field(
+        0,
+        ge=0,
+        description="Most tokens of one request in a step while others are in the system, tokens; 0: no cap.",
+        json_schema_extra={"unit": "tokens"},
+    )
+    adaptive_long_prefill_threshold: bool = Field(
+        False, description="Raise the cap to an equal share of the token budget where that is more."
+    )
+    chunked_prefill: bool = Field(
+        True, description="Cut a waiting prompt that exceeds what the budget has left; if not, admission stops there."
+    )
+    reserve_full_prompt: bool = Field(
+        True, description="Admit only what fits with its whole known sequence; a test, nothing is set aside."
+    )
+    watermark_fraction: float = Field(
+        0.0, ge=0, lt=1, description="Part of all KV blocks that admission leaves free while others run, fraction."
+    )
+    prefill_interval_steps: int = Field(
+        1,
+        ge=1,
+        description="Steps from one that computes prompts to the next, unless requests queue up; 1: every step may.",
+        json_schema_extra={"unit": "steps"},
+    )
+
+
+class VllmV1:
+    """There is no prefill phase and no decode phase: every request has known tokens left to compute, a decode has one.
+
+    1. Running requests in order of (latest) admission get what they have left, cut by threshold and budget. One that
+       lacks blocks takes them from a victim, possibly itself, and possibly one that this step already holds: the
+       victim leaves the step and its tokens return to the budget. The size of the needing request's chunk stays
+       what it was when it was first tried.
+    2. Unless someone gave way, waiting requests are admitted from the head until budget, limit or blocks end it. No
+       looking past the head, and nobody gives way for it.
+
+    Differences from vLLM: its null block is no block here, so `num_blocks` is one less (the watermark still counts it);
+    exact ties of priority and arrival go by submission, not by the text of the id; blocks that were entered in the
+    prefix cache for tokens that a victim then did not compute are taken out of it.
+
+    Source: vLLM 0.33, `vllm/v1/core/sched/scheduler.py` (synchronous scheduler); Kwon et al., SOSP'23.
+    """
+
+    def __init__(self, config: VllmV1Config, context: PolicyContext) -> None:
+        limits = context.limits
+        self._config = config
+        self._budget = limits.max_batch_tokens
+        self._max_active = config.max_num_active_requests or limits.max_batch_size
+        self._watermark = int(config.watermark_fraction * (limits.num_blocks + 1))
+        self._interval = config.prefill_interval_steps
+        self._num_steps = 0
+        self._last_prefill_step = -self._interval
+        self._is_backed_up = False
+
+    @property
+    def repeats_decodes(self) -> frozenset[SteadyState]:
+        """A step of decodes alone is followed by another; with a prefill interval steps are counted, so it must be asked."""
+        return frozenset(SteadyState) if self._interval == 1 else frozenset()
+
+    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+        """A prompt that is alone has the whole budget; the threshold is off."""
+        return num_remaining_tokens if self._budget is None else min(num_remaining_tokens, self._budget)
+
+    def refuses(self, request: RequestView) -> str | None:
+        """Without chunked prefill a sequence that outgrows the budget could wait at the head for ever."""
+        longest = request.num_prompt_tokens + request.max_tokens - 1
+        if self._config.chunked_prefill or self._budget is None or longest <= self._budget:
+            return None
+        return (
+            f"prompt and output ({request.num_prompt_tokens} + {request.max_tokens} tokens) may have to be computed in one "
+            f"step, which takes at most {self._budget} tokens without chunked prefill"
+        )
+
+    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+        """Running requests, then waiting ones."""
+        cap = self._cap(replica, batch)
+        if self._interval == 1:
+            self._add_running(replica, batch, cap, holds=False)
+            if replica.num_waiting and not batch.num_preempted:
+                self._admit(replica, batch, cap, holds=False)
+            return
+        holds = self._holds(replica)
+        self._add_running(replica, batch, cap, holds=holds)
+        has_prefill = any(request in batch for request in replica.partial_prefills())
+        if not batch.num_preempted:
+            has_prefill |= self._admit(replica, batch, cap, holds=holds)
+            if not holds:  # a step that preempts admits nobody and tells nothing about the queue
+                self._is_backed_up = replica.num_waiting > 0
+        if batch.num_requests:
+            self._num_steps += 1
+            if has_prefill:
+                self._last_prefill_step = self._num_steps
+
+    def _cap(self, replica: ReplicaState, batch: BatchBuilder) -> int | None:
+        threshold = self._config.long_prefill_threshold_tokens
+        num_requests = replica.num_running + replica.num_waiting
+        if not threshold or num_requests <= 1:
+            return None
+        if self._config.adaptive_long_prefill_threshold:
+            return max(threshold, batch.tokens_left // num_requests)
+        return threshold
+
+    def _holds(self, replica: ReplicaState) -> bool:
+        """Whether prompts wait in this step so that decodes have it to themselves."""
+        if self._is_backed_up or self._num_steps + 1 - self._last_prefill_step >= self._interval:
+            return False
+        return replica.num_decodes > 0
+
+    # Running requests
+
+    def _add_running(self, replica: ReplicaState, batch: BatchBuilder, cap: int | None, *, holds: bool) -> None:
+        while (stop := batch.add_decodes() if holds else batch.add_running(cap)) is not None:
+            if stop.refusal is not Refusal.KV_BLOCKS or not self._make_room(replica, batch, stop, cap):
+                return
+
+    def _make_room(self, replica: ReplicaState, batch: BatchBuilder, stop: DecodeStop, cap: int | None) -> bool:
+        """Preempt until the request fits or has given way itself; False when that is impossible."""
+        request = stop.request
+        num_tokens = min(batch.max_chunk(request), batch.tokens_left)
+        if cap is not None:
+            num_tokens = min(num_tokens, cap)
+        while True:
+            victim = self._victim(replica)
+            if batch.preempt(victim) is not None:
+                return False
+            if victim is request or batch.add(request, num_tokens) is None:
+                return True
+
+    def _victim(self, replica: ReplicaState) -> RequestView:
+        running = replica.running()
+        if self._config.victim == "latest_admitted":
+            return running[-1]
+        return max(running, key=_priority_and_arrival)  # of equals the first, in order of admission
+
+    # Waiting requests
+
+    def _admit(self, replica: ReplicaState, batch: BatchBuilder, cap: int | None, *, holds: bool) -> bool:
+        """Take waiting requests from the head; whether any of them has more than its last token to compute."""
+        has_prefill = False
+        for request in replica.waiting():
+            if batch.tokens_left <= 0 or replica.num_running >= self._max_active:
+                break
+            known = request.num_known_tokens
+            num_cached = batch.cached_tokens(request)
+            if holds and num_cached < known - 1:
+                break
+            num_tokens = min(known - num_cached, batch.max_chunk(request))
+            if cap is not None:
+                num_tokens = min(num_tokens, cap)
+            if num_tokens > batch.tokens_left:
+                if not self._config.chunked_prefill:
+                    break
+                num_tokens = batch.tokens_left
+            end = num_cached + num_tokens
+            must_fit = known if self._config.reserve_full_prompt else end
+            watermark = self._watermark if replica.num_running else 0
+            if batch.blocks_needed(request, must_fit) + watermark > batch.free_blocks:
+                break
+            if batch.add(request, num_tokens, reserve_tokens=end) is not None:
+                break
+            has_prefill = has_prefill or num_cached < known - 1
+        return has_prefill
+
+
+def _priority_and_arrival(request: RequestView) -> tuple[int, float]:
+    return request.priority, request.arrived_at
+
+
+def _build(config: VllmV1Config, context: PolicyContext) -> VllmV1:
+    return VllmV1(config, context)
+
+
+SPEC = PolicySpec(
+    name="vllm_v1",
+    layer=Layer.REPLICA_SCHEDULER,
+    config=VllmV1Config,
+    build=_build,
+    summary="vLLM V1: running requests in order of admission, then waiting ones, under one token budget.",
+    source="vLLM 0.33, V1 scheduler",
+)

@@ -1,0 +1,157 @@
+"""How large may a prompt's next chunk be so that the step still takes its target time?
+
+Chunks are multiples of 32 tokens, so that kernels run full tiles, except where a prompt (or its KV-parallel group) ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from vajra_policies.giving_way import GivingWayConfig
+from vajra_py.contract import BatchBuilder, BatchShape, PolicyContext, RequestView
+
+GRAIN_TOKENS = 32
+FIRST_CHUNK_TOKENS = 256
+"""Taken for the last chunk's size before there was one, so that the search starts at 512."""
+
+
+class TargetTimeConfig(GivingWayConfig):
+    """Parameters of chunks that fit a target time."""
+
+    target_batch_time_s: float = Field(0.05, gt=0, description="Predicted time that a step may take, seconds.")
+    min_chunk: int = Field(
+        32,
+        ge=GRAIN_TOKENS,
+        multiple_of=GRAIN_TOKENS,
+        description="Least tokens of a chunk that is not a prompt's last, a multiple of 32.",
+        json_schema_extra={"unit": "tokens"},
+    )
+    max_chunk: int = Field(
+        8192,
+        ge=GRAIN_TOKENS,
+        multiple_of=GRAIN_TOKENS,
+        description="Most tokens of a chunk, a multiple of 32.",
+        json_schema_extra={"unit": "tokens"},
+    )
+    tolerance_fraction: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="How close to the target a step counts as full: then no further prompt gets a chunk, fraction.",
+    )
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.min_chunk > self.max_chunk:
+            raise ValueError(f"min_chunk ({self.min_chunk}) is above max_chunk ({self.max_chunk})")
+        return self
+
+
+class TargetTime:
+    """Chunks of one policy: the largest whose predicted step time does not pass a target.
+
+    The search starts from twice the chunk that was found last; it decides nothing but how many questions the latency
+    model is asked, as long as predicted time does not fall when a chunk grows.
+
+    Source: Vajra's scheduling architecture and public code (binary search, bounds, tolerance, starting point); Medha
+    (arXiv:2409.17264), adaptive chunking.
+    """
+
+    __slots__ = ("_config", "_context", "_last_chunk", "_last_lone_chunk")
+
+    def __init__(self, config: TargetTimeConfig, context: PolicyContext) -> None:
+        self._config = config
+        self._context = context
+        self._last_chunk = FIRST_CHUNK_TOKENS
+        self._last_lone_chunk = FIRST_CHUNK_TOKENS
+
+    def is_full(self, batch: BatchBuilder, target_s: float) -> bool:
+        """Whether the step takes its target time already, within the tolerance. An empty step is never full."""
+        limit_s = (1.0 - self._config.tolerance_fraction) * target_s
+        return batch.num_requests > 0 and batch.predicted_time() > limit_s
+
+    def chunk(self, request: RequestView, batch: BatchBuilder, target_s: float) -> int:
+        """The largest chunk of the request with which the step is predicted to take at most `target_s` seconds.
+
+        At least `min_chunk` tokens (or what remains of the prompt, if less), even if the step then takes longer: a
+        step that is not full always gets something done. 0 if the token budget leaves less than that.
+        """
+        cap = min(self._config.max_chunk, batch.tokens_left)
+        num_remaining = batch.max_chunk(request)
+        sizes = ChunkSizes(self._config.min_chunk, num_remaining, cap)
+        if not sizes.count:
+            return 0 if batch.num_requests else cap
+
+        def fits(num_tokens: int) -> bool:
+            return batch.predicted_time_with(request, num_tokens) <= target_s
+
+        chunk = largest_that_fits(sizes, fits, 2 * self._last_chunk)
+        if chunk < num_remaining:  # the end of a prompt says nothing about what would have fitted
+            self._last_chunk = chunk
+        return chunk
+
+    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int, target_s: float) -> int:
+        """What `chunk` gives a prompt that has the replica to itself; at least 1."""
+        limits = self._context.limits
+        cap = self._config.max_chunk
+        if limits.max_batch_tokens is not None:
+            cap = min(cap, limits.max_batch_tokens)
+        if limits.kv_group_tokens is not None:
+            to_boundary = limits.kv_group_tokens - num_done_tokens % limits.kv_group_tokens
+            num_remaining_tokens = min(num_remaining_tokens, to_boundary)
+        sizes = ChunkSizes(self._config.min_chunk, num_remaining_tokens, cap)
+        if not sizes.count:
+            return cap
+        latency = self._context.latency
+
+        def fits(num_tokens: int) -> bool:
+            return latency.stage_time_s(BatchShape().with_chunk(num_tokens, num_done_tokens)) <= target_s
+
+        chunk = largest_that_fits(sizes, fits, 2 * self._last_lone_chunk)
+        if chunk < num_remaining_tokens:
+            self._last_lone_chunk = chunk
+        return chunk
+
+
+class ChunkSizes:
+    """The sizes that a chunk may have, ascending: multiples of 32 from `min_chunk` to `cap`, and all that remains.
+
+    `num_remaining` counts as a size if it is at most `cap`; nothing above it does.
+    """
+
+    __slots__ = ("_first", "_largest", "count")
+
+    def __init__(self, min_chunk: int, num_remaining: int, cap: int) -> None:
+        self._first = min_chunk
+        self._largest = min(num_remaining, cap)
+        if num_remaining <= cap:
+            self.count = 1 + max(0, -(-(num_remaining - min_chunk) // GRAIN_TOKENS))
+        else:
+            self.count = max(0, (cap - min_chunk) // GRAIN_TOKENS + 1)
+
+    def __getitem__(self, position: int) -> int:
+        return min(self._first + GRAIN_TOKENS * position, self._largest)
+
+    def position_of(self, num_tokens: int) -> int:
+        """Where the largest size of at most `num_tokens` stands; the second and the last for what lies beyond them."""
+        return min(max(1, (num_tokens - self._first) // GRAIN_TOKENS), self.count - 1)
+
+
+def largest_that_fits(sizes: ChunkSizes, fits: Callable[[int], bool], guess: int) -> int:
+    """The largest of the sizes that fits, the smallest if none does; doubles from `guess` on, then halves the range."""
+    low, high = 0, sizes.count  # what stands at low will do, what stands at high will not
+    position = sizes.position_of(guess)
+    while low < position and fits(sizes[position]):
+        low, position = position, min(2 * position, sizes.count - 1)
+    if low < position:
+        high = position
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(sizes[middle]):
+            low = middle
+        else:
+            high = middle
+    return sizes[low]

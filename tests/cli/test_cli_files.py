@@ -1,0 +1,165 @@
+"""What does the command line say about files that are missing, broken or wrong?"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Vajra = Callable[..., Any]
+
+
+def test_a_right_file(vajra: Vajra, small: Path) -> None:
+    said = vajra("check", small)
+    assert (said.code, said.out, said.err) == (0, f"{small}: right (1 run)\n", "")
+
+
+def test_a_sweep_counts_its_runs(vajra: Vajra, small: Path) -> None:
+    small.write_text(small.read_text() + "sweep: {seed: [1, 2, 3], workload.arrivals.rate: [5, 10]}\n")
+    assert "right (6 runs)" in vajra("check", small).out
+
+
+@pytest.mark.parametrize("command", ["run", "check", "workload"])
+def test_a_missing_file(command: str, vajra: Vajra) -> None:
+    said = vajra(command, "nowhere.yaml")
+    assert said.code == 2
+    assert said.err == "nowhere.yaml: cannot be read (No such file or directory).\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("version: 1\n  a: b: c\n", "broken.yaml:2: is not valid YAML"),
+        ("- a\n- b\n", "must be a mapping"),
+        ("version: 1\nversion: 1\n", "broken.yaml:2:"),
+        ("", "workload: is missing"),
+    ],
+)
+def test_broken_yaml(text: str, expected: str, vajra: Vajra, tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    said = vajra("check", path)
+    assert said.code == 2
+    assert expected in said.err
+    assert "Traceback" not in said.err
+
+
+def test_every_mistake_at_once_with_its_line(vajra: Vajra, small: Path) -> None:
+    text = (
+        small.read_text()
+        .replace("fcfs", "fcsf")
+        .replace("chunk_size: 128", "chunk_size: 0")
+        .replace("seed: 3", "sed: 3")
+    )
+    small.write_text(text)
+    said = vajra("run", small)
+    lines = said.err.splitlines()
+    assert said.code == 2
+    assert len(lines) == 3
+    assert any(line.startswith(f"{small}:3: ") and "sed" in line for line in lines)
+    assert any(line.startswith(f"{small}:5: ") and "Did you mean 'fcfs'?" in line for line in lines)
+    assert any(line.startswith(f"{small}:7: ") and "chunk_size" in line for line in lines)
+
+
+def test_several_files_are_all_checked(vajra: Vajra, small: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(small.read_text().replace("version: 1", "version: 9"))
+    said = vajra("check", other, small, "nowhere.yaml")
+    assert said.code == 2
+    assert f"{small}: right" in said.out
+    assert "other.yaml:1" in said.err
+    assert "nowhere.yaml" in said.err
+
+
+def test_overrides_are_named_as_such(vajra: Vajra, small: Path) -> None:
+    said = vajra("check", small, "--set", "scheduling.request_prioritizer=lsr", "--set", "seed=x", "--set", "nonsense")
+    assert said.code == 2
+    assert "--set scheduling.request_prioritizer: " in said.err
+    assert "Did you mean 'lrs'?" in said.err
+    assert "--set seed: must be an integer (got 'x')" in said.err
+    assert "--set nonsense: is no assignment" in said.err
+
+
+AZURE = "workload={type: azure, path: trace.csv}"
+HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+ROW = "2023-11-16 18:15:46.6805900,374,44\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (HEAD + ROW + "2023-11-16 18:15:50.9951690,x,109\n", "trace.csv:3: column 'ContextTokens'"),
+        ("TIMESTAMP,ContextTokens\n", "GeneratedTokens"),
+        (HEAD + ROW + "2023-11-16 18:15:40.0,5,5\n", "trace.csv:3"),
+        ("", "trace.csv"),
+    ],
+    ids=["not a number", "missing column", "unsorted", "empty"],
+)
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_broken_traces_say_the_line(command: str, content: str, expected: str, vajra: Vajra, small: Path) -> None:
+    small.with_name("trace.csv").write_text(content)
+    said = vajra(command, small, "--set", AZURE)
+    assert said.code == 2
+    assert expected in said.err
+    assert "Traceback" not in said.err
+    assert not small.with_name("runs").exists()
+
+
+def test_a_truncated_trace(vajra: Vajra, small: Path) -> None:
+    whole = gzip.compress((HEAD + ROW * 1000).encode())
+    small.with_name("trace.csv.gz").write_bytes(whole[: len(whole) // 2])
+    said = vajra("check", small, "--set", "workload={type: azure, path: trace.csv.gz}")
+    assert said.code == 2
+    assert "trace.csv.gz" in said.err
+
+
+def test_a_missing_trace_is_found_before_anything_runs(vajra: Vajra, small: Path) -> None:
+    said = vajra("check", small, "--set", AZURE)
+    assert said.code == 2
+    assert "trace.csv: cannot be read (No such file or directory)" in said.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            ["backend.simulator.latency={type: roofline, model: llama-3.1-70b}", "replica.memory.num_blocks=null"],
+            "does not fit",
+        ),
+        (["scheduling.replica_scheduler.params.preemption=swap"], "host_blocks"),
+        (["backend.simulator.latency={type: table, path: nowhere.csv}"], "nowhere.csv"),
+    ],
+    ids=["model too large", "no host memory", "no table"],
+)
+def test_check_puts_the_parts_together(settings: list[str], expected: str, vajra: Vajra, small: Path) -> None:
+    said = vajra("check", small, *[part for one in settings for part in ("--set", one)])
+    assert said.code == 2
+    assert said.err.startswith(str(small))
+    assert expected in said.err
+
+
+def test_what_is_wrong_with_every_point_is_said_once(vajra: Vajra, small: Path) -> None:
+    small.write_text(small.read_text() + "sweep: {seed: [1, 2, 3]}\n")
+    said = vajra("check", small, "--set", "scheduling.replica_scheduler.params.preemption=swap")
+    assert said.code == 2
+    assert len(said.err.splitlines()) == 1
+    assert "(seed=1)" in said.err
+
+
+def test_effective_settings_can_be_run_again(vajra: Vajra, small: Path, tmp_path: Path) -> None:
+    printed = vajra("check", small, "--effective").out
+    assert "watermark_fraction: 0.01" in printed
+    again = tmp_path / "again.yaml"
+    again.write_text(printed)
+    assert vajra("check", again, "--effective").out == printed
+
+
+def test_tracebacks_when_asked_for_wherever_the_flag_stands(vajra: Vajra) -> None:
+    for arguments in (["--traceback", "check", "nowhere.yaml"], ["check", "nowhere.yaml", "--traceback"]):
+        said = vajra(*arguments)
+        assert said.code == 2
+        assert said.err.startswith("Traceback")
+        assert "nowhere.yaml: cannot be read" in said.err

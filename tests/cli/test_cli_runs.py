@@ -1,0 +1,178 @@
+"""Running, comparing and looking at runs from the command line, and how each ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vajra_py.cli.run import _Display
+from vajra_py.experiment.sweep import PointStatus
+
+Vajra = Callable[..., Any]
+
+STUBBORN = """
+from vajra_py.contract import Layer, PolicyConfig, PolicySpec, hookimpl
+
+class Stubborn:
+    def schedule(self, replica, batch, now):
+        for request in replica.waiting():
+            batch.add(request, request.num_remaining_tokens + 1)
+
+@hookimpl
+def vajra_policies():
+    return [PolicySpec("stubborn", Layer.REPLICA_SCHEDULER, PolicyConfig, lambda c, x: Stubborn(), "Asks for too much.")]
+"""
+
+
+def status(folder: Path) -> str:
+    return str(json.loads((folder / "manifest.json").read_text())["status"])
+
+
+def test_a_run_says_where_it_wrote_and_what_came_of_it(vajra: Vajra, small: Path) -> None:
+    said = vajra("run", small)
+    assert said.code == 0
+    assert "results: runs/small" in said.out
+    assert "TTFT P99 (s)" in said.out
+    assert status(Path("runs/small")) == "finished"
+
+
+def test_what_limits_the_numbers_is_said(vajra: Vajra, small: Path) -> None:
+    said = vajra("run", small, "--set", "replica.memory.num_blocks=15")
+    assert said.code == 0
+    assert "requests were rejected." in said.err
+    assert "requests were rejected." in vajra("compare", "runs/small").err
+    assert not vajra("compare", "runs/small", "--format", "csv").err
+
+
+def test_quiet_says_where_only(vajra: Vajra, small: Path) -> None:
+    assert vajra("run", small, "-q").out == "results: runs/small\n"
+
+
+def test_what_is_finished_is_not_run_again(vajra: Vajra, small: Path) -> None:
+    vajra("run", small, "-q")
+    before = Path("runs/small/environment.json").stat().st_mtime_ns
+    assert vajra("run", small, "-q").code == 0
+    assert Path("runs/small/environment.json").stat().st_mtime_ns == before
+    other = vajra("run", small, "-q", "--set", "seed=4")
+    assert other.code == 2
+    assert "holds the results of other settings" in other.err
+    assert vajra("run", small, "-q", "--set", "seed=4", "--overwrite").code == 0
+
+
+def test_a_preset_takes_the_place_of_the_files_policies(vajra: Vajra, small: Path) -> None:
+    vajra("run", small, "-q", "--preset", "vllm-v1", "--set", "scheduling.request_prioritizer=priority")
+    scheduling = json.loads(Path("runs/small/manifest.json").read_text())["config"]["scheduling"]
+    assert scheduling["replica_scheduler"]["policy"] == "vllm_v1"
+    assert scheduling["request_prioritizer"]["policy"] == "priority"
+    assert "nope" in vajra("run", small, "--preset", "nope").err
+
+
+def test_a_report_goes_where_it_is_asked_for(vajra: Vajra, small: Path) -> None:
+    said = vajra("run", small, "-q", "--report", "new/folder/report.html")
+    assert said.code == 0
+    assert "<svg" in Path("new/folder/report.html").read_text()
+
+
+def test_a_sweep_keeps_going_and_says_what_failed(vajra: Vajra, small: Path) -> None:
+    small.write_text(small.read_text() + "sweep: {scheduling.replica_scheduler.params.preemption: [recompute, swap]}\n")
+    said = vajra("run", small, "-q", "--workers", "1")
+    assert said.code == 1
+    assert "failed: preemption=swap: " in said.err
+    assert "results: runs/small/" in said.out
+
+
+def test_compare_in_three_formats(vajra: Vajra, small: Path) -> None:
+    small.write_text(small.read_text() + "sweep: {scheduling.request_prioritizer: [fcfs, lrs]}\n")
+    vajra("run", small, "-q", "--workers", "1")
+    assert "fcfs" in vajra("compare", "runs").out
+    assert vajra("compare", "runs", "--format", "markdown").out.startswith("|")
+    csv = vajra("compare", "runs", "--format", "csv").out
+    assert "lrs" in csv
+    assert "," in csv.splitlines()[0]
+    assert vajra("compare", "runs", "--report", "deep/er/report.html").code == 0
+    assert Path("deep/er/report.html").exists()
+    unknown = vajra("compare", "runs", "--scope", "nobody")
+    assert (unknown.code, "'nobody'" in unknown.err) == (1, True)
+
+
+def test_what_is_no_run(vajra: Vajra, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for command in ("compare", "trace"):
+        for folder in ("nowhere", "empty"):
+            said = vajra(command, folder)
+            assert said.code == 1
+            assert said.err.startswith(folder)
+            assert len(said.err.splitlines()) == 1
+
+
+def test_a_timeline(vajra: Vajra, small: Path) -> None:
+    vajra("run", small, "-q")
+    assert vajra("trace", "runs/small").out == "timeline: runs/small/timeline.json.gz\n"
+    assert Path("runs/small/timeline.json.gz").read_bytes()[:2] == b"\x1f\x8b"
+    assert vajra("trace", "runs/small", "-o", "t/timeline.json").code == 0
+    assert json.loads(Path("t/timeline.json").read_text())["traceEvents"]
+
+
+def test_a_folder_that_cannot_be_written(vajra: Vajra, small: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said = vajra("run", small, "-q", "--set", "output.dir=file/below")
+    assert said.code == 1
+    assert "file" in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+def test_a_policy_that_breaks_the_contract_is_named(vajra: Vajra, small: Path, tmp_path: Path) -> None:
+    (tmp_path / "stubborn_policies.py").write_text(STUBBORN)
+    info = tmp_path / "stubborn_policies-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stubborn-policies\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vajra]\nstubborn = stubborn_policies\n")
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); from vajra_py.cli.main import main; main()",
+    ]
+    command += [str(tmp_path), "run", str(small), "-q", "--set", "scheduling.replica_scheduler={policy: stubborn}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.startswith("policy stubborn, request 0, step 0: ")
+    assert len(done.stderr.splitlines()) == 1
+    manifest = json.loads((tmp_path / "runs" / "small" / "manifest.json").read_text())
+    assert manifest["status"] == "failed"
+    assert "stubborn" in manifest["error"]
+    assert (tmp_path / "runs" / "small" / "requests.parquet").exists()
+
+
+@pytest.mark.parametrize("sweep", ["", "sweep: {seed: [1, 2]}\n"], ids=["one run", "a sweep"])
+def test_an_interrupted_run_keeps_its_tables(
+    sweep: str, vajra: Vajra, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small.write_text(small.read_text() + sweep)
+
+    def interrupt(self: _Display, index: int, state: PointStatus) -> None:
+        if state.num_done and not state.is_finished:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(_Display, "point", interrupt)
+    said = vajra("run", small, "-q", "--workers", "1", "--set", "workload.num_requests=200")
+    assert said.code == 130
+    assert said.err.startswith("interrupted; what was reached is in ")
+    (folder,) = (path.parent for path in Path("runs").rglob("manifest.json"))
+    assert status(folder) == "interrupted"
+    assert (folder / "requests.parquet").exists()
+    assert vajra("compare", folder).code == 0
+
+
+def test_an_interrupted_run_is_run_again(vajra: Vajra, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(_Display, "point", lambda *_: signal.raise_signal(signal.SIGINT))
+        assert vajra("run", small, "-q").code == 130
+    assert vajra("run", small, "-q").code == 0
+    assert status(Path("runs/small")) == "finished"

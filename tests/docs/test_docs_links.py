@@ -1,0 +1,76 @@
+"""Does every link lead somewhere, and is every page found from the index?"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "examples/plugin_template/README.md",
+]
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def prose(page: Path) -> str:
+    """The page without its blocks of code and inline code."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "code", text)
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments that lead to a page's headings, as GitHub makes them."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    found: dict[str, int] = {}
+    names = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        name = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()).replace(" ", "-")
+        count = found.get(name, 0)
+        found[name] = count + 1
+        names.add(name if not count else f"{name}-{count}")
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", target):
+            assert target.startswith(("https://", "mailto:")), target
+            continue
+        path, _, fragment = target.partition("#")
+        file = page if not path else (page.parent / path).resolve()
+        assert file.exists(), f"{target} leads nowhere"
+        assert file.is_relative_to(ROOT), f"{target} leaves the repository"
+        if fragment:
+            assert fragment in anchors(file), f"{target}: {file.name} has no such heading"
+
+
+def test_the_index_leads_to_every_page() -> None:
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / target.partition("#")[0]).resolve() for target in LINK.findall(prose(index))}
+    missing = [str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md") if page not in linked | {index}]
+    assert not missing, "add them to docs/index.md"
+
+
+def test_decision_records_are_numbered_once_and_have_three_parts() -> None:
+    records = sorted((ROOT / "docs" / "adr").glob("*.md"))
+    numbers = [record.name[:4] for record in records]
+    assert len(set(numbers)) == len(numbers)
+    for record in records:
+        assert re.fullmatch(r"\d{4}-[a-z0-9-]+\.md", record.name)
+        text = record.read_text(encoding="utf-8")
+        assert text.startswith("# ")
+        for part in ("**Context.**", "**Decision.**", "**Consequences.**"):
+            assert part in text, f"{record.name} lacks {part}"
+
+
+def test_the_configuration_page_is_what_the_models_say() -> None:
+    command = [sys.executable, str(ROOT / "docs" / "generate_configuration.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

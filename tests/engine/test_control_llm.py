@@ -1,0 +1,292 @@
+"""Does a program get the tokens of its prompts, as text, as a stream, and a clear word when it cannot?"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vajra_py import LLM, AsyncLLM, SamplingParams
+from vajra_py.engine.outputs import Collected
+from vajra_py.engine.tokenizer import TextStream
+from vajra_py.errors import ConfigError, ExecutorError, PolicyError
+from vajra_py.testing.fake_runner import EOS_TOKEN_ID, VOCAB_SIZE, FakeRunner, expected_output
+
+SIZES = {"replica": {"max_model_len": 200, "memory": {"block_size": 8, "num_blocks": 60}}}
+PROMPTS = [[1, 2, 3], [500], list(range(90)), [3, 2, 1]]
+
+
+@pytest.fixture(scope="module")
+def hollow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that passes for a model until somebody loads it."""
+    folder = tmp_path_factory.mktemp("hollow")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
+def settings(**engine: Any) -> dict[str, Any]:
+    return {**SIZES, "backend": {"engine": {"random_weights": True, **engine}}}
+
+
+@pytest.fixture
+def llm(hollow_model: Path) -> Iterator[LLM]:
+    with LLM(hollow_model, settings(), load=FakeRunner) as one:
+        yield one
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True))
+    assert [output.token_ids for output in outputs] == [expected_output(prompt, 20) for prompt in PROMPTS]
+    assert {output.finish_reason for output in outputs} == {"length"}
+    for output in outputs:
+        assert output.metrics.ttft_s is not None
+        assert output.metrics.ttft_s > 0
+    again = llm.generate(PROMPTS[2], SamplingParams(max_tokens=3))
+    assert again[0].token_ids == expected_output(PROMPTS[2], 3)
+    assert again[0].metrics.num_cached_tokens == 88  # the prompt's full blocks are still there
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (1, 2, 3, 4)]
+    assert [len(output.token_ids) for output in llm.generate(PROMPTS, params)] == [1, 2, 3, 4]
+    with pytest.raises(ConfigError, match="are not one for each prompt"):
+        llm.generate(PROMPTS, params[:2])
+
+
+def test_n_outputs_of_a_prompt(llm: LLM) -> None:
+    outputs = llm.generate([[1], [2]], SamplingParams(max_tokens=2), n=3)
+    assert [list(output.prompt_token_ids) for output in outputs] == [[1]] * 3 + [[2]] * 3
+
+
+def prompt_with_eos(after: int) -> tuple[list[int], list[int]]:
+    """A prompt whose output has its end of sequence within `after` tokens, and that output."""
+    for first in range(10**5):
+        output = expected_output([first % VOCAB_SIZE, first // VOCAB_SIZE], after, stops_at_eos=True)
+        if output[-1] == EOS_TOKEN_ID and len(output) > 2:
+            return [first % VOCAB_SIZE, first // VOCAB_SIZE], output
+    raise AssertionError
+
+
+def test_where_a_request_stops(llm: LLM) -> None:
+    prompt, output = prompt_with_eos(after=12)
+    (stopped,) = llm.generate(prompt, SamplingParams(max_tokens=50))
+    assert (stopped.token_ids, stopped.finish_reason, stopped.stopped_by) == (output, "stop", EOS_TOKEN_ID)
+    (ignoring,) = llm.generate(prompt, SamplingParams(max_tokens=15, ignore_eos=True))
+    assert ignoring.token_ids == expected_output(prompt, 15)
+    (by_token,) = llm.generate(prompt, SamplingParams(max_tokens=50, stop_token_ids=(output[1],)))
+    assert (by_token.token_ids, by_token.stopped_by) == (output[:2], output[1])
+    (at_least,) = llm.generate(prompt, SamplingParams(max_tokens=len(output) + 2, min_tokens=len(output) + 1))
+    assert len(at_least.token_ids) > len(output)
+    assert EOS_TOKEN_ID not in at_least.token_ids[: len(output)]
+
+
+def test_log_probabilities_are_those_of_the_tokens(llm: LLM) -> None:
+    (output,) = llm.generate([5, 6], SamplingParams(max_tokens=4, logprobs=1, ignore_eos=True))
+    assert output.logprobs is not None
+    assert [entry.top[0][0] for entry in output.logprobs] == list(output.token_ids)
+    assert llm.generate([5, 6], SamplingParams(max_tokens=4))[0].logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, r"prompts\[0\]: is empty"),
+        (list(range(200)), {}, r"prompts\[0\]: is too long \(200 tokens"),
+        ([VOCAB_SIZE], {}, "not in the model's vocabulary"),
+        ([-1], {}, "not in the model's vocabulary"),
+        ("text", {}, "the model has no tokenizer"),
+        ([1.5], {}, "neither text nor token ids"),
+        ([1], {"temperature": -0.1}, "temperature: is out of range"),
+        ([1], {"temperature": float("nan")}, "temperature: is out of range"),
+        ([1], {"top_p": 0.0}, "top_p: is out of range"),
+        ([1], {"min_p": 1.1}, "min_p: is out of range"),
+        ([1], {"top_k": 0}, "top_k: is out of range"),
+        ([1], {"max_tokens": 0}, "max_tokens: is out of range"),
+        ([1], {"min_tokens": 17}, "min_tokens: is above max_tokens"),
+        ([1], {"repetition_penalty": 0.0}, "repetition_penalty: is out of range"),
+        ([1], {"frequency_penalty": 2.5}, "frequency_penalty: is out of range"),
+        ([1], {"logprobs": -1}, "logprobs: is out of range"),
+        ([1], {"seed": -3}, "seed: is out of range"),
+        ([1], {"stop": ("",)}, "stop: has an empty string"),
+        ([1], {"stop": ("a",)}, "stop: needs a tokenizer"),
+        ([1], {"stop_token_ids": (VOCAB_SIZE,)}, "stop_token_ids: are no tokens of the model"),
+    ],
+)
+def test_bad_input_is_one_clear_line(llm: LLM, prompt: Any, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        llm.generate([prompt], SamplingParams(**params))
+    assert len(caught.value.problems) == 1
+    assert llm.generate([1], SamplingParams(max_tokens=2))[0].token_ids == expected_output([1], 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"replica": {"pipeline_stages": 2}}, "replica.pipeline_stages: the engine computes without"),
+        ({"replica": {"kv_parallel": {"groups": 2, "group_tokens": 64}}}, "the engine computes without KV parallelism"),
+        ({"replica": {"memory": {"prefix_cache": {"unscheduled": "keep"}}}}, "would let requests read KV blocks"),
+        ({"scheduling": {"request_prioritizer": "fcsf"}}, "Did you mean 'fcfs'"),
+        ({"backend": {"simulator": {}}}, "an LLM needs the engine"),
+        ({"backend": {"engine": {"device": "tpu"}}}, "backend.engine.device"),
+        ({"backend": {"engine": {"sampling": {"top_p": 2.0}}}}, "backend.engine.sampling"),
+    ],
+)
+def test_bad_settings_are_found_before_a_model_is_loaded(
+    hollow_model: Path, changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(hollow_model, changed, load=refuses_to_load)
+    with pytest.raises(ConfigError, match="there is no such directory"):
+        LLM(hollow_model / "absent", load=refuses_to_load)
+
+
+def refuses_to_load(options: object) -> Any:
+    raise AssertionError("loaded")
+
+
+@pytest.mark.parametrize(("layer", "policy"), [("request_prioritizer", "lrs"), ("replica_scheduler", "dynamic_chunk")])
+def test_a_policy_that_needs_predictions_says_so_before_a_model_is_loaded(
+    layer: str, policy: str, hollow_model: Path
+) -> None:
+    layers = {"request_prioritizer": "fcfs", "replicaset_scheduler": "pull", "replica_scheduler": "fixed_chunk"}
+    with pytest.raises(ConfigError, match=r"^backend\.engine\.latency: is not given"):
+        LLM(hollow_model, {**settings(), "scheduling": {**layers, layer: policy}}, load=refuses_to_load)
+
+
+def test_an_engine_that_ended_is_closed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(now: int) -> Any:
+        raise PolicyError("some policy", "broke the contract")
+
+    monkeypatch.setattr(llm._loop.controller.replicas()[0], "next_plan", broken)
+    with pytest.raises(PolicyError, match="broke the contract"):
+        llm.generate([1, 2])
+    with pytest.raises(ExecutorError, match="closed"):
+        llm.generate([1, 2])
+
+
+# Streams
+
+
+def async_llm(model: Path, **replaced: Any) -> AsyncLLM:
+    return AsyncLLM(model, settings(), **{"load": FakeRunner, **replaced})
+
+
+def test_a_stream_gives_what_is_new(hollow_model: Path) -> None:
+    async def read() -> None:
+        async with async_llm(hollow_model) as llm:
+            parts = [part async for part in llm.stream([1, 2], SamplingParams(max_tokens=9, ignore_eos=True))]
+            assert [token for part in parts for token in part.token_ids] == expected_output([1, 2], 9)
+            assert all(part.output is None for part in parts[:-1])
+            assert parts[-1].output is not None
+            assert parts[-1].output.token_ids == expected_output([1, 2], 9)
+            params = SamplingParams(max_tokens=9, ignore_eos=True)
+            outputs = await asyncio.gather(*(llm.generate(prompt, params) for prompt in PROMPTS))
+            assert [one.token_ids for one in outputs] == [expected_output(prompt, 9) for prompt in PROMPTS]
+            with pytest.raises(ConfigError, match="is empty"):
+                await llm.generate([])
+
+    asyncio.run(read())
+
+
+def test_who_stops_reading_takes_the_request_back(hollow_model: Path) -> None:
+    async def read() -> None:
+        async with async_llm(hollow_model) as llm:
+            stream = llm.stream([1, 2], SamplingParams(max_tokens=190, ignore_eos=True))
+            async for _ in stream:
+                break
+            await stream.aclose()
+            # One that comes later is served after the other's memory is free, however short memory is.
+            await llm.generate(list(range(190)), SamplingParams(max_tokens=5, ignore_eos=True))
+            controller = llm._engine.controller
+            await llm.generate([7], SamplingParams(max_tokens=5, ignore_eos=True))
+            counts = {reason.value: count for reason, count in controller.num_ended.items()}
+            assert controller.num_alive == 0
+            assert counts in ({"aborted": 1, "length": 2}, {"length": 3})
+
+    asyncio.run(read())
+
+
+def test_an_engine_that_ends_tells_its_readers(hollow_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def read() -> None:
+        llm = async_llm(hollow_model)
+
+        def broken(now: int) -> Any:
+            raise PolicyError("some policy", "broke the contract")
+
+        monkeypatch.setattr(llm._loop.controller.replicas()[0], "next_plan", broken)
+        for _ in range(2):
+            with pytest.raises(PolicyError, match="broke the contract"):
+                await llm.generate([1])
+        llm.close()
+        llm.close()
+
+    asyncio.run(read())
+
+
+# Text
+
+
+class Words:
+    """A tokenizer of bytes."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode("utf-8", "replace")
+
+    def apply_chat_template(self, messages: Any) -> list[int]:
+        raise NotImplementedError
+
+
+def collect(text: str, **params: Any) -> tuple[list[str], Collected, bool]:
+    collected = Collected(SamplingParams(max_tokens=100, **params), (), TextStream(Words()))
+    seen, stopped = [], False
+    for token in text.encode():
+        stopped = collected.append(token, None)
+        seen.append(collected.text)
+        if stopped:
+            break
+    collected.finish()
+    return seen, collected, stopped
+
+
+def test_text_grows_by_whole_characters() -> None:
+    text = "naïve — 日本 🚀!"
+    seen, collected, _ = collect(text)
+    assert collected.text == text
+    assert all(text.startswith(part) for part in seen)
+    _, cut, _ = collect("a")
+    assert cut.text == "a"
+
+
+def test_an_incomplete_character_at_the_end_shows_as_one() -> None:
+    collected = Collected(SamplingParams(), (), TextStream(Words()))
+    for token in "a日".encode()[:-1]:
+        collected.append(token, None)
+    assert collected.text == "a"
+    collected.finish()
+    assert collected.text == "a\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "min_tokens", "expected", "stopped_by"),
+    [
+        ("hello world", ("o w",), 0, "hell", "o w"),
+        ("hello world", ("xyz", "world"), 0, "hello ", "world"),
+        ("hello", ("lol", "lo!"), 0, "hello", None),
+        ("aab aab!", ("aab!",), 0, "aab ", "aab!"),
+        ("one. two.", (".",), 5, "one. two", "."),
+        ("ab", ("b", "ab"), 0, "", "ab"),
+    ],
+)
+def test_stop_strings(
+    text: str, stops: tuple[str, ...], min_tokens: int, expected: str, stopped_by: str | None
+) -> None:
+    seen, collected, stopped = collect(text, stop=stops, min_tokens=min_tokens)
+    assert (collected.text, collected.stopped_by, stopped) == (expected, stopped_by, stopped_by is not None)
+    assert all(expected.startswith(part) for part in seen)  # nothing is shown that is taken back later

@@ -1,0 +1,239 @@
+"""Is a profile complete, resumable and usable, and is a simulation on true step times equal to what the engine measures?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import pytest
+
+from vajra_py.config import config_from_mapping
+from vajra_py.engine.compute import RunnerOptions, StepInput, StepOutput
+from vajra_py.engine.worker import Deliver, InlineWorker, ReplicaKey, Worker
+from vajra_py.errors import ConfigError
+from vajra_py.experiment.engined import EngineRun
+from vajra_py.experiment.profiling import ProfileSettings, profile_config, profile_model
+from vajra_py.experiment.run import run_experiment
+from vajra_py.experiment.validation import as_rows, check_validation, validate
+from vajra_py.latency import read_profile
+from vajra_py.testing.fake_runner import FakeRunner
+
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def hollow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that passes for a model until somebody loads it."""
+    folder = tmp_path_factory.mktemp("hollow")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
+class Idle(FakeRunner):
+    """Computes nothing at all, and counts."""
+
+    num_runs = 0
+
+    def run(self, step: StepInput) -> StepOutput:
+        Idle.num_runs += 1
+        self._take_changes(step)
+        slots = [*step.decodes, *(chunk.slot for chunk in step.chunks if chunk.samples)]
+        assert set(slots) <= set(self._slots)
+        return StepOutput(slots, [0] * len(slots), 1e-6)
+
+
+SIZES = {"replica": {"max_batch_size": 8, "max_model_len": 128, "memory": {"num_blocks": 80}}}
+
+
+def profile_settings(model: Path) -> ProfileSettings:
+    return ProfileSettings(profile_config(model, {**SIZES, "backend": {"engine": {"random_weights": True}}}), passes=2)
+
+
+def test_a_profile_predicts_steps(hollow_model: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    file = tmp_path / "profile.json"
+    made = profile_model(profile_settings(hollow_model), file, lambda *progress: seen.append(progress), load=Idle)
+    assert seen[-1][0] == seen[-1][1] > 100
+    assert read_profile(file).fit == made.fit
+    assert {"all", "decode", "prefill", "mixed", "grid", "live"} <= set(made.errors)
+    assert made.facts["model_type"] == "fake"
+    assert list(tmp_path.iterdir()) == [file]  # what was measured on the way is gone
+    config = config_from_mapping(
+        {
+            "version": 1,
+            "preset": "vajra",
+            "replica": {"memory": {"num_blocks": 80}},
+            "workload": {
+                "type": "synthetic",
+                "arrivals": {"type": "at_once"},
+                "num_requests": 3,
+                "prompt_tokens": {"type": "constant", "value": 20},
+                "output_tokens": {"type": "constant", "value": 5},
+            },
+            "backend": {"simulator": {"latency": {"type": "profiled", "path": str(file)}}},
+        }
+    )
+    assert run_experiment(config, folder=tmp_path / "run").is_finished
+
+
+def test_a_profile_that_was_broken_off_goes_on(hollow_model: Path, tmp_path: Path) -> None:
+    def break_off(done: int, total: int) -> None:
+        if done == 50:
+            raise KeyboardInterrupt
+
+    settings, file = profile_settings(hollow_model), tmp_path / "profile.json"
+    with pytest.raises(KeyboardInterrupt):
+        profile_model(settings, file, break_off, load=Idle)
+    assert not file.exists()
+    (kept,) = tmp_path.iterdir()
+    kept.write_text(kept.read_text()[:-5])  # the last line was being written
+    seen: list[int] = []
+    Idle.num_runs = 0
+    profile_model(settings, file, lambda done, total: seen.append(done), load=Idle)
+    assert seen[0] == 50
+    assert file.exists()
+    resumed, Idle.num_runs = Idle.num_runs, 0
+    profile_model(settings, tmp_path / "other.json", load=Idle)
+    assert resumed < Idle.num_runs
+
+
+def test_other_settings_are_measured_anew(hollow_model: Path, tmp_path: Path) -> None:
+    def break_off(done: int, total: int) -> None:
+        if done == 50:
+            raise KeyboardInterrupt
+
+    file = tmp_path / "profile.json"
+    with pytest.raises(KeyboardInterrupt):
+        profile_model(profile_settings(hollow_model), file, break_off, load=Idle)
+    seen: list[int] = []
+    other = profile_config(hollow_model, {"replica": {"max_batch_size": 4, "max_model_len": 64}}, ["seed=1"])
+    with pytest.raises(ConfigError):
+        profile_model(ProfileSettings(other), file, load=Idle)  # no weights in the directory
+    settings = profile_config(
+        hollow_model,
+        {"replica": {"max_batch_size": 4, "max_model_len": 64}, "backend": {"engine": {"random_weights": True}}},
+    )
+    profile_model(ProfileSettings(settings, passes=1), file, lambda done, total: seen.append(done), load=Idle)
+    assert seen[0] == 1
+
+
+# Validation
+
+
+@dataclass(frozen=True)
+class StepTime:
+    base_s: float = 0.004
+    per_token_s: float = 0.0002
+
+    def of(self, step: StepInput) -> float:
+        num_tokens = len(step.decodes) + sum(len(chunk.token_ids) for chunk in step.chunks)
+        return self.base_s + self.per_token_s * num_tokens
+
+
+class PredictableWorld:
+    """A world in which steps take exactly what a formula says, and nothing else takes any time."""
+
+    def __init__(self, step_time: StepTime) -> None:
+        self._step_time = step_time
+        self._now = 0
+        self._under_way: list[tuple[int, Callable[[], None]]] = []
+
+    def now(self) -> int:
+        return self._now
+
+    def wait(self, inbox: SimpleQueue[T], until: int) -> T | None:
+        due, deliver = min(self._under_way, key=lambda one: one[0], default=(until, None))
+        self._now = max(self._now, min(due, -(-until // 1000) * 1000))
+        if deliver is None or due > self._now:
+            return None
+        self._under_way.remove((due, deliver))
+        deliver()
+        return inbox.get_nowait()
+
+    def worker(self, replica: ReplicaKey, options: RunnerOptions) -> Worker:
+        return _PredictableWorker(self, replica, options)
+
+    def begin(self, step: StepInput, deliver: Callable[[], None]) -> None:
+        self._under_way.append((self._now + round(self._step_time.of(step) * 10**9) * 1000, deliver))
+
+
+class _PredictableWorker(InlineWorker):
+    def __init__(self, world: PredictableWorld, replica: ReplicaKey, options: RunnerOptions) -> None:
+        super().__init__(replica, FakeRunner(options))
+        self._world = world
+        self._steps: list[StepInput] = []
+
+    def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
+        super().start(
+            num_blocks, num_host_blocks, lambda done: self._world.begin(self._steps.pop(), lambda: deliver(done))
+        )
+
+    def submit(self, step: StepInput) -> None:
+        self._steps.append(step)
+        super().submit(step)
+
+
+def engine_experiment(model: Path, latency: Any, **engine: Any) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "num_replicas": 2,
+        "scheduling": {
+            "request_prioritizer": "fcfs",
+            "replicaset_scheduler": "least_loaded",
+            "replica_scheduler": {"policy": "fixed_chunk", "params": {"chunk_size": 64}},
+        },
+        "replica": {"max_batch_size": 8, "memory": {"block_size": 8, "num_blocks": 60}},
+        "workload": {
+            "type": "synthetic",
+            "arrivals": {"type": "poisson", "rate": 40.0},
+            "num_requests": 60,
+            "prompt_tokens": {"type": "uniform", "min": 1, "max": 120},
+            "output_tokens": {"type": "uniform", "min": 1, "max": 40},
+        },
+        "backend": {"engine": {"model": str(model), "random_weights": True, "latency": latency, **engine}},
+    }
+
+
+def run_predictably(mapping: dict[str, Any], folder: Path, step_time: StepTime) -> Any:
+    config = config_from_mapping(mapping)
+    world = PredictableWorld(step_time)
+    run = run_experiment(
+        config,
+        folder=folder,
+        backend=lambda run: EngineRun(run, make_worker=world.worker, make_clock=lambda: world),
+    )
+    return validate(run, config)
+
+
+@pytest.mark.parametrize("engine", [{}, {"time_scale": 0.5}, {"sampling": {"ignore_eos": False}}])
+def test_a_simulation_on_true_step_times_is_what_was_measured(
+    engine: dict[str, Any], hollow_model: Path, tmp_path: Path
+) -> None:
+    latency = {"type": "affine", "base_s": 0.004, "per_token_s": 0.0002}
+    validation = run_predictably(engine_experiment(hollow_model, latency, **engine), tmp_path / "run", StepTime())
+    assert len(validation.errors) == 9
+    for one in validation.errors:
+        assert one.measured_s > 0.001
+        assert abs(one.relative) < 1e-4
+    assert validation.within(0.001)
+    measured, simulated = validation.measured.requests(), validation.simulated.requests()
+    assert measured.column("num_output_tokens").to_pylist() == simulated.column("num_output_tokens").to_pylist()
+
+
+def test_wrong_step_times_show(hollow_model: Path, tmp_path: Path) -> None:
+    latency = {"type": "affine", "base_s": 0.006, "per_token_s": 0.0003}
+    validation = run_predictably(engine_experiment(hollow_model, latency), tmp_path / "run", StepTime())
+    assert not validation.within(0.1)
+    rows: Sequence[Any] = as_rows(validation)
+    assert [row["metric"] for row in rows][:2] == ["TTFT p50", "TTFT p90"]
+    assert all(row["error"].startswith("+") for row in rows)
+
+
+def test_what_cannot_be_validated(hollow_model: Path) -> None:
+    config = config_from_mapping(engine_experiment(hollow_model, None))
+    with pytest.raises(ConfigError, match=r"backend\.engine\.latency: is needed"):
+        check_validation(config)

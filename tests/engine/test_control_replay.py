@@ -1,0 +1,316 @@
+"""Does one policy take the same decisions on the engine and in the simulator, and is it noticed when it does not?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vajra_py.config import config_from_mapping, dump_effective
+from vajra_py.contract import Layer
+from vajra_py.engine.compute import RunnerOptions
+from vajra_py.engine.worker import ReplicaKey
+from vajra_py.errors import RunError
+from vajra_py.experiment.backend import Backend, Run
+from vajra_py.experiment.engined import EngineRun
+from vajra_py.experiment.replay import replay
+from vajra_py.experiment.run import run_experiment
+from vajra_py.metrics.run_data import RunData
+from vajra_py.plugins import build_registry, load_registry
+from vajra_py.runtime.input_log import read_rows
+from vajra_py.testing.fake_runner import SteppedWorld, expected_output
+
+LATENCY = {"type": "affine", "base_s": 0.004, "per_token_s": 1e-4, "per_prefill_pair_s": 1e-7, "per_swap_byte_s": 1e-7}
+CLASSES = [
+    {"name": "gold", "ttft_slo_s": 0.05, "deadline_s": 0.4, "priority": -1, "expires_after_s": 0.4},
+    {"name": "iron", "share": 2.0},
+]
+SESSIONS = {
+    "type": "sessions",
+    "arrivals": {"type": "poisson", "rate": 40.0},
+    "num_sessions": 8,
+    "turns": {"type": "uniform", "min": 1, "max": 4},
+    "first_turn_tokens": {"type": "uniform", "min": 1, "max": 60},
+    "turn_tokens": {"type": "uniform", "min": 1, "max": 30},
+    "output_tokens": {"type": "uniform", "min": 1, "max": 30},
+    "think_time_s": {"type": "uniform", "min": 0, "max": 0.04},
+    "system_prompts": {"count": 2, "tokens": {"type": "constant", "value": 24}},
+    "slo_classes": CLASSES,
+    "max_prompt_tokens": 150,
+    "max_total_tokens": 190,
+}
+SINGLES = {
+    "type": "synthetic",
+    "arrivals": {"type": "poisson", "rate": 60.0},
+    "num_requests": 24,
+    "slo_classes": CLASSES,
+    "prompt_tokens": {"type": "uniform", "min": 1, "max": 140},
+    "output_tokens": {"type": "uniform", "min": 1, "max": 40},
+}
+
+
+@pytest.fixture(scope="module")
+def hollow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that passes for a model until somebody loads it."""
+    folder = tmp_path_factory.mktemp("hollow")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
+def settings(model: Path, scheduling: Any, workload: Any = SINGLES, **sections: Any) -> dict[str, Any]:
+    replica = {
+        "max_batch_size": 6,
+        "memory": {
+            "block_size": 8,
+            "num_blocks": 34,
+            "host_blocks": 24,
+            "reservation": "incremental",
+            "watermark_fraction": 0.0,
+        },
+        **sections.pop("replica", {}),
+    }
+    engine = {
+        "model": str(model),
+        "random_weights": True,
+        "latency": LATENCY,
+        "time_scale": 0.2,
+        **sections.pop("engine", {}),
+    }
+    return {
+        "version": 1,
+        "seed": 11,
+        "num_replicas": 2,
+        "scheduling": scheduling,
+        "replica": replica,
+        "workload": workload,
+        "backend": {"engine": engine},
+        **sections,
+    }
+
+
+def layers(prioritizer: Any, chooser: Any, batcher: Any) -> dict[str, Any]:
+    return {"request_prioritizer": prioritizer, "replicaset_scheduler": chooser, "replica_scheduler": batcher}
+
+
+def on_fake_runners(
+    aborts: bool = True,
+    runner: Callable[[ReplicaKey, RunnerOptions], Any] | None = None,
+    made: list[EngineRun] | None = None,
+) -> Callable[[Run], Backend]:
+    """A backend in which no time passes, and whose clients now and then take a request back."""
+
+    def make(run: Run) -> Backend:
+        stream = np.random.default_rng(run.config.seed)
+        world = SteppedWorld(stream, mean_step_s=0.002, runner=runner)
+        backend = EngineRun(run, make_worker=world.worker, make_clock=world.clock)
+
+        def come_and_go() -> None:
+            if backend.loop is not None and stream.random() < 0.02:
+                alive = [request.request_id for request, _ in backend.loop.alive()]
+                if alive:
+                    backend.loop.abort(alive[int(stream.integers(len(alive)))])
+
+        if aborts:
+            world.on_read = come_and_go
+        if made is not None:
+            made.append(backend)
+        return backend
+
+    return make
+
+
+def run_it(mapping: Mapping[str, Any], folder: Path, **options: Any) -> RunData:
+    return run_experiment(config_from_mapping(mapping), folder=folder, backend=on_fake_runners(**options))
+
+
+PRIORITIZERS: list[Any] = ["fcfs", {"policy": "edf", "params": {"min_deadline_s": 0.01}}, "lrs", "lars", "priority"]
+CHOOSERS: list[Any] = ["round_robin", "pull", "least_loaded", "power_of_two", "random", "prefix_affinity"]
+BATCHERS: list[Any] = [
+    {"policy": "fixed_chunk", "params": {"chunk_size": 48, "preemption": "swap"}},
+    {"policy": "fixed_chunk", "params": {"chunk_size": 20}},
+    {"policy": "dynamic_chunk", "params": {"target_batch_time_s": 0.008}},
+    {"policy": "space_sharing", "params": {"target_batch_time_s": 0.01, "long_seq_kv_cache_len_threshold": 64}},
+    "vllm_v1",
+    "nano_vllm",
+    "minivllm",
+    "orca",
+    {"policy": "nano_vllm_rs", "params": {"preemption": True}},
+]
+
+
+def combinations() -> list[tuple[Any, Any, Any]]:
+    """Every policy with several of the others: the longest list, the others turning past it at their own pace."""
+    return [
+        (PRIORITIZERS[(index + turn) % len(PRIORITIZERS)], CHOOSERS[(index + 2 * turn) % len(CHOOSERS)], batcher)
+        for turn in range(2)
+        for index, batcher in enumerate(BATCHERS)
+    ]
+
+
+def test_every_policy_is_replayed() -> None:
+    registry = load_registry()
+    used = [
+        {one if isinstance(one, str) else one["policy"] for one in ones} for ones in zip(*combinations(), strict=True)
+    ]
+    for layer, names in zip(Layer, used, strict=True):
+        builtin = {name for name, offer in registry.policies(layer).items() if offer.package == "vajra-py"}
+        assert builtin <= names
+
+
+@pytest.mark.parametrize("number", range(len(combinations())))
+def test_decisions_are_equal(number: int, hollow_model: Path, tmp_path: Path) -> None:
+    scheduling = layers(*combinations()[number])
+    workload = SESSIONS if number % 2 else SINGLES
+    run = run_it(settings(hollow_model, scheduling, workload, seed=number), tmp_path / "run")
+    report = replay(tmp_path / "run")
+    assert report.difference is None
+    assert report.ahead is None
+    assert report.ahead_skipped is None
+    assert report.num_steps == run.steps().num_rows > 20
+
+
+def test_the_fuzzed_runs_are_worth_replaying(hollow_model: Path, tmp_path: Path) -> None:
+    happened: dict[str, int] = {}
+    for seed in range(4):
+        batcher = BATCHERS[seed % 2]
+        workload = SESSIONS if seed > 1 else SINGLES
+        mapping = settings(hollow_model, layers("fcfs", "least_loaded", batcher), workload, seed=seed)
+        run = run_it(mapping, tmp_path / str(seed))
+        for request in run.requests().to_pylist():
+            happened[request["reason"]] = happened.get(request["reason"], 0) + 1
+            happened["cached"] = happened.get("cached", 0) + request["num_cached_tokens"]
+        for row in read_rows(tmp_path / str(seed) / "decisions.jsonl.gz"):
+            for _, mode in row["preempted"]:
+                happened[mode] = happened.get(mode, 0) + 1
+    assert all(happened[what] > 3 for what in ("stop", "aborted", "expired", "cached", "swap", "recompute")), happened
+
+
+@pytest.mark.parametrize("preset", sorted(load_registry().presets))
+def test_presets_are_replayed(preset: str, hollow_model: Path, tmp_path: Path) -> None:
+    mapping = settings(hollow_model, {}, SESSIONS, num_replicas=1, preset=preset)
+    mapping["replica"] = {"max_model_len": 512, "memory": {"num_blocks": 40}}
+    del mapping["scheduling"]
+    run = run_it(mapping, tmp_path / "run")
+    assert run.steps().num_rows > 20
+    assert replay(tmp_path / "run").is_equal
+
+
+@pytest.mark.parametrize("batcher", BATCHERS[:2])
+def test_tokens_do_not_depend_on_the_schedule(batcher: Any, hollow_model: Path, tmp_path: Path) -> None:
+    made: list[EngineRun] = []
+    mapping = settings(hollow_model, layers("fcfs", "round_robin", batcher), SESSIONS)
+    mapping["workload"] = {**SESSIONS, "slo_classes": []}
+    mapping["num_replicas"] = 1
+    run = run_it(mapping, tmp_path / "run", aborts=False, made=made)
+    prompts, specs = made[0]._prompts, {spec.request_id: spec for spec in made[0]._run.workload}
+    outputs = {row["request_id"]: row["token_ids"] for row in read_rows(tmp_path / "run" / "outputs.jsonl.gz")}
+    assert sum(run.requests().column("num_preemptions").to_pylist()) > 3
+    for name, tokens in outputs.items():
+        spec = specs[name]
+        assert tokens == expected_output(prompts.prompt(spec).token_ids, spec.num_output_tokens)
+
+
+def test_requests_known_by_their_tokens_are_replayed(hollow_model: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    system = rng.integers(0, 900, 20).tolist()
+    rows = []
+    for index in range(16):
+        prompt = [*system, *rng.integers(0, 900, int(rng.integers(1, 60))).tolist()]
+        lengths = {"num_prompt_tokens": len(prompt), "num_output_tokens": 30}
+        rows.append({"request_id": f"r{index}", "arrived_at": index * 0.01, "prompt_token_ids": prompt, **lengths})
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mapping = settings(
+        hollow_model, layers("fcfs", "prefix_affinity", BATCHERS[1]), {"type": "jsonl", "path": str(trace)}
+    )
+    mapping["backend"]["engine"]["sampling"] = {"ignore_eos": False}
+    mapping["replica"]["memory"]["num_blocks"] = 16
+    run = run_it(mapping, tmp_path / "run")
+    report = replay(tmp_path / "run")
+    assert report.difference is None
+    assert report.ahead_skipped is not None
+    requests = run.requests().to_pylist()
+    assert sum(request["num_cached_tokens"] for request in requests) > 0
+    assert sum(request["num_preemptions"] for request in requests) > 0
+    # A request that gave way finds what it had generated itself again, which only its tokens can name.
+    resumed = [row["chunks"] for row in read_rows(tmp_path / "run" / "decisions.jsonl.gz")]
+    assert any(kind == "resumed" and done > 0 for chunks in resumed for _, _, done, kind in chunks)
+
+
+# What must be found out
+
+
+POLICY = """
+import time
+from vajra_py.contract import Layer, PolicyConfig, PolicySpec, fill, hookimpl
+
+class Restless:
+    def schedule(self, replica, batch, now):
+        size = 16 + time.perf_counter_ns() // 1000 % 16
+        fill(replica, batch, lambda request, batch, replica: chunk(request, batch, size))
+
+def chunk(request, batch, size):
+    room = min(size - batch.num_tokens, batch.tokens_left)
+    return None if room <= 0 else min(batch.max_chunk(request), room)
+
+@hookimpl
+def vajra_policies():
+    return [PolicySpec("restless", Layer.REPLICA_SCHEDULER, PolicyConfig, lambda c, x: Restless(), "Reads a clock.")]
+"""
+
+
+def test_a_policy_that_reads_the_clock_is_found_out(
+    hollow_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    (site / "restless-1.0.dist-info").mkdir(parents=True)
+    (site / "restless.py").write_text(POLICY)
+    (site / "restless-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: restless\nVersion: 1.0\n")
+    (site / "restless-1.0.dist-info" / "entry_points.txt").write_text("[vajra]\nrestless = restless\n")
+    monkeypatch.syspath_prepend(str(site))
+    theirs = [entry for one in metadata.distributions(path=[str(site)]) for entry in one.entry_points]
+    registry = build_registry([*metadata.distribution("vajra-py").entry_points.select(group="vajra"), *theirs])
+    mapping = settings(hollow_model, layers("fcfs", "round_robin", "restless"))
+    config = config_from_mapping(mapping, registry=registry)
+    run_experiment(config, folder=tmp_path / "run", backend=on_fake_runners(), registry=registry)
+    report = replay(tmp_path / "run", registry)
+    assert not report.is_equal
+    assert report.difference is not None
+    assert "chunks" in report.difference
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("replica.memory.num_blocks", 33),
+        ("replica.memory.watermark_fraction", 0.2),
+        ("replica.memory.reservation", "prompt"),
+        ("replica.max_batch_size", 2),
+        ("scheduling.request_prioritizer", "lrs"),
+        ("backend.engine.latency.base_s", 0.002),
+        ("seed", 12),
+    ],
+)
+def test_another_mechanism_is_found_out(path: str, value: Any, hollow_model: Path, tmp_path: Path) -> None:
+    mapping = settings(hollow_model, layers("fcfs", "power_of_two", BATCHERS[2]))
+    config = config_from_mapping(mapping)
+    run_experiment(config, folder=tmp_path / "run", backend=on_fake_runners())
+    assert replay(tmp_path / "run").is_equal
+    changed = config_from_mapping(mapping, [f"{path}={json.dumps(value)}"])
+    (tmp_path / "run" / "config.yaml").write_text(dump_effective(changed))
+    report = replay(tmp_path / "run")
+    assert not report.is_equal
+    assert report.difference is not None
+
+
+def test_a_simulation_is_not_replayed(tmp_path: Path) -> None:
+    mapping = settings(tmp_path, layers("fcfs", "round_robin", "fixed_chunk"))
+    mapping["backend"] = {"simulator": {"latency": LATENCY}}
+    run_experiment(config_from_mapping(mapping), folder=tmp_path / "run")
+    with pytest.raises(RunError, match="is a run of the simulator"):
+        replay(tmp_path / "run")

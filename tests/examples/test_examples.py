@@ -1,0 +1,149 @@
+"""Do the examples work, and do they show what is promised of them?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from filecmp import cmpfiles
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vajra_py.api as vajra
+from vajra_py.cli.main import main
+from vajra_py.config import ExperimentConfig, expand_sweep, load_config
+from vajra_py.contract import Layer
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+TRACE_HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
+
+def checked(path: Path, *arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(["check", str(path), *arguments])
+    assert isinstance(exit_.value.code, int)
+    return exit_.value.code
+
+
+def trace(folder: Path, num_rows: int = 20) -> Path:
+    path = folder / "trace.csv"
+    rows = [f"2023-11-16 18:15:{second:02d}.25,{80 + 61 * second},{4 + 3 * second}\n" for second in range(num_rows)]
+    path.write_text(TRACE_HEAD + "".join(rows))
+    return path
+
+
+def load_example(name: str, tmp_path: Path, **overrides: Any) -> ExperimentConfig:
+    settings = {key.replace("__", "."): value for key, value in overrides.items()}
+    return vajra.load(EXAMPLES / name, {"output.dir": str(tmp_path / "runs"), **settings})
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_example_is_right(path: Path, tmp_path: Path) -> None:
+    needs_trace = "vajra run" in path.read_text() and "--set workload.path=" in path.read_text()
+    arguments = ["--set", f"workload.path={trace(tmp_path)}"] if needs_trace else []
+    assert checked(path, *arguments) == 0
+
+
+def test_the_azure_example_says_what_it_needs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert checked(EXAMPLES / "azure.yaml") == 2
+    assert "AzureLLMInferenceTrace_conv.csv: cannot be read" in capsys.readouterr().err
+
+
+def test_the_demo_compares_at_least_three_by_two_by_three() -> None:
+    points = expand_sweep(load_config(EXAMPLES / "demo.yaml"))
+    chosen = {
+        layer: {point.scheduling.choice(layer).policy for _, point in points if point.scheduling} for layer in Layer
+    }
+    assert len(chosen[Layer.REQUEST_PRIORITIZER]) >= 3
+    assert len(chosen[Layer.REPLICASET_SCHEDULER]) >= 2
+    assert len(chosen[Layer.REPLICA_SCHEDULER]) >= 3
+    assert len(points) >= 3 * 2 * 3
+
+
+def test_the_demo_needs_no_file_of_anyone() -> None:
+    _, point = expand_sweep(load_config(EXAMPLES / "demo.yaml"))[0]
+    assert "path" not in json.dumps(point.model_dump(mode="json")["workload"])
+
+
+def test_demo_runs_differ_between_their_points(tmp_path: Path) -> None:
+    """What the figure of the README shows exists at a small size too: placement and chunks change what clients see."""
+    config = load_example("demo.yaml", tmp_path, workload__num_requests=60, output__decision_log=False)
+    runs = {}
+    for point, one in expand_sweep(config):
+        if one.scheduling is None or one.scheduling.request_prioritizer.policy != "lrs":
+            continue
+        runs[point.label] = vajra.run(one, folder=tmp_path / point.point_id).summary.value("overall.ttft_s.mean")
+    assert len(runs) == 6
+    assert len(set(runs.values())) > 1
+
+
+@pytest.mark.slow
+def test_the_demo_script_writes_runs_and_report(tmp_path: Path) -> None:
+    """As `make demo` runs it, at full size."""
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "out"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("report: out/demo.html")
+    runs = vajra.open_runs([tmp_path / "out" / "demo"])
+    assert len(runs) >= 18
+    assert all(run.is_finished for run in runs)
+    assert "<svg" in (tmp_path / "out" / "demo.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_azure_example_serves_the_whole_trace(shared_dir: Path, tmp_path: Path) -> None:
+    """All 19,366 requests on four replicas, as the README has it (without the log of decisions, to be quicker)."""
+    path = shared_dir / "data" / "azure2023" / "AzureLLMInferenceTrace_conv.csv"
+    if not path.is_file():
+        pytest.skip("the Azure trace is not among the reference data")
+    config = load_example("azure.yaml", tmp_path, workload__path=str(path), output__decision_log=False)
+    summary = vajra.run(config).summary
+    counts: Mapping[str, int] = summary.value("overall.counts")
+    assert counts["arrived"] == counts["completed"] == counts["stop"] + counts["length"] == 19_366
+    assert summary.value("stability.label") == "stable"
+
+
+def test_the_azure_example_on_a_piece_of_a_trace(tmp_path: Path) -> None:
+    run = vajra.run(load_example("azure.yaml", tmp_path, workload__path=str(trace(tmp_path))))
+    frame = run.requests_frame("num_prompt_tokens", "reason", "replica_id")
+    assert list(frame.num_prompt_tokens) == [80 + 61 * row for row in range(20)]
+    assert set(frame.replica_id) == {0, 1, 2, 3}
+    assert set(frame.reason) <= {"stop", "length"}
+
+
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    source = (EXAMPLES / "notebook.py").read_text(encoding="utf-8")
+    assert source.count("# %%") >= 10
+    environment = {
+        **os.environ,
+        "VAJRA_EXAMPLE_REQUESTS": "12",
+        "VAJRA_EXAMPLE_FOLDER": str(tmp_path / "out"),
+        "MPLBACKEND": "Agg",
+    }
+    command = [sys.executable, str(EXAMPLES / "notebook.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "['question', 'mail', 'essay']" in done.stdout
+    assert (tmp_path / "out" / "notebook.html").is_file()
+    assert (tmp_path / "out" / "latency-by-rate.png").read_bytes().startswith(b"\x89PNG")
+    assert len(vajra.open_runs([tmp_path / "out" / "notebook-sweep"])) == 12
+
+
+TABLES = ["requests.parquet", "steps.parquet", "tbt.parquet", "summary.json"]
+
+
+def test_equal_runs_give_equal_bytes(tmp_path: Path) -> None:
+    """What docs/experiments.md promises: every file but environment.json; with or without the decision log, the same tables."""
+    config = load_example("demo.yaml", tmp_path, sweep=None, workload__num_requests=40)
+    first, again = (vajra.run(config, folder=tmp_path / name).path for name in ("first", "again"))
+    files = [*TABLES, "manifest.json", "config.yaml", "decisions.jsonl.gz"]
+    assert cmpfiles(first, again, files, shallow=False) == (files, [], [])
+    quiet = load_example("demo.yaml", tmp_path, sweep=None, workload__num_requests=40, output__decision_log=False)
+    unlogged = vajra.run(quiet, folder=tmp_path / "unlogged").path
+    assert cmpfiles(first, unlogged, TABLES, shallow=False) == (TABLES, [], [])
+    assert not (unlogged / "decisions.jsonl.gz").exists()

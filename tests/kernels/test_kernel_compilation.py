@@ -1,0 +1,107 @@
+"""The kernels compiled ahead of time for GPUs that are not there: registers, spills, shared memory, instructions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vajra_kernels.aot import compile_launch
+from vajra_kernels.config import A100, H200, L4, DeviceFacts, TileConfig, decode_config, decode_splits, ragged_config
+from vajra_kernels.metadata import build_metadata
+from vajra_kernels.static import AttentionShape, StaticCase, main, static_cases
+
+CASES = list(static_cases())
+
+
+def case_id(case: StaticCase) -> str:
+    return f"{case.name} sm{case.device.capability[0]}{case.device.capability[1]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_compiled_code_keeps_its_bounds(case: StaticCase) -> None:
+    figures = compile_launch(case.launch, case.device.capability)
+    assert case.violations(figures) == []
+    assert figures.registers > 0
+    if "decode" in case.name or "prefill" in case.name:
+        assert figures.num_async_copies > 0, "K and V must go straight to shared memory, 16 bytes a thread"
+
+
+@pytest.mark.slow
+def test_too_few_stages_are_seen() -> None:
+    """The overlap check can fail: with three stages each K/V load is waited for, since the block table comes first."""
+    (case,) = (c for c in CASES if c.name == "prefill bf16 d64 GQA4 block16")
+    launch = replace(case.launch, tile=TileConfig(128, 64, 8, 3))
+    assert any("no overlap" in text for text in case.violations(compile_launch(launch, (9, 0))))
+
+
+def test_cases_cover_what_is_built_in() -> None:
+    kernels = {case.launch.kernel.__name__ for case in CASES}
+    assert kernels == {"decode_kernel", "ragged_kernel", "kv_write_kernel", "copy_blocks_kernel", "merge_kernel"}
+    assert {case.device for case in CASES} == {A100, H200, L4}
+    for case in CASES:
+        is_half_attention = (
+            any(word in case.name for word in ("decode", "prefill", "chunk")) and "fp32" not in case.name
+        )
+        assert case.wants_overlap == is_half_attention
+        assert case.wants_wgmma == (is_half_attention and case.device is H200 and "decode" not in case.name)
+
+
+def test_figures_command_refuses_unknown_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--fast"])
+    assert stop.value.code == 2
+    assert "--fast" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", [A100, H200, L4])
+@pytest.mark.parametrize("head_pad", [64, 128, 256])
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize("group", [1, 4, 7, 32, 128])
+def test_configurations_are_shapes_the_kernels_take(
+    device: DeviceFacts, head_pad: int, element_bytes: int, group: int
+) -> None:
+    for query_len in (1, 4, 16, 2000):
+        configs = [
+            ragged_config(group, query_len, head_pad, element_bytes, device),
+            decode_config(group, head_pad, element_bytes, device),
+        ]
+        for config in configs:
+            assert config.tile_m >= 16
+            assert config.tile_n >= 16
+            assert config.tile_m & (config.tile_m - 1) == config.tile_n & (config.tile_n - 1) == 0
+            # Two buffers of K and V tiles and the query tile.
+            buffers = 2 * config.tile_n * head_pad * element_bytes * (2 if element_bytes == 2 else 1)
+            assert buffers + config.tile_m * head_pad * element_bytes <= device.shared_limit_bytes
+
+
+@pytest.mark.parametrize("kv_lens", [[1], [5, 0, 3], [4096] * 8, [100_000], [100_000, *[900] * 255], [2048] * 256])
+@pytest.mark.parametrize("window", [None, 1, 300])
+@pytest.mark.parametrize("tile_n", [16, 64])
+def test_splits_cover_every_sequence(kv_lens: list[int], window: int | None, tile_n: int) -> None:
+    tables = torch.zeros((len(kv_lens), -(-max(kv_lens) // 16)), dtype=torch.int32)
+    metadata = build_metadata([1] * len(kv_lens), kv_lens, tables, 16)
+    split_tokens, num_splits = decode_splits(metadata, 8, tile_n, window, H200)
+    assert split_tokens % tile_n == 0
+    longest = max(kv_lens)
+    first = 0 if window is None else max(longest - window, 0) // tile_n * tile_n
+    assert first + split_tokens * num_splits >= longest
+    assert 1 <= num_splits <= 128
+    assert num_splits * len(kv_lens) <= max(16384, len(kv_lens))
+
+
+def test_large_even_batches_are_not_split_and_small_ones_fill_the_chip() -> None:
+    def splits(num_seqs: int, kv_len: int) -> int:
+        tables = torch.zeros((num_seqs, kv_len // 64), dtype=torch.int32)
+        metadata = build_metadata([1] * num_seqs, [kv_len] * num_seqs, tables, 64)
+        return decode_splits(metadata, 8, 64, None, H200)[1]
+
+    assert splits(256, 1024) == 1
+    assert splits(1, 65536) * 8 >= 4 * H200.num_sms
+
+
+def test_prefill_and_decode_have_their_own_shapes() -> None:
+    assert AttentionShape(1).launch(H200).tile.tile_m == 16
+    assert AttentionShape(512).launch(H200).tile.tile_m == 128

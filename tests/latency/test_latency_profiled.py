@@ -1,0 +1,150 @@
+"""Does a fit find what steps cost, say how wrong it is, and does a profile predict the same everywhere?"""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import nnls
+
+from vajra_py.contract import BatchShape
+from vajra_py.errors import ConfigError
+from vajra_py.latency import PredictsDecodeRuns, Profile, ProfiledConfig, ProfiledModel, read_profile
+from vajra_py.latency.fitting import Measured, errors_of, fit_steps, held_out_errors, non_negative_least_squares
+from vajra_py.latency.profiled import Curve
+
+
+def shapes(count: int, stream: np.random.Generator) -> list[BatchShape]:
+    made = []
+    for _ in range(count):
+        num_decodes = int(np.exp(stream.uniform(0, 4)))
+        shape = BatchShape().with_decodes(num_decodes, num_decodes * int(stream.integers(1, 500)))
+        for _ in range(int(stream.integers(0, 4))):
+            shape = shape.with_chunk(int(np.exp(stream.uniform(0, 6))), int(stream.integers(0, 400)))
+        made.append(shape)
+    return made
+
+
+def true_time_s(shape: BatchShape) -> float:
+    """Matrix products that fill the device from 32 tokens on, attention over what is read, and something per chunk."""
+    tokens = 2e-4 * min(shape.num_tokens, 32) + 5e-5 * max(0, shape.num_tokens - 32)
+    attention = 3e-8 * shape.decode_context_tokens + 1e-8 * shape.prefill_attention_pairs
+    return 2e-3 + tokens + attention + 4e-4 * shape.num_prefills
+
+
+def test_a_fit_finds_the_formula() -> None:
+    stream = np.random.default_rng(0)
+    measured = [Measured(shape, true_time_s(shape)) for shape in shapes(400, stream)]
+    errors = held_out_errors(measured, stream)
+    assert errors["all"]["num_shapes"] == 80
+    assert errors["all"]["p50"] < 0.01
+    assert errors["all"]["p90"] < 0.03
+    assert set(errors) == {"all", "decode", "mixed"}
+    model = ProfiledModel(Profile(fit_steps(measured), {}))
+    for shape in shapes(50, stream):
+        assert model.batch_time_s(shape) == pytest.approx(true_time_s(shape), rel=0.05)
+
+
+def test_errors_say_what_noise_leaves() -> None:
+    stream = np.random.default_rng(1)
+    noise = stream.lognormal(0.0, 0.1, 400)
+    measured = [
+        Measured(shape, true_time_s(shape) * factor) for shape, factor in zip(shapes(400, stream), noise, strict=True)
+    ]
+    errors = held_out_errors(measured, stream)
+    assert 0.04 < errors["all"]["p50"] < 0.12
+    assert abs(errors["all"]["mean"]) < 0.05
+
+
+def test_a_few_disturbed_measurements_do_not_move_it() -> None:
+    stream = np.random.default_rng(2)
+    measured = [Measured(shape, true_time_s(shape)) for shape in shapes(300, stream)]
+    disturbed = [Measured(one.shape, one.time_s * (10 if index % 30 == 0 else 1)) for index, one in enumerate(measured)]
+    assert errors_of(fit_steps(disturbed).time_s, measured)["all"]["p90"] < 0.05
+
+
+def test_a_fit_needs_measurements() -> None:
+    with pytest.raises(ValueError, match="no measurements"):
+        fit_steps([])
+    one = BatchShape(num_decodes=1, decode_context_tokens=5)
+    assert fit_steps([Measured(one, 0.25)]).time_s(one) == pytest.approx(0.25)
+
+
+@given(st.integers(0, 10**6))
+def test_least_squares_agree_with_scipy(seed: int) -> None:
+    stream = np.random.default_rng(seed)
+    matrix = stream.normal(size=(12, 5))
+    matrix[:, 4] = matrix[:, 3]  # two columns that cannot be told apart
+    target = stream.normal(size=12)
+    ours = non_negative_least_squares(matrix, target)
+    assert (ours >= 0).all()
+    _, residual = nnls(matrix, target)
+    assert np.linalg.norm(matrix @ ours - target) == pytest.approx(residual, abs=1e-8)
+
+
+knots = st.lists(st.integers(1, 1000), min_size=1, max_size=8, unique=True).map(sorted)
+
+
+@given(
+    knots, st.lists(st.floats(0, 10), min_size=9, max_size=9), st.lists(st.integers(0, 3000), min_size=1, max_size=20)
+)
+def test_curves_rise_and_are_the_same_one_by_one_and_at_once(
+    inner: list[int], rises: list[float], points: list[int]
+) -> None:
+    all_knots = (0.0, *map(float, inner))
+    curve = Curve(all_knots, (0.0, *np.cumsum(rises[: len(inner)]).tolist()))
+    values = [curve.at(float(point)) for point in sorted(points)]
+    assert values == curve.at_each(np.array(sorted(points), np.float64)).tolist()
+    assert all(one <= other + 1e-9 for one, other in pairwise(values))
+    for knot, value in zip(curve.knots, curve.values, strict=True):
+        assert curve.at(knot) == pytest.approx(value, abs=1e-9)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    stream = np.random.default_rng(3)
+    measured = [Measured(shape, true_time_s(shape)) for shape in shapes(100, stream)]
+    file = tmp_path / "profile.json"
+    Profile(fit_steps(measured), {"model": "some", "max_model_len": 512}, {"all": {"p50": 0.01}}, 100).write(file)
+    return file
+
+
+def test_a_profile_is_read_back_equal(profile: Path) -> None:
+    found = read_profile(profile)
+    assert found.facts["max_model_len"] == 512
+    assert found.num_shapes == 100
+    copy = profile.with_name("copy.json")
+    found.write(copy)
+    assert copy.read_bytes() == profile.read_bytes()
+
+
+def test_runs_of_decodes_are_predicted_bit_for_bit(profile: Path) -> None:
+    model = ProfiledConfig(path=str(profile)).build()
+    assert isinstance(model, PredictsDecodeRuns)
+    at_once = model.decode_run_times_s(7, 300, 400).tolist()
+    one_by_one = [model.batch_time_s(BatchShape(7, 300 + 7 * step)) for step in range(400)]
+    assert at_once == one_by_one
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "other"}, "is no profile"),
+        ({"version": 99}, "is of another version"),
+        ({"base_s": -1.0}, "is broken"),
+        ({"coefficients": {}}, "is broken"),
+        ({"curves": {"num_tokens": {"knots": [0, 0], "values": [0, 1]}}}, "is broken"),
+    ],
+)
+def test_a_broken_profile_is_one_clear_line(profile: Path, change: dict[str, object], message: str) -> None:
+    profile.write_text(json.dumps({**json.loads(profile.read_text()), **change}))
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_profile(profile)
+    assert len(caught.value.problems) == 1
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_profile(profile / "absent")

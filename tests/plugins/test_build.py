@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vajra_py.contract import Layer
+from vajra_py.errors import ConfigError, PluginError, UnknownNameError
+from vajra_py.plugins import Truth, build_latency_model, build_observer, build_output_lengths, build_policy
+
+PRIORITIZER, ROUTER, SCHEDULER = Layer
+CONTEXT: Any = SimpleNamespace()
+
+SOURCE = """
+from pydantic import BaseModel, Field
+from vajra_py.contract import *
+
+class Config(PolicyConfig):
+    slope: float = Field(1.0, gt=0)
+
+{classes}
+
+class P(BaseModel):
+    model_config = {{"extra": "forbid"}}
+    type: str = "x"
+    every_s: float = Field(1.0, gt=0)
+
+@hookimpl
+def vajra_policies():
+    return [PolicySpec("mine", Layer.{layer}, Config, {build}, "A policy.", aliases=("alias",))]
+
+@hookimpl
+def vajra_observers():
+    return [ObserverSpec("watch", P, lambda c: Observer(), "Watches."), ObserverSpec("liar", P, lambda c: 3, "Lies.")]
+
+@hookimpl
+def vajra_latency_models():
+    return [LatencyModelSpec("lab", P, lambda c: object(), "A model.")]
+
+@hookimpl
+def vajra_output_length_predictors():
+    return [OutputLengthSpec("guess", P, lambda c, s, t: Guess(t), "Guesses.")]
+
+class Guess:
+    def __init__(self, truth): self.truth = truth
+    def predict(self, request): return self.truth[request]
+"""
+
+
+def install(site: Any, classes: str, layer: Layer = PRIORITIZER, build: str = "lambda c, x: Policy(c)") -> Any:
+    site.install("lab", SOURCE.format(classes=classes, layer=layer.name, build=build), version="3.1")
+    return site.registry()
+
+
+GOOD = """
+class Policy:
+    key_motion = KeyMotion.TIME_LINEAR
+    def __init__(self, config=None): self.config = config
+    def key(self, request, now): return 0.0
+    def line(self, request): return 0.0, 0.0
+"""
+
+
+def test_a_policy_is_built_from_validated_parameters(site: Any) -> None:
+    registry = install(site, GOOD)
+    policy: Any = build_policy(PRIORITIZER, "alias", {"slope": "2.5"}, CONTEXT, registry)
+    assert policy.config.slope == 2.5
+
+
+def test_wrong_parameters_say_where(site: Any) -> None:
+    registry = install(site, GOOD)
+    with pytest.raises(ConfigError) as caught:
+        build_policy(PRIORITIZER, "mine", {"slope": 0, "slop": 1}, CONTEXT, registry)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("scheduling.request_prioritizer.params.slope:")
+    assert lines[1].startswith("scheduling.request_prioritizer.params.slop:")
+    with pytest.raises(UnknownNameError):
+        build_policy(ROUTER, "mine", {}, CONTEXT, registry)
+
+
+@pytest.mark.parametrize(
+    ("classes", "layer", "complaint"),
+    [
+        (GOOD.replace("def key(", "def kee("), PRIORITIZER, "Policy has no method 'key'"),
+        (GOOD.replace("def line(", "def lime("), PRIORITIZER, r"TIME_LINEAR.*no method 'line'"),
+        (
+            GOOD.replace("KeyMotion.TIME_LINEAR", "'static'"),
+            PRIORITIZER,
+            "key_motion is 'static'; expected one of KeyMotion.STATIC",
+        ),
+        (GOOD.replace("    key_motion = KeyMotion.TIME_LINEAR\n", ""), PRIORITIZER, "key_motion is None"),
+        (
+            GOOD.replace("request, now", "request"),
+            PRIORITIZER,
+            r"key\(request\) has the wrong signature.*called with 2",
+        ),
+        (GOOD.replace("def key", "async def key"), PRIORITIZER, "'key' is a coroutine"),
+        (GOOD + "    on_arrivals = 3\n", PRIORITIZER, "something that cannot be called as 'on_arrivals'"),
+        (GOOD + "    def on_step_end(self): pass\n", PRIORITIZER, "on_step_end.*wrong signature"),
+        (GOOD + "    def assign(self, request, replicas, now): return 0\n", ROUTER, "no method 'pull'"),
+        (GOOD, SCHEDULER, "no method 'schedule'"),
+    ],
+)
+def test_what_is_no_policy_of_the_layer_is_refused(site: Any, classes: str, layer: Layer, complaint: str) -> None:
+    registry = install(site, classes, layer)
+    with pytest.raises(PluginError, match=complaint) as caught:
+        build_policy(layer, "mine", {}, CONTEXT, registry)
+    assert "'lab' of lab 3.1" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "complaint"),
+    [
+        ("lambda c, x: Policy", PluginError, "build returned the class Policy"),
+        ("lambda c: Policy(c)", PluginError, "building 'mine' raised TypeError"),
+        ("lambda c, x: 1 / 0", PluginError, r"'lab' of lab 3\.1.*ZeroDivisionError"),
+        (
+            "lambda c, x: int('no budget')",
+            ConfigError,
+            r"scheduling.request_prioritizer: 'mine' of lab 3\.1 cannot be built.*no budget",
+        ),
+    ],
+)
+def test_a_failing_build_is_named(site: Any, build: str, error: type[Exception], complaint: str) -> None:
+    registry = install(site, GOOD, build=build)
+    with pytest.raises(error, match=complaint):
+        build_policy(PRIORITIZER, "mine", {}, CONTEXT, registry)
+
+
+def test_models_predictors_and_observers_are_built_and_checked(site: Any) -> None:
+    registry = install(site, GOOD)
+    assert build_observer("watch", {"every_s": 2.0}, registry).wants_steps is False
+    with pytest.raises(PluginError, match=r"expected a vajra_py\.contract\.Observer"):
+        build_observer("liar", {}, registry)
+    with pytest.raises(ConfigError, match=r"observers\.every_s"):
+        build_observer("watch", {"every_s": -1}, registry)
+    with pytest.raises(PluginError, match="no method 'stage_time_s'"):
+        build_latency_model("lab", {"type": "lab"}, registry)
+    truth = Truth(lambda name: None, {"r": 7})
+    predictor: Any = build_output_lengths("guess", {}, truth, registry)
+    assert predictor.predict("r") == 7

@@ -1,0 +1,76 @@
+"""Are the built-in policies found like anyone's, and does their page say what they do?"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vajra_policies
+from vajra_py.contract import Layer, PolicySpec
+from vajra_py.plugins import load_registry, parameters_of
+
+OWN = {
+    Layer.REQUEST_PRIORITIZER: {"fcfs", "edf", "lrs", "priority"},
+    Layer.REPLICASET_SCHEDULER: {
+        "round_robin",
+        "pull",
+        "least_loaded",
+        "power_of_two",
+        "random",
+        "prefix_affinity",
+    },
+    Layer.REPLICA_SCHEDULER: {"fixed_chunk", "dynamic_chunk", "space_sharing"},
+}
+NAMES = sorted(name for names in OWN.values() for name in names)
+
+
+def spec_of(name: str) -> PolicySpec:
+    (spec,) = [one for one in vajra_policies.vajra_policies() if one.name == name]
+    return spec
+
+
+@pytest.mark.parametrize("layer", Layer, ids=lambda layer: layer.value)
+def test_installed_under_their_layer(layer: Layer) -> None:
+    offered = load_registry().policies(layer)
+    assert OWN[layer] <= set(offered)
+    assert {offered[name].package for name in OWN[layer]} == {"vajra-py"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_says_what_it_follows(name: str) -> None:
+    spec = spec_of(name)
+    assert spec.summary.endswith(".")
+    assert spec.source
+    assert all(field.description for field in spec.config.model_fields.values())
+
+
+def test_importing_the_package_imports_no_policy() -> None:
+    code = "import sys, vajra_policies; print([m for m in sys.modules if m.startswith('vajra_policies.')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+def test_policies_and_presets_of_other_systems_come_along() -> None:
+    from vajra_policies.systems import POLICIES, PRESETS
+
+    names = [spec.name for spec in vajra_policies.vajra_policies()]
+    assert names[-len(POLICIES) or len(names) :] == [spec.name for spec in POLICIES]
+    assert vajra_policies.vajra_presets() == list(PRESETS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_describes_every_parameter_with_its_default(name: str, repository_root: Path) -> None:
+    page = (repository_root / "docs" / "policies.md").read_text(encoding="utf-8")
+    section = page.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
+    assert section, f"no section on {name}"
+    assert f"[`{name}`](#{name})" in page
+    shared = page.partition("## Replica schedulers")[2].partition("\n### ")[0]
+    for parameter in parameters_of(spec_of(name).config):
+        row = re.search(rf"^\|[^|]*`{parameter.name}`[^|]*\|([^|]*)\|", section + "\n" + shared, re.MULTILINE)
+        assert row, f"{name} has a parameter {parameter.name}, which the page does not mention"
+        documented = row[1].strip().strip("`")
+        assert documented in (str(parameter.default), str(parameter.default).lower(), "as above")

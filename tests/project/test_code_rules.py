@@ -1,0 +1,145 @@
+"""Rules of the code base that no linter states: docstrings of packages, file and function sizes, declared dependencies."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = (ROOT / "vajra_py", ROOT / "policies" / "vajra_policies", ROOT / "kernels" / "vajra_kernels")
+OWN_NAMES = {"vajra_py", "vajra_policies", "vajra_kernels"}
+
+MAX_FILE_LINES = 500
+# Files that may be longer, each with its reason.
+LONG_FILES: dict[str, str] = {}
+
+MAX_FUNCTION_LINES = 60
+# Functions that may be longer (`file::name`), each with its reason. Signature and docstring do not count.
+LONG_FUNCTIONS: dict[str, str] = {}
+
+# Import name of a distribution where the two differ.
+DISTRIBUTION_OF = {
+    "opentelemetry": "opentelemetry-sdk",
+    "prometheus_client": "prometheus-client",
+    "ruamel": "ruamel.yaml",
+}
+# Imported by parts that say what to install when it is absent; no extra carries them.
+UNDECLARED: dict[str, str] = {"ray": "vajra_py.cluster runs only where Ray is installed and says so otherwise"}
+
+
+def product_files() -> list[Path]:
+    """Every Python file of the three import names, without templates, which are text until they are written out."""
+    return sorted(f for root in PRODUCT for f in root.rglob("*.py") if not {"template", "templates"} & set(f.parts))
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (item for item in ast.walk(node) if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of the body after the docstring: a kernel's arguments, one a line, make no function hard to read."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def imported_names(tree: ast.AST) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared_distributions(project: dict[str, object]) -> dict[str, str]:
+    """Requirement text by normalized name, of the dependencies and every extra."""
+    requirements: list[str] = list(project["dependencies"])  # type: ignore[call-overload]
+    for extra in project["optional-dependencies"].values():  # type: ignore[attr-defined]
+        requirements += extra
+    names = {}
+    for requirement in requirements:
+        match = re.match(r"[A-Za-z0-9._-]+", requirement)
+        assert match is not None, requirement
+        names[normalized(match.group())] = requirement
+    return names
+
+
+@pytest.mark.parametrize("package", sorted(f for r in PRODUCT for f in r.rglob("__init__.py")), ids=relative)
+def test_every_package_says_what_it_answers(package: Path) -> None:
+    docstring = ast.get_docstring(tree_of(package))
+    assert docstring, f"{relative(package)} has no docstring"
+    assert docstring.partition("\n")[0].endswith((".", "?", ":", ",")) or "\n" in docstring
+
+
+def test_files_stay_small() -> None:
+    lines = {relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in product_files()}
+    too_long = {name: count for name, count in lines.items() if count > MAX_FILE_LINES and name not in LONG_FILES}
+    assert not too_long
+    stale = [name for name in LONG_FILES if lines.get(name, 0) <= MAX_FILE_LINES]
+    assert not stale, "no longer long, or gone: take it off the list"
+
+
+def test_functions_stay_small() -> None:
+    sizes = {f"{relative(p)}::{f.name}": code_lines(f) for p in product_files() for f in functions(tree_of(p))}
+    too_long = {
+        name: count for name, count in sizes.items() if count > MAX_FUNCTION_LINES and name not in LONG_FUNCTIONS
+    }
+    assert not too_long
+    stale = [name for name in LONG_FUNCTIONS if sizes.get(name, 0) <= MAX_FUNCTION_LINES]
+    assert not stale, "no longer long, or gone: take it off the list"
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = declared_distributions(project)
+    undeclared = {}
+    for path in product_files():
+        foreign = imported_names(tree_of(path)) - sys.stdlib_module_names - OWN_NAMES - set(UNDECLARED)
+        missing = {name for name in foreign if normalized(DISTRIBUTION_OF.get(name, name)) not in declared}
+        if missing:
+            undeclared[relative(path)] = sorted(missing)
+    assert not undeclared
+
+
+def test_every_dependency_is_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    pinned = {normalized(re.split(r"[=<>]", line)[0]) for line in lines}
+    assert len(pinned) == len(lines), "a name is pinned twice"
+    assert set(declared_distributions(project)) <= pinned
+    assert [line for line in lines if "==" not in line] == ["triton>=3.7.1,<=3.9.0"]
+
+
+def test_minimum_versions_admit_the_pinned_ones() -> None:
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        name, _, version = line.partition("==")
+        if version:
+            pins[normalized(name)] = version
+    for name, text in declared_distributions(project).items():
+        if name in pins:
+            assert Requirement(text).specifier.contains(pins[name]), text

@@ -1,0 +1,178 @@
+"""Who takes a request in, where every request went, and whether the books agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from vajra_py.contract import EndReason, Observer
+from vajra_py.errors import PolicyError
+from vajra_py.runtime.controller import Controller
+from vajra_py.runtime.executor import StepResult
+from vajra_py.runtime.listening import NamedListener
+from vajra_py.runtime.request import RequestFacts, RequestState
+from vajra_py.testing import ByArrival, Harness, HarnessOptions, InTurn, PlainChunks, Shared
+
+OPTIONS = HarnessOptions(block_size=4, num_blocks=20, max_batch_size=4)
+
+
+class Diary(Observer):
+    """What an observer was told, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, ...]] = []
+
+    def on_arrival(self, request: Any, now: float) -> None:
+        self.events.append(("arrival", request.request_id))
+
+    def on_assigned(self, request: Any, replica_id: int | None, now: float) -> None:
+        self.events.append(("assigned", request.request_id, str(replica_id)))
+
+    def on_admitted(self, request: Any, replica_id: int, now: float) -> None:
+        self.events.append(("admitted", request.request_id, str(replica_id)))
+
+    def on_first_token(self, request: Any, now: float) -> None:
+        self.events.append(("first token", request.request_id))
+
+    def on_ended(self, request: Any, reason: EndReason, detail: str, now: float) -> None:
+        self.events.append((reason.value, request.request_id))
+
+
+def harness(prioritizer: Any = None, chooser: Any = None, options: HarnessOptions = OPTIONS) -> Harness:
+    return Harness(prioritizer or ByArrival(), chooser or InTurn(), lambda context: PlainChunks(), options)
+
+
+def test_observers_see_a_life_from_arrival_to_end() -> None:
+    bench, diary = harness(chooser=Shared()), Diary()
+    bench.controller.watch((diary,))
+    bench.submit("a", 4, 2)
+    bench.submit("too long", 500, max_tokens=1)
+    for _ in range(2):
+        plan = bench.replica().next_plan(0)
+        assert plan is not None
+        bench.controller.settle(bench.replica().complete_step(plan, StepResult(), 5), 5)
+    assert diary.events == [
+        ("arrival", "a"),
+        ("assigned", "a", "None"),
+        ("arrival", "too long"),
+        ("rejected", "too long"),
+        ("admitted", "a", "0"),
+        ("first token", "a"),
+        ("stop", "a"),
+    ]
+
+
+def test_every_request_is_counted_once() -> None:
+    bench = harness(options=replace(OPTIONS, max_batch_size=1))
+    bench.submit("served", 4, 1)
+    bench.submit("waiting", 4, 1)
+    bench.submit("taken back", 4, 1)
+    bench.submit("too long", 500, max_tokens=1)
+    controller = bench.controller
+    assert controller.end_early("taken back", EndReason.ABORTED, 0)
+    assert not controller.end_early("taken back", EndReason.ABORTED, 0), "it has ended already"
+    assert not controller.end_early("nobody", EndReason.ABORTED, 0)
+    bench.step()
+    assert (controller.num_submitted, controller.num_alive) == (4, 1)
+    assert controller.num_ended == {EndReason.STOP: 1, EndReason.ABORTED: 1, EndReason.REJECTED: 1}
+    assert [request.request_id for request in controller.alive()] == ["waiting"]
+    controller.check_conservation()
+
+
+def test_two_requests_of_one_name_cannot_live_at_once() -> None:
+    bench = harness()
+    first = bench.submit("a", 4, 1)
+    second = bench.submit("a", 4, 1)
+    assert (first.state, second.state) == (RequestState.WAITING, RequestState.ENDED)
+    assert second.detail == "another request with this id is being served"
+    bench.step()
+    assert bench.submit("a", 4, 1).state is RequestState.WAITING, "the name is free again"
+
+
+def test_requests_go_where_the_selector_says() -> None:
+    short, long = harness(), harness()
+    short.replicaset.name, long.replicaset.name = "short", "long"
+    controller = Controller(
+        {"short": short.replicaset, "long": long.replicaset},
+        lambda facts: "long" if facts.num_prompt_tokens > 10 else "short",
+    )
+    names = []
+    for name, size in (("a", 4), ("b", 30), ("c", 9)):
+        request, replicaset, replica = controller.submit(RequestFacts(name, size), lambda block_size: None, 0)
+        assert replica is replicaset.replicas[0]
+        assert controller.replica_of(request) is replica
+        names.append(request.replicaset)
+    assert names == ["short", "long", "short"]
+    assert [len(one.queue) for one in controller.replicas()] == [2, 1]
+    controller.check_conservation()
+
+
+@pytest.mark.parametrize("lose", ["request", "state", "block"])
+def test_lost_things_are_noticed(lose: str) -> None:
+    bench = harness()
+    a = bench.submit("a", 8, 5)
+    bench.step()
+    bench.controller.check_conservation()
+    if lose == "request":
+        bench.replica().residents.pool.leave(a)
+    elif lose == "state":
+        a.state = RequestState.PREEMPTED
+    else:
+        bench.replica().memory.table(a).pop()  # type: ignore[attr-defined]
+    with pytest.raises((RuntimeError, AssertionError)):
+        bench.controller.check_conservation()
+
+
+class Listening(ByArrival):
+    """A prioritizer that is told about requests."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, list[str], float]] = []
+
+    def on_arrivals(self, requests: Sequence[Any], now: float) -> None:
+        self.told.append(("arrivals", [one.request_id for one in requests], now))
+
+    def on_step_end(self, requests: Sequence[Any], now: float) -> None:
+        self.told.append(("step", [f"{one.request_id}:{one.num_output_tokens}" for one in requests], now))
+
+    def on_departures(self, requests: Sequence[Any], now: float) -> None:
+        self.told.append(("departures", [one.request_id for one in requests], now))
+
+
+def test_listening_policies_hear_of_arrivals_steps_and_departures() -> None:
+    listening = Listening()
+    bench = harness(listening)
+    bench.submit("a", 4, 2)
+    bench.submit("b", 4, 1)
+    bench.submit("c", 4, 1)
+    assert bench.controller.end_early("c", EndReason.ABORTED, 0)
+    bench.step()
+    bench.step()
+    kinds = [(kind, names) for kind, names, _ in listening.told]
+    assert kinds == [
+        ("arrivals", ["a"]),
+        ("arrivals", ["b"]),
+        ("arrivals", ["c"]),
+        ("departures", ["c"]),
+        ("step", ["a:1", "b:1"]),
+        ("departures", ["b"]),
+        ("step", ["a:2"]),
+        ("departures", ["a"]),
+    ]
+    times = [now for _, _, now in listening.told]
+    assert times == sorted(times)
+
+
+def test_a_listener_that_fails_is_named() -> None:
+    class Forgetful(Listening):
+        def on_departures(self, requests: Sequence[Any], now: float) -> None:
+            raise LookupError("who?")
+
+    bench = harness()
+    bench.replicaset.listeners = (NamedListener(Forgetful(), "forgetful"),)
+    bench.submit("a", 4, 1)
+    with pytest.raises(PolicyError, match=r"policy forgetful, request a: LookupError: who\?"):
+        bench.step()

@@ -1,0 +1,244 @@
+"""Is the order of every queue that of a plain sort, at every time, through any history?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from vajra_py.contract import KeyMotion
+from vajra_py.runtime.queues import RequestQueue, make_queue, ranks
+
+
+@dataclass(eq=False)
+class Waiting:
+    """The few facts of a request that queues and these prioritizers read."""
+
+    index: int
+    arrived_at: float = 0.0
+    line: tuple[float, float] = (0.0, 0.0)
+    num_known_tokens: int = 1
+    num_computed_tokens: int = 0
+    request_id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.request_id = f"r{self.index}"
+
+
+class Prioritizer:
+    """Keys from the request's line, read in one of the four ways."""
+
+    def __init__(self, motion: KeyMotion) -> None:
+        self.key_motion = motion
+        self.num_reads = 0
+        self.twist = 1.0
+
+    def line(self, request: Any) -> tuple[float, float]:
+        return request.line
+
+    def key(self, request: Any, now: float) -> Any:
+        self.num_reads += 1
+        intercept, slope = request.line
+        if self.key_motion is KeyMotion.TIME_LINEAR:
+            return intercept + slope * now
+        if self.key_motion is KeyMotion.ARBITRARY:
+            return (math.floor(self.twist * slope * math.sin(now)), intercept)
+        return (slope, intercept)
+
+
+def expected(requests: Any, prioritizer: Prioritizer, now: float) -> list[Waiting]:
+    return sorted(requests, key=lambda r: (prioritizer.key(r, now), r.arrived_at, r.index))
+
+
+CROSSINGS = st.sampled_from([(1.0, 0.25), (3.0, -1.0), (1e6 / 3, 0.1), (1e-7, 1.0), (0.0, 0.0)])
+SLOPES = st.one_of(
+    st.sampled_from([-1.0, -0.01, -2.0, 0.0, -1 / 3, 1.0, -math.nextafter(1.0, 2.0), 5e-324, -1e-310]),
+    st.floats(-10, 10).map(lambda x: round(x, 3)),
+    st.floats(-1e12, 1e12),
+)
+
+
+def nudged(value: float, ulps: int) -> float:
+    for _ in range(abs(ulps)):
+        value = math.nextafter(value, math.copysign(math.inf, ulps))
+    return value
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> tuple[float, float]:
+    """Lines that meet, but for a few last bits, at a handful of points; and any lines."""
+    slope = draw(SLOPES)
+    if draw(st.integers(0, 4)) == 0:
+        return draw(st.floats(-1e12, 1e12)), slope
+    at, key = draw(CROSSINGS)
+    return nudged(key - slope * at, draw(st.integers(-2, 2))), slope
+
+
+@st.composite
+def times(draw: st.DrawFn) -> float:
+    kind = draw(st.integers(0, 5))
+    if kind < 3:
+        return nudged(draw(CROSSINGS)[0], draw(st.integers(-3, 3)))
+    return draw(st.floats(0, 10) if kind == 3 else st.floats(-1e3, 1e7) if kind == 4 else st.floats(-1e270, 1e270))
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Random life of one queue beside a plain list."""
+
+    motion = KeyMotion.STATIC
+    forward = False
+    block = 256
+    """Small blocks make a handful of requests take the ways of many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual_block = ranks._BLOCK
+        ranks._BLOCK = self.block
+        self.prioritizer = Prioritizer(self.motion)
+        self.queue: RequestQueue = make_queue(self.prioritizer)
+        self.waiting: list[Waiting] = []
+        self.tokens: dict[Waiting, int] = {}
+        self.indices = count()
+        self.now = 0.0
+        self.readers: list[tuple[Iterator[Any], float, list[Waiting], int]] = []
+
+    @initialize(now=times())
+    def start(self, now: float) -> None:
+        self.now = now
+
+    @rule(line=lines(), arrived_at=st.sampled_from([0.0, 0.5, 1.0, 2.0]), num_tokens=st.integers(1, 9))
+    def add(self, line: tuple[float, float], arrived_at: float, num_tokens: int) -> None:
+        request = Waiting(next(self.indices), arrived_at, line, num_tokens)
+        self.queue.add(request, self.now)
+        self.waiting.append(request)
+        self.tokens[request] = num_tokens
+
+    @rule(batch=st.lists(lines(), max_size=12))
+    def add_many(self, batch: list[tuple[float, float]]) -> None:
+        for line in batch:
+            self.add(line, 0.0, 1)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.waiting))
+        self.take(request)
+        assert request not in self.queue
+        with pytest.raises(KeyError):
+            self.queue.remove(request)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), line=lines(), num_computed=st.integers(0, 1))
+    def refresh(self, data: st.DataObject, line: tuple[float, float], num_computed: int) -> None:
+        request = data.draw(st.sampled_from(self.waiting))
+        moved = line != request.line
+        request.line, request.num_computed_tokens = line, num_computed
+        self.queue.refresh(request, self.now)
+        self.tokens[request] = request.num_known_tokens - num_computed
+        if moved:
+            self.forget(request)
+
+    @rule(now=times())
+    def move_time(self, now: float) -> None:
+        self.now = max(now, self.now) if self.forward else now
+
+    @rule(step=st.floats(0, 1))
+    def pass_time(self, step: float) -> None:
+        self.now += step
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def pop(self) -> None:
+        request = self.queue.peek(self.now)
+        assert request is expected(self.waiting, self.prioritizer, self.now)[0]
+        self.take(request)
+
+    @rule(num_read=st.integers(0, 8))
+    def start_reading(self, num_read: int) -> None:
+        """Leave a reader half-way; the queue goes on changing under it."""
+        todo = expected(self.waiting, self.prioritizer, self.now)
+        reader = iter(self.queue.ordered(self.now))
+        for _ in range(min(num_read, len(todo))):
+            assert next(reader) is todo.pop(0)
+        self.readers.append((reader, self.now, todo, num_read))
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data(), num_read=st.integers(1, 8))
+    def go_on_reading(self, data: st.DataObject, num_read: int) -> None:
+        """What is left of it comes out in the order of the reader's own time."""
+        reader, _, todo, _ = data.draw(st.sampled_from(self.readers))
+        for _ in range(num_read):
+            assert next(reader, None) is (todo.pop(0) if todo else None)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def admit_while_reading(self, data: st.DataObject) -> None:
+        """What a replica scheduler does: read on, take some, pass over others; some come back."""
+        todo = expected(self.waiting, self.prioritizer, self.now)
+        for request in self.queue.ordered(self.now):
+            assert request is todo.pop(0)
+            action = data.draw(st.integers(0, 4))
+            if action <= 2:
+                self.take(request)
+            if action == 1 and todo:
+                victim = data.draw(st.sampled_from(todo))
+                self.take(victim)
+                todo.remove(victim)
+            if action == 2:
+                self.queue.add(request, self.now)
+                self.waiting.append(request)
+                self.tokens[request] = request.num_known_tokens - request.num_computed_tokens
+            if action == 4 and len(todo) < 5:
+                return
+        assert not todo
+
+    def take(self, request: Any) -> None:
+        self.queue.remove(request)
+        self.waiting.remove(request)
+        del self.tokens[request]
+        self.forget(request)
+
+    def forget(self, request: Waiting) -> None:
+        for _, _, todo, _ in self.readers:
+            if request in todo:
+                todo.remove(request)
+
+    @rule()
+    def same_as_a_plain_sort(self) -> None:
+        order = expected(self.waiting, self.prioritizer, self.now)
+        assert self.queue.peek(self.now) is (order[0] if order else None)
+        assert [r.request_id for r in self.queue.ordered(self.now)] == [r.request_id for r in order]
+        for request in order[:3]:
+            key = (self.prioritizer.key(request, self.now), request.arrived_at, request.index)
+            assert self.queue.urgency(request, self.now) == key
+
+    def teardown(self) -> None:
+        self.same_as_a_plain_sort()
+        ranks._BLOCK = self.usual_block
+
+    @invariant()
+    def counts(self) -> None:
+        assert len(self.queue) == len(self.waiting)
+        assert set(self.queue) == set(self.waiting)
+        assert all(request in self.queue for request in self.waiting)
+        assert self.queue.num_tokens == sum(self.tokens.values())
+
+
+def machine(motion: KeyMotion, **attributes: Any) -> Any:
+    case = type(f"{motion.name}{attributes}", (QueueMachine,), {"motion": motion, **attributes}).TestCase
+    case.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+    return case
+
+
+TestStatic = machine(KeyMotion.STATIC)
+TestProgress = machine(KeyMotion.PROGRESS, block=2)
+TestTimeLinear = machine(KeyMotion.TIME_LINEAR)
+TestTimeLinearForward = machine(KeyMotion.TIME_LINEAR, forward=True, block=2)
+TestArbitrary = machine(KeyMotion.ARBITRARY)

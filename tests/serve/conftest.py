@@ -1,0 +1,272 @@
+"""Servers to talk to: a real process with a tiny model, and one in a thread whose model is a puppet."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from vajra_py.engine.compute import ModelFacts, RunnerOptions, StepInput, StepOutput, TokenLogprobs
+from vajra_py.plugins import load_registry
+
+STARTUP_S = 240.0
+"""Loading torch and transformers on a busy machine."""
+SOON_S = 60.0
+
+
+def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = SOON_S) -> None:
+    """Ask again and again, and fail when it does not come true."""
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not holds():
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s in vain: {what}"
+        pause.wait(0.005)
+
+
+@pytest.fixture
+def until() -> Callable[..., None]:
+    return wait_until
+
+
+@dataclass
+class ServerProcess:
+    """`vajra serve` as its user starts it."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: list[str]
+    reader: threading.Thread
+
+    def terminate(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(SOON_S)
+        self.reader.join(SOON_S)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return code
+
+
+def start_server(*arguments: str) -> ServerProcess:
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", "from vajra_py.cli.main import main; main()", "serve", "--port", "0", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    log: list[str] = []
+    assert process.stderr is not None
+    stderr = process.stderr
+    url = ""
+    for line in stderr:
+        log.append(line)
+        if "listening on " in line:
+            url = line.split("listening on ")[1].split()[0]
+            break
+    assert url, "".join(log)
+    reader = threading.Thread(target=lambda: log.extend(stderr), daemon=True)
+    reader.start()
+    return ServerProcess(process, url, log, reader)
+
+
+def _is_ready(server: ServerProcess) -> bool:
+    assert server.process.poll() is None, "".join(server.log)
+    return httpx.get(f"{server.url}/ready").status_code == 200
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    script = "from vajra_py.cli.main import main; main()"
+    subprocess.run([sys.executable, "-P", "-c", script, "model", "tiny", str(folder)], check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tiny_model: Path) -> Iterator[ServerProcess]:
+    """A server process with a tiny model; priorities count, one replica."""
+    flags = ["--num-gpu-blocks-override", "512", "--block-size", "16", "--max-model-len", "512", "--max-num-seqs", "16"]
+    server = start_server("--model", str(tiny_model), "--scheduling-policy", "priority", *flags)
+    try:
+        wait_until(lambda: _is_ready(server), "the server is ready", STARTUP_S)
+        yield server
+    finally:
+        assert server.terminate() == 0, "".join(server.log)
+
+
+@pytest.fixture(scope="session")
+def start_server_process() -> Callable[..., ServerProcess]:
+    return start_server
+
+
+# A model that is a puppet: no tensors, and it computes when it is told to.
+
+
+@dataclass
+class Strings:
+    """What a test holds in its hand: steps that may run, replicas that break, and what was seen."""
+
+    may_step: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    runs_freely: bool = True
+    num_steps: int = 0
+    breaks: bool = False
+    prompts: list[Sequence[int]] = field(default_factory=list)
+
+    def hold(self) -> None:
+        self.runs_freely = False
+
+    def step(self, count: int = 1) -> None:
+        self.may_step.release(count)
+
+    def let_go(self) -> None:
+        self.runs_freely = True
+        self.may_step.release(1)
+
+
+class Puppet:
+    """`ModelRunner` whose k-th token of any request is 10 + (position % 50)."""
+
+    def __init__(self, options: RunnerOptions, strings: Strings) -> None:
+        self._strings = strings
+        self._lengths: dict[int, int] = {}
+        self._wants: dict[int, bool] = {}
+        self.facts = ModelFacts(
+            model_type="puppet",
+            num_parameters=1,
+            weight_bytes=4,
+            num_layers=1,
+            num_query_heads=1,
+            num_kv_heads=1,
+            head_dim=1,
+            kv_bytes_per_token=8,
+            block_size=options.block_size,
+            max_model_len=options.max_model_len or 1024,
+            vocab_size=1000,
+            eos_token_ids=(0,),
+            dtype="float32",
+            device="cpu",
+            forward="puppet",
+        )
+
+    def profile_num_blocks(self, memory_fraction: float) -> int:
+        return 1024
+
+    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        pass
+
+    def run(self, step: StepInput) -> StepOutput:
+        if not self._strings.runs_freely:
+            self._strings.may_step.acquire()
+        self._strings.num_steps += 1
+        if self._strings.breaks:
+            raise RuntimeError("the puppet is broken")
+        for row in step.new:
+            self._wants[row.slot] = row.sampling.logprobs is not None
+        slots = list(step.decodes)
+        for slot in slots:
+            self._lengths[slot] += 1
+        for chunk in step.chunks:
+            self._lengths[chunk.slot] = chunk.num_computed + len(chunk.token_ids)
+            self._strings.prompts.append(chunk.token_ids)
+            if chunk.samples:
+                slots.append(chunk.slot)
+        tokens = [10 + self._lengths[slot] % 50 for slot in slots]
+        logprobs = {slot: TokenLogprobs(-0.5, 1, ((7, -0.5),)) for slot in slots if self._wants[slot]}
+        return StepOutput(slots, tokens, 0.001, logprobs)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class PuppetServer:
+    """A server in a thread of the test's own process."""
+
+    url: str
+    strings: Strings
+    service: Any
+    server: Any
+    thread: threading.Thread
+
+    def drain(self) -> None:
+        self.server.handle_exit(signal.SIGTERM, None)
+
+    def stop(self) -> None:
+        self.strings.let_go()
+        self.strings.runs_freely = True
+        self.drain()
+        self.thread.join(SOON_S)
+        assert not self.thread.is_alive()
+
+    def post(self, timeout: float = SOON_S, **body: Any) -> httpx.Response:
+        """A completion of token ids."""
+        body = {"model": "puppet", "prompt": [1, 2, 3], "max_tokens": 4, **body}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=timeout)
+
+
+PUPPET_CONFIG: dict[str, Any] = {
+    "version": 1,
+    "name": "puppet",
+    "preset": "vllm-v1",
+    "replica": {"max_batch_size": 4, "max_model_len": 256, "memory": {"num_blocks": 64}},
+}
+
+
+@pytest.fixture
+def puppet_server(tmp_path: Path) -> Iterator[Callable[..., PuppetServer]]:
+    """Start a server over a puppet; `settings` go into the experiment, the rest are `ServeOptions`."""
+    import uvicorn
+
+    from vajra_py.config import config_from_mapping
+    from vajra_py.engine.llm import NO_WORKLOAD
+    from vajra_py.serve.app import Service, create_app
+    from vajra_py.serve.options import ServeOptions
+    from vajra_py.serve.recording import RunRecording
+    from vajra_py.serve.server import DrainingServer, bind
+    from vajra_py.serve.session import EngineSession, SessionParts
+
+    folder = tmp_path / "puppet"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 1024}))
+    started: list[PuppetServer] = []
+
+    def start(settings: dict[str, Any] | None = None, ready: bool = True, **given: Any) -> PuppetServer:
+        strings = given.pop("strings", None) or Strings()
+        load = given.pop("load", None) or (lambda options: Puppet(options, strings))
+        engine = {"model": str(folder), "random_weights": True}
+        mapping = {**PUPPET_CONFIG, "workload": dict(NO_WORKLOAD), **(settings or {}), "backend": {"engine": engine}}
+        registry = load_registry()
+        config = config_from_mapping(mapping, (), registry)
+        options = ServeOptions(port=0, **given)
+        recording = RunRecording(config, registry, options.save_run) if options.save_run is not None else None
+        session = EngineSession(SessionParts(config, registry, recording=recording, replaced={"load": load}))
+        service = Service(session, options, config.seed)
+        bound = bind(options.host, options.port)
+        uvicorn_config = uvicorn.Config(create_app(service), log_config=None, access_log=False, ws="none")
+        server = DrainingServer(uvicorn_config, service)
+        thread = threading.Thread(target=lambda: server.run(sockets=[bound]), daemon=True)
+        thread.start()
+        url = "http://{}:{}".format(*bound.getsockname())
+        one = PuppetServer(url, strings, service, server, thread)
+        started.append(one)
+        wait_until(lambda: server.started, "the server listens")
+        if ready:
+            wait_until(lambda: session.is_ready, "the session is ready")
+        return one
+
+    yield start
+    for one in started:
+        if one.thread.is_alive():
+            one.stop()

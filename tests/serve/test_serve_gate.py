@@ -1,0 +1,152 @@
+"""What is kept out: strangers, oversized and broken requests; and what every refusal looks like."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from vajra_py.errors import ConfigError
+from vajra_py.serve.options import ServeOptions
+
+BROKEN: list[tuple[str, Any, str | None]] = [
+    ("no model", {"prompt": [1]}, "model"),
+    ("no prompt", {"model": "puppet"}, "prompt"),
+    ("an empty prompt", {"model": "puppet", "prompt": []}, "prompt"),
+    ("an empty text", {"model": "puppet", "prompt": ""}, "prompt"),
+    ("an empty prompt among others", {"model": "puppet", "prompt": [[1], []]}, "prompt"),
+    ("a negative token", {"model": "puppet", "prompt": [-1]}, "prompt"),
+    ("a token beyond the vocabulary", {"model": "puppet", "prompt": [1000]}, "prompt"),
+    ("too long a prompt", {"model": "puppet", "prompt": [1] * 256}, "prompt"),
+    ("too long an output", {"model": "puppet", "prompt": [1], "max_tokens": 256}, "max_tokens"),
+    ("no output", {"model": "puppet", "prompt": [1], "max_tokens": 0}, "max_tokens"),
+    ("a number as text", {"model": "puppet", "prompt": [1], "max_tokens": "4"}, "max_tokens"),
+    ("a switch as number", {"model": "puppet", "prompt": [1], "stream": 1}, "stream"),
+    ("more minimum than maximum", {"model": "puppet", "prompt": [1], "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    ("cold", {"model": "puppet", "prompt": [1], "temperature": -0.1}, "temperature"),
+    ("too many outputs", {"model": "puppet", "prompt": [1], "n": 9}, "n"),
+    ("too many prompts", {"model": "puppet", "prompt": [[1]] * 9}, "n"),
+    ("a huge n", {"model": "puppet", "prompt": [1], "n": 10**9}, "n"),
+    ("an unknown field", {"model": "puppet", "prompt": [1], "temprature": 1}, "temprature"),
+    ("an unknown stop token", {"model": "puppet", "prompt": [1], "stop_token_ids": [1000]}, "stop_token_ids"),
+    ("stream options without a stream", {"model": "puppet", "prompt": [1], "stream_options": {}}, None),
+    ("an empty stop", {"model": "puppet", "prompt": [1], "stop": ["a", ""]}, None),
+    ("what is not supported", {"model": "puppet", "prompt": [1], "logit_bias": {"1": 2.0}}, "logit_bias"),
+    ("a list", [1, 2], None),
+    ("nothing", None, None),
+]
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert list(body) == ["error"]
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+def test_wrong_input_is_400_and_touches_nothing(puppet_server: Callable[..., Any]) -> None:
+    server = puppet_server(max_choices=8)
+    with httpx.Client(base_url=server.url) as client:
+        for what, body, param in BROKEN:
+            response = client.post("/v1/completions", json=body)
+            assert response.status_code == 400, what
+            error = error_of(response)
+            assert error["type"] == "invalid_request_error"
+            assert error["param"] == param, what
+        for content in (b"{", b"\xff\xfe", b'{"model": NaN}', b"", b'{"model":"puppet","prompt":[1],"n":1e999}'):
+            response = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+            assert response.status_code == 400, content
+            error_of(response)
+        wrong_header = {"x-slo-ttft-ms": "soon"}
+        response = client.post("/v1/completions", json={"model": "puppet", "prompt": [1]}, headers=wrong_header)
+        assert response.status_code == 400
+        assert error_of(response)["param"] == "x-slo-ttft-ms"
+    assert server.service.session.controller.num_submitted == 0
+    assert server.service.num_exchanges == 0
+    assert server.post().status_code == 200
+
+
+def test_unknown_paths_methods_and_models(puppet_server: Callable[..., Any]) -> None:
+    server = puppet_server()
+    assert error_of(httpx.get(f"{server.url}/v2"))["code"] == "not_found"
+    wrong = httpx.get(f"{server.url}/v1/completions")
+    assert wrong.status_code == 405
+    assert wrong.headers["allow"] == "POST"
+    error_of(wrong)
+    missing = server.post(model="other")
+    assert missing.status_code == 404
+    assert error_of(missing)["param"] == "model"
+    assert "puppet" in error_of(missing)["message"]
+
+
+def test_a_key_guards_every_path_but_two(puppet_server: Callable[..., Any]) -> None:
+    server = puppet_server(api_key="sesame-9")
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    for path in ("/v1/models", "/ready", "/version", "/openapi.json", "/nowhere"):
+        for key in (None, "wrong", "sesame-9x"):
+            headers = {} if key is None else {"authorization": f"Bearer {key}"}
+            response = httpx.get(server.url + path, headers=headers)
+            assert response.status_code == 401
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert error_of(response)["code"] == "invalid_api_key"
+    headers = {"authorization": "Bearer sesame-9"}
+    assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+    assert "sesame" not in repr(server.service.options)
+
+
+def test_bodies_have_a_largest_size(puppet_server: Callable[..., Any]) -> None:
+    server = puppet_server(max_body_bytes=1000)
+    large = server.post(prompt=[1] * 1000)
+    assert large.status_code == 413
+    assert error_of(large)["code"] == "request_too_large"
+
+    def pieces() -> Iterator[bytes]:  # sent without saying how long it is
+        yield from [b"[" + b"1," * 100] * 100
+
+    headers = {"content-type": "application/json"}
+    unsaid = httpx.post(f"{server.url}/v1/completions", content=pieces(), headers=headers)
+    assert unsaid.status_code == 413
+    assert error_of(unsaid)["code"] == "request_too_large"
+    assert server.post().status_code == 200
+
+
+def test_so_many_at_once_and_no_more(puppet_server: Callable[..., Any], until: Callable[..., None]) -> None:
+    server = puppet_server(max_concurrent=2)
+    server.strings.hold()
+    results: list[int] = []
+    threads = [threading.Thread(target=lambda: results.append(server.post().status_code)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    until(lambda: server.service.num_exchanges == 2, "both are let in")
+    refused = server.post()
+    assert refused.status_code == 429
+    assert error_of(refused)["code"] == "too_many_requests"
+    assert refused.headers["retry-after"] == "1"
+    server.strings.let_go()
+    for thread in threads:
+        thread.join(60)
+    assert results == [200, 200]
+    assert server.post().status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ({"port": 70000}, "port"),
+        ({"max_choices": 0}, "max_choices"),
+        ({"grace_s": -1.0}, "grace_s"),
+        ({"grace_s": float("nan")}, "grace_s"),
+        ({"api_key": "with space"}, "api_key"),
+        ({"served_names": ("",)}, "served_names"),
+    ],
+)
+def test_impossible_options_are_refused(given: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ServeOptions(**given).check()
+    assert error.value.problems[0].where == where

@@ -1,0 +1,96 @@
+"""Do the numbers that a server shows agree with what it did?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from vajra_py.serve.stats import Histogram
+
+
+def samples(server: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    response = httpx.get(f"{server.url}/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain")
+    return {
+        (sample.name, tuple(sorted((k, v) for k, v in sample.labels.items() if k != "model_name"))): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+
+
+SET = ("replicaset", "default")
+
+
+def traffic(server: Any) -> None:
+    for number in range(4):
+        body = {"user": f"tenant-{number % 2}", "slo_class": "chat", "ttft_slo_ms": 1e-3 if number == 3 else 1e9}
+        assert server.post(prompt=[5] * 40, max_tokens=6, **body).status_code == 200
+    assert server.post(prompt=[1], temperature=-1).status_code == 400
+
+
+@pytest.mark.parametrize("prefix", ["vajra", "vllm"])
+def test_metrics_count_what_happened(puppet_server: Callable[..., Any], prefix: str) -> None:
+    server = puppet_server(metric_names=prefix)
+    traffic(server)
+    found = samples(server)
+    assert found[f"{prefix}:prompt_tokens_total", (SET,)] == 160
+    assert found[f"{prefix}:generation_tokens_total", (SET,)] == 24
+    assert found[f"{prefix}:prefix_cache_queries_total", (SET,)] == 160
+    assert found[f"{prefix}:prefix_cache_hits_total", (SET,)] == 3 * 32
+    assert found[f"{prefix}:time_to_first_token_seconds_count", (SET,)] == 4
+    assert found[f"{prefix}:inter_token_latency_seconds_count", (SET,)] == 20
+    assert found[f"{prefix}:e2e_request_latency_seconds_count", (SET,)] == 4
+    assert found[f"{prefix}:num_requests_running", (("replica", "0"), SET)] == 0
+    assert found[f"{prefix}:kv_cache_usage_perc", (("replica", "0"), SET)] == 0
+    assert found[f"{prefix}:request_success_total", (("finished_reason", "length"), SET)] == 4
+    assert found["vajra:step_time_seconds_count", (SET,)] == server.strings.num_steps
+    assert found["vajra:slo_violations_total", (SET, ("slo", "ttft"), ("slo_class", "chat"))] == 1
+    assert found["vajra:tenant_jain_index", ()] > 0.9
+    assert found["vajra:replicas_up", ()] == 1
+    decisions = ("layer", "replica_scheduler"), ("policy", "vllm_v1"), SET
+    assert found["vajra:policy_decision_seconds_count", decisions] >= server.strings.num_steps
+
+
+def test_tenants_do_not_make_labels_without_end(puppet_server: Callable[..., Any]) -> None:
+    server = puppet_server(max_labels=3)
+    for number in range(8):
+        assert server.post(max_tokens=1, user=f"tenant-{number}").status_code == 200
+    tenants = {
+        dict(labels).get("tenant") for name, labels in samples(server) if name.startswith("vajra:tenant_service")
+    }
+    assert tenants == {"tenant-0", "tenant-1", "tenant-2", "other"}
+
+
+def test_the_dashboard_is_one_page_that_loads_nothing_from_elsewhere(puppet_server: Callable[..., Any]) -> None:
+    server = puppet_server()
+    traffic(server)
+    page = httpx.get(f"{server.url}/dashboard")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "src=" not in page.text
+    assert "<link" not in page.text
+    assert page.text.count("http") == page.text.count("http://www.w3.org/2000/svg")
+    data = httpx.get(f"{server.url}/dashboard/data").json()
+    assert data["status"] == "ready"
+    assert data["classes"]["chat"]["requests"] == 4
+    assert data["classes"]["chat"]["ttft_p50_ms"] > 0
+    assert data["replicas"] == [{"replicaset": "default", "replica": 0, "running": 0, "waiting": 0, "kv_used": 0.0}]
+
+
+@given(st.lists(st.floats(0, 1e4), max_size=60), st.lists(st.floats(0, 1e4), max_size=60))
+def test_histograms_count_every_value_once(one_by_one: list[float], together: list[float]) -> None:
+    histogram = Histogram((1.0, 10.0, 100.0))
+    for value in one_by_one:
+        histogram.add(value)
+    histogram.add_all(np.asarray(together, dtype=float))
+    values = one_by_one + together
+    for bound, count in histogram.cumulative():
+        assert count == sum(value <= float(bound) for value in values)
+    assert histogram.total == pytest.approx(sum(values))

@@ -1,0 +1,149 @@
+"""Is anything lost when a server ends, and does its session read like any run?"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from vajra_py.errors import ConfigError
+from vajra_py.experiment.replay import replay
+from vajra_py.metrics.run_data import RunData
+from vajra_py.serve.tickets import Ticket
+
+
+def in_background(calls: list[Callable[[], Any]]) -> tuple[list[threading.Thread], list[Any]]:
+    results: list[Any] = [None] * len(calls)
+
+    def call(number: int) -> None:
+        results[number] = calls[number]()
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    return threads, results
+
+
+def test_shutdown_finishes_what_runs_and_refuses_what_comes(
+    puppet_server: Callable[..., Any], until: Callable[..., None]
+) -> None:
+    server = puppet_server(grace_s=60)
+    server.strings.hold()
+    threads, results = in_background([server.post, lambda: server.post(stream=True)])
+    until(lambda: server.service.num_exchanges == 2, "both are let in")
+    server.drain()
+    until(lambda: not server.service.session.is_ready, "it drains")
+    refused = server.post()
+    assert refused.status_code == 503
+    assert "shutting down" in refused.json()["error"]["message"]
+    assert httpx.get(f"{server.url}/ready").status_code == 503
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    server.strings.let_go()
+    for thread in threads:
+        thread.join(60)
+    assert [result.status_code for result in results] == [200, 200]
+    assert results[1].text.endswith("data: [DONE]\n\n")
+    server.thread.join(60)
+    assert not server.thread.is_alive()
+
+
+def test_what_outlives_the_grace_time_is_answered_503(
+    puppet_server: Callable[..., Any], until: Callable[..., None]
+) -> None:
+    server = puppet_server({"replica": {"max_batch_size": 1, "memory": {"num_blocks": 64}}}, grace_s=0)
+    server.strings.hold()
+    threads, results = in_background([server.post] * 3)
+    until(lambda: server.service.num_exchanges == 3, "all are let in")
+    server.drain()
+    for thread in threads:  # nobody waits for the step that is still being computed
+        thread.join(60)
+    assert [result.status_code for result in results] == [503] * 3
+    assert all("shutting down" in result.json()["error"]["message"] for result in results)
+    server.strings.let_go()
+    server.thread.join(60)
+    assert not server.thread.is_alive()
+
+
+def test_a_server_that_is_still_loading_says_so(puppet_server: Callable[..., Any]) -> None:
+    may_load = threading.Event()
+
+    def load(options: Any) -> Any:
+        may_load.wait(60)
+        raise RuntimeError("the weights are gone")
+
+    server = puppet_server(ready=False, load=load)
+    assert httpx.get(f"{server.url}/health").json()["status"] == "loading"
+    assert httpx.get(f"{server.url}/ready").status_code == 503
+    answer = server.post()
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    may_load.set()
+    server.thread.join(60)  # a server whose engine failed does not stay
+    assert not server.thread.is_alive()
+    assert "the weights are gone" in str(server.service.session.error)
+
+
+def test_every_ticket_ends_when_the_engine_does(
+    puppet_server: Callable[..., Any], until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = puppet_server()
+    server.strings.hold()
+    threads, results = in_background([server.post] * 6)
+    until(lambda: server.service.num_exchanges == 6, "all are let in")
+    tickets: list[Ticket] = list(server.service.session._tickets)
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    replica = server.service.session.controller.replicas()[0]
+    monkeypatch.setattr(replica, "complete_step", broken)
+    server.strings.let_go()
+    for thread in threads:
+        thread.join(60)
+    assert [result.status_code for result in results] == [503] * 6
+    assert all(ticket.end is not None for ticket in tickets)
+    server.thread.join(60)
+    assert not server.thread.is_alive()
+
+
+def test_a_session_reads_like_a_run_and_replays(
+    puppet_server: Callable[..., Any], until: Callable[..., None], tmp_path: Path
+) -> None:
+    folder = tmp_path / "session"
+    settings = {"preset": "vllm-v1-priority", "replica": {"max_batch_size": 3, "memory": {"num_blocks": 12}}}
+    server = puppet_server(settings, save_run=folder)
+    calls = [
+        lambda number=number: server.post(
+            prompt=[1 + number % 3] * (5 + 7 * number),
+            max_tokens=20 + number,
+            priority=number % 2,
+            user=f"tenant-{number % 2}",
+            stream=bool(number % 2),
+        )
+        for number in range(12)
+    ]
+    server.strings.hold()
+    threads, results = in_background(calls)
+    with pytest.raises(httpx.ReadTimeout):
+        server.post(prompt=[9] * 20, max_tokens=100, timeout=0.2)
+    until(lambda: server.service.num_exchanges == 12, "the others are let in, and this one is gone")
+    server.strings.let_go()
+    for thread in threads:
+        thread.join(60)
+    assert [result.status_code for result in results] == [200] * 12
+    server.stop()
+    run = RunData.load(folder)
+    table = run.requests().to_pylist()
+    finished = [row for row in table if row["reason"] == "length"]
+    assert len(finished) == 12
+    assert [row["reason"] for row in table if row not in finished] == ["aborted"]
+    assert {row["tenant"] for row in finished} >= {"tenant-0", "tenant-1"}
+    report = replay(folder)
+    assert report.num_steps > 0
+    assert report.difference is None
+    with pytest.raises(ConfigError, match="is there already"):
+        puppet_server(settings, save_run=folder)

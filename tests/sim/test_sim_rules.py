@@ -1,0 +1,327 @@
+"""Who arrives, waits, expires and follows whom, when a run ends, and how steps go through pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from vajra_py.contract import EndReason
+from vajra_py.latency import AffineModel, ConstantModel
+from vajra_py.runtime.controller import Controller
+from vajra_py.runtime.replicaset import AdmissionLimits
+from vajra_py.runtime.request import Request, RequestFacts, RequestState
+from vajra_py.sim.executor import PredictedTimer, SimulatedExecutor
+from vajra_py.sim.simulator import SimulationOptions, Simulator
+from vajra_py.testing import Harness, HarnessOptions
+from vajra_py.workload import RequestSpec
+
+OPTIONS = HarnessOptions(block_size=4, num_blocks=50, max_batch_size=4, latency=ConstantModel(0.01), max_model_len=150)
+
+
+def spec(name: str, at: float, num_prompt: int = 4, num_output: int = 2, **facts: Any) -> RequestSpec:
+    return RequestSpec(name, at, num_prompt, num_output, **facts)
+
+
+class Run:
+    """A simulation and what became of its requests."""
+
+    def __init__(
+        self,
+        specs: Sequence[RequestSpec],
+        options: HarnessOptions = OPTIONS,
+        rules: SimulationOptions | None = None,
+        policies: Sequence[Any] = ("fcfs", "pull", ("fixed_chunk", {"chunk_size": 64})),
+        admission: AdmissionLimits | None = None,
+    ) -> None:
+        self.harness = Harness(*policies, options)
+        if admission is not None:
+            self.harness.replicaset.admission = admission
+        self.simulator = self.harness.simulator(rules or SimulationOptions(check_every_steps=1))
+        self.specs = specs
+        self.progress: list[tuple[int, float]] = []
+
+    def go(self) -> Run:
+        self.simulator._progress = lambda count, now: self.progress.append((count, now))
+        self.simulator.run(self.specs)
+        return self
+
+    def __getitem__(self, name: str) -> Request:
+        return self.harness.request(name)
+
+    def ends(self) -> dict[str, tuple[EndReason | None, float | None]]:
+        return {name: (one.end_reason, one.ended_at) for name, one in self.harness._recorder.requests.items()}
+
+
+def run(*args: Any, **kwargs: Any) -> Run:
+    return Run(*args, **kwargs).go()
+
+
+# When a run ends
+
+STREAM = [spec(f"r{index}", 0.1 * index, num_output=5) for index in range(10)]
+
+
+def test_a_run_serves_everybody() -> None:
+    served = run(STREAM)
+    assert [reason for reason, _ in served.ends().values()] == [EndReason.STOP] * 10
+    assert served["r9"].ended_at == pytest.approx(0.95)
+    assert served.harness.controller.num_alive == 0
+    assert sum(count for count, _ in served.progress) == 10
+
+
+def test_after_the_horizon_nobody_arrives() -> None:
+    rules = SimulationOptions(horizon_s=0.4)
+    served = run(STREAM, rules=rules)
+    assert list(served.ends()) == ["r0", "r1", "r2", "r3", "r4"]
+    assert served["r4"].end_reason is EndReason.STOP, "who arrived is served"
+
+
+def test_without_drain_the_run_stops_at_the_horizon() -> None:
+    served = run(STREAM, rules=SimulationOptions(horizon_s=0.42, drain=False))
+    assert served.simulator.now == round(0.42e12)
+    assert (served["r3"].end_reason, served["r4"].state) == (EndReason.STOP, RequestState.RUNNING)
+    assert served["r4"].num_output_tokens == 2, "a step that ends at the horizon counts"
+    assert served.harness.controller.num_alive == 1
+
+
+def test_without_drain_or_horizon_the_run_stops_at_the_last_arrival() -> None:
+    served = run(STREAM, rules=SimulationOptions(drain=False))
+    assert served.simulator.now == round(0.9e12)
+    assert served["r9"].state is RequestState.RUNNING
+    assert served.harness.controller.num_alive == 1
+
+
+def test_a_workload_may_be_read_once() -> None:
+    served = Run(STREAM)
+    served.simulator.run(iter(STREAM))
+    assert len(served.ends()) == 10
+
+
+# Arrivals of one tick
+
+
+def test_arrivals_of_one_tick_meet_in_one_step() -> None:
+    for chooser in ("pull", "round_robin"):
+        served = run([spec(name, 0.5) for name in "abc"], policies=("fcfs", chooser, "fixed_chunk"))
+        assert list(served.harness.steps[0].tokens) == ["a", "b", "c"]
+
+
+def test_an_arrival_at_a_steps_end_joins_the_next_step() -> None:
+    served = run([spec("a", 0.0, num_output=3), spec("b", 0.01)])
+    assert [list(step.tokens) for step in served.harness.steps] == [["a"], ["a", "b"], ["a", "b"]]
+
+
+def test_idle_replicas_share_the_queue_in_order_of_their_ids() -> None:
+    options = replace(OPTIONS, num_replicas=3, max_batch_size=1)
+    served = run([spec(name, 0.0) for name in "abcd"], options)
+    assert [served[name].replica_id for name in "abcd"] == [0, 1, 2, 0]
+    assert served["d"].admitted_at == pytest.approx(0.02)
+
+
+# Followers
+
+
+def test_a_follower_arrives_after_the_end_and_a_pause() -> None:
+    specs = [spec("a", 1.0), spec("b", 9.0, follows="a", think_time_s=0.5), spec("c", 0.0, follows="b"), spec("d", 3.0)]
+    served = run(specs)
+    assert served["b"].arrived_at == pytest.approx(1.02 + 0.5)
+    assert served["c"].arrived_at == served["b"].ended_at
+    assert list(served.ends()) == ["a", "b", "c", "d"], "in order of arrival"
+
+
+def test_a_follower_arrives_however_the_other_ended() -> None:
+    specs = [
+        spec("never fits", 0.0, 500),
+        spec("after it", 0.0, follows="never fits", think_time_s=1.0),
+        spec("taken back", 2.0, num_output=50),
+        spec("next", 0.0, follows="taken back"),
+        spec("first", 3.0, num_prompt=4, num_output=90),
+        spec("impatient", 3.0, expires_after_s=0.2),
+        spec("later", 0.0, follows="impatient"),
+    ]
+    served = Run(specs, replace(OPTIONS, max_batch_size=1))
+    served.simulator.abort_at(2.115, "taken back")
+    served.go()
+    assert served["after it"].arrived_at == 1.0
+    assert served["taken back"].end_reason is EndReason.ABORTED
+    assert served["next"].arrived_at == pytest.approx(2.12), "when the step that it was in is over"
+    assert served["later"].arrived_at == pytest.approx(3.2)
+    assert served.harness.controller.num_alive == 0
+
+
+def test_who_follows_nobody_known_never_arrives() -> None:
+    served = run([spec("a", 0.0), spec("b", 0.0, follows="nobody")])
+    assert list(served.ends()) == ["a"]
+
+
+def test_followers_keep_to_the_horizon() -> None:
+    served = run(
+        [spec("a", 0.0), spec("b", 0.0, follows="a", think_time_s=5.0)], rules=SimulationOptions(horizon_s=1.0)
+    )
+    assert list(served.ends()) == ["a"]
+
+
+# Expiry and aborts
+
+
+@pytest.mark.parametrize("chooser", ["pull", "round_robin"])
+def test_whoever_waits_too_long_leaves(chooser: str) -> None:
+    specs = [spec("a", 0.0, num_output=10), spec("b", 0.0, expires_after_s=0.05), spec("c", 0.0, expires_after_s=0.2)]
+    served = run(specs, replace(OPTIONS, max_batch_size=1), policies=("fcfs", chooser, "fixed_chunk"))
+    assert served["b"].end_reason is EndReason.EXPIRED
+    assert served["b"].ended_at == pytest.approx(0.05)
+    assert served["c"].end_reason is EndReason.STOP, "it got its turn at 0.1 s"
+    assert served["c"].admitted_at == pytest.approx(0.1)
+
+
+def test_expiry_at_the_very_moment_wins() -> None:
+    specs = [spec("a", 0.0, num_output=5), spec("b", 0.0, expires_after_s=0.05)]
+    served = run(specs, replace(OPTIONS, max_batch_size=1))
+    assert served["a"].ended_at == served["b"].ended_at == pytest.approx(0.05)
+    assert served["b"].end_reason is EndReason.EXPIRED
+
+
+def test_a_preempted_request_does_not_expire() -> None:
+    specs = [spec("a", 0.0, 12, 30), spec("b", 0.0, 8, 30, expires_after_s=0.12)]
+    served = run(specs, replace(OPTIONS, num_blocks=12, max_model_len=48))
+    assert served["b"].num_preemptions > 0
+    assert served["b"].end_reason is EndReason.STOP, "it had started"
+
+
+@pytest.mark.parametrize(("at", "ended_at"), [(0.005, 0.01), (0.035, 0.04), (0.01, 0.01), (7.0, 0.1)])
+def test_a_running_request_is_aborted_when_its_step_is_over(at: float, ended_at: float) -> None:
+    served = Run([spec("a", 0.0, num_output=10)])
+    served.simulator.abort_at(at, "a")
+    served.go()
+    assert served["a"].ended_at == pytest.approx(ended_at)
+    assert served["a"].end_reason is (EndReason.ABORTED if at < 1 else EndReason.STOP)
+
+
+def test_aborting_frees_the_place_at_once() -> None:
+    served = Run([spec("a", 0.0, num_output=90), spec("b", 0.0)], replace(OPTIONS, max_batch_size=1))
+    served.simulator.abort_at(0.3, "a")
+    served.go()
+    assert served["b"].admitted_at == served["a"].ended_at == pytest.approx(0.3)
+
+
+# Admission
+
+
+def test_requests_that_never_fit_are_refused_and_the_rest_is_served() -> None:
+    served = run(
+        [spec("long", 0.0, 149), spec("too long", 0.1, 150), spec("much too long", 0.2, 10**6), spec("a", 0.3)]
+    )
+    assert served["long"].end_reason is EndReason.LENGTH, "one token fits"
+    for name in ("too long", "much too long"):
+        assert served[name].end_reason is EndReason.REJECTED
+        assert "may hold at most 150 tokens here" in served[name].detail
+    assert served["a"].end_reason is EndReason.STOP
+    counts = served.harness.controller.num_ended
+    assert counts == {EndReason.LENGTH: 1, EndReason.REJECTED: 2, EndReason.STOP: 1}
+
+
+def test_full_queues_turn_requests_away() -> None:
+    specs = [spec(f"r{index}", 0.001 * index, num_output=10) for index in range(6)]
+    served = run(specs, replace(OPTIONS, max_batch_size=1), admission=AdmissionLimits(max_queued_requests=2))
+    reasons = [reason for reason, _ in served.ends().values()]
+    assert reasons == [EndReason.STOP] * 3 + [EndReason.REJECTED] * 3
+    assert "at most 2 may" in served["r5"].detail
+
+
+def test_bounded_tokens_turn_long_requests_away_first() -> None:
+    specs = [spec("a", 0.0, 20, 10), spec("b", 0.001, 20), spec("c", 0.002, 20), spec("d", 0.003, 4)]
+    served = run(specs, replace(OPTIONS, max_batch_size=1), admission=AdmissionLimits(max_queued_tokens=30))
+    assert [name for name, (reason, _) in served.ends().items() if reason is EndReason.REJECTED] == ["c"]
+
+
+# Several replicasets
+
+
+def test_replicasets_serve_side_by_side() -> None:
+    executor = SimulatedExecutor()
+    harnesses = {name: Harness("fcfs", "pull", "fixed_chunk", OPTIONS) for name in ("chat", "batch")}
+    replicasets = {}
+    for name, harness in harnesses.items():
+        harness.replicaset.name = name
+        for replica in harness.replicaset.replicas:
+            replica.replicaset = name
+            replica.parts = replace(replica.parts, executor=executor)
+        replicasets[name] = harness.replicaset
+
+    def select(facts: RequestFacts) -> str:
+        return "chat" if facts.tenant == "people" else "batch"
+
+    controller = Controller(replicasets, select)
+    timer = PredictedTimer(ConstantModel(0.01))
+    simulator = Simulator(controller, executor, lambda replica: timer, SimulationOptions(check_every_steps=1))
+    specs = [spec(f"r{index}", 0.0, tenant=("people", "jobs")[index % 3 == 0]) for index in range(9)]
+    simulator.run(specs)
+    assert controller.num_ended == {EndReason.STOP: 9}
+    steps = {name: [step.num_running for step in _steps(replicaset)] for name, replicaset in replicasets.items()}
+    assert steps == {"chat": [], "batch": []}, "nobody watched"
+    assert [replica.num_steps for replica in controller.replicas()] == [4, 2]
+
+
+def _steps(replicaset: Any) -> list[Any]:
+    return [observer for observer in replicaset.observers if hasattr(observer, "num_running")]
+
+
+# Time
+
+
+def test_forming_a_step_may_take_time() -> None:
+    harness = Harness("fcfs", "pull", "fixed_chunk", OPTIONS)
+    timer = PredictedTimer(ConstantModel(0.01), overhead_s=0.002)
+    simulator = Simulator(harness.controller, harness._executor, lambda replica: timer, SimulationOptions())
+    simulator.run([spec("a", 0.0, num_output=4)])
+    assert [step.ended_at for step in harness.steps] == pytest.approx([0.012, 0.024, 0.036, 0.048])
+
+
+def test_steps_go_through_a_pipeline_one_behind_the_other() -> None:
+    """Two stages of 10 ms, one request a step: a step enters every 10 ms and leaves 20 ms later."""
+    options = replace(OPTIONS, pipeline_stages=2, max_batch_size=1, latency=ConstantModel(0.02, num_stages=2))
+    served = run([spec("a", 0.0), spec("b", 0.0)], options)
+    steps = [(list(step.tokens), step.formed_at, step.ended_at) for step in served.harness.steps]
+    assert steps == [
+        (["a"], 0.0, 0.02),
+        (["b"], 0.01, 0.03),
+        (["a"], 0.02, 0.04),
+        (["b"], 0.03, 0.05),
+    ]
+
+
+def test_a_short_step_queues_behind_a_long_one_at_every_stage() -> None:
+    """A tandem queue: 16 tokens need 4 ms a stage, 1 token 0.25 ms; nobody overtakes."""
+    latency = AffineModel(base_s=0.0, per_token_s=0.0005, num_stages=2)
+    options = replace(OPTIONS, pipeline_stages=2, max_batch_size=1, latency=latency)
+    served = run([spec("long", 0.0, 16, 1), spec("short", 0.0, 1, 1)], options)
+    steps = [(list(step.tokens), step.formed_at, step.ended_at) for step in served.harness.steps]
+    assert steps == [(["long"], 0.0, 0.008), (["short"], 0.004, 0.00825)]
+
+
+def test_chunks_of_one_prompt_follow_each_other_through_the_stages() -> None:
+    """Three chunks, two stages of 10 ms: (3 + 1) stage times instead of 3 * 2."""
+    options = replace(OPTIONS, pipeline_stages=2, max_batch_tokens=8, latency=ConstantModel(0.02, num_stages=2))
+    served = run([spec("a", 0.0, 24, 1)], options)
+    assert [step.formed_at for step in served.harness.steps] == [0.0, 0.01, 0.02]
+    assert served["a"].first_token_at == 0.04
+
+
+def test_chunks_end_where_a_kv_parallel_group_is_full() -> None:
+    options = replace(OPTIONS, kv_parallel_groups=3, kv_group_tokens=16, num_blocks=24, max_model_len=48)
+    served = run([spec("a", 0.0, 40, 3)], options, policies=("fcfs", "pull", ("fixed_chunk", {"chunk_size": 2048})))
+    assert [step.tokens["a"] for step in served.harness.steps] == [16, 16, 8, 1, 1]
+
+
+def test_the_same_run_twice_is_the_same() -> None:
+    specs = [
+        spec(f"r{index}", 0.013 * index, 3 + 7 * index % 40, 1 + index % 17, expires_after_s=0.3) for index in range(40)
+    ]
+    options = replace(OPTIONS, num_replicas=3, num_blocks=20, max_model_len=60)
+    policies = ("lrs", "power_of_two", "dynamic_chunk")
+    one, other = (run(specs, options, policies=policies) for _ in range(2))
+    assert one.harness.steps == other.harness.steps
+    assert one.ends() == other.ends()

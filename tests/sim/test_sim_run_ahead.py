@@ -1,0 +1,178 @@
+"""Steps worked out at once, or asked for one by one: not a single figure may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vajra_py.contract import Layer, StepRun
+from vajra_py.contract.observer import Observer
+from vajra_py.latency import AffineModel
+from vajra_py.runtime.kv import PrefixCacheOptions
+from vajra_py.sim.simulator import SimulationOptions
+from vajra_py.testing import Harness, HarnessOptions, policies_under_test
+from vajra_py.testing.scenarios import (
+    LEAVING,
+    LIGHT,
+    LONG_AND_SHORT,
+    OVERLOADED,
+    SHARED_PREFIXES,
+    STARVED,
+    SWAPPING,
+    Policies,
+    Rules,
+    Scenario,
+    simulate,
+)
+from vajra_py.workload import RequestSpec
+
+SITUATIONS = (LIGHT, OVERLOADED, LONG_AND_SHORT, STARVED, SWAPPING, LEAVING, SHARED_PREFIXES)
+
+
+def both_ways(scenario: Scenario, policies: Policies, num_replicas: int) -> None:
+    asked, ahead = (
+        simulate(
+            scenario,
+            policies,
+            Rules(num_replicas, detailed=False, runs_ahead=runs_ahead, check_every_step=False),
+        )
+        for runs_ahead in (False, True)
+    )
+    assert asked.steps == ahead.steps
+    assert asked.ends == ahead.ends
+
+
+def combinations() -> list[tuple[Scenario, tuple[str, ...], int]]:
+    """Every installed policy in some combination; which meet is drawn once and for all."""
+    names = {layer: [spec.name for spec in policies_under_test() if spec.layer is layer] for layer in Layer}
+    stream = np.random.default_rng(8)
+    drawn = []
+    for number in range(max(map(len, names.values())) * 2):
+        chosen = tuple(
+            names[layer][number % len(names[layer])]
+            if number < len(names[layer])
+            else names[layer][int(stream.integers(len(names[layer])))]
+            for layer in Layer
+        )
+        drawn.append((SITUATIONS[number % len(SITUATIONS)], chosen, 1 + number % 3))
+    return drawn
+
+
+@pytest.mark.parametrize(
+    ("scenario", "names", "num_replicas"), combinations(), ids=lambda value: str(getattr(value, "name", value))
+)
+def test_installed_policies(scenario: Scenario, names: tuple[str, ...], num_replicas: int) -> None:
+    both_ways(scenario, Policies(*names), num_replicas)
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.sampled_from([0, 0, 1, 30, 400]),
+        st.integers(1, 150),
+        st.integers(1, 120),
+        st.sampled_from([None, None, 50, 300]),
+        st.sampled_from([None, None, None, 20, 250]),
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+@settings(max_examples=80)
+@given(
+    requests=REQUESTS,
+    chooser=st.sampled_from(["pull", "round_robin", ("least_loaded", {"by": "tokens"}), "power_of_two"]),
+    prioritizer=st.sampled_from(["fcfs", "lrs"]),
+    num_blocks=st.integers(18, 60),
+    max_batch_size=st.sampled_from([1, 2, 8]),
+    horizon_s=st.sampled_from([None, 0.25]),
+    cached=st.booleans(),
+)
+def test_random_workloads(
+    requests: Sequence[tuple[int, int, int, int | None, int | None]],
+    chooser: Any,
+    prioritizer: str,
+    num_blocks: int,
+    max_batch_size: int,
+    horizon_s: float | None,
+    cached: bool,
+) -> None:
+    def workload(stream: np.random.Generator, num_replicas: int) -> list[RequestSpec]:
+        specs, now_ms = [], 0
+        for index, (gap_ms, num_prompt, num_output, expires_ms, _) in enumerate(requests):
+            now_ms += gap_ms
+            expires_s = None if expires_ms is None else expires_ms / 1000
+            specs.append(RequestSpec(f"r{index}", now_ms / 1000, num_prompt, num_output, expires_after_s=expires_s))
+        return specs
+
+    options = HarnessOptions(
+        num_blocks=num_blocks,
+        max_batch_size=max_batch_size,
+        num_replicas=2,
+        prefix_cache=PrefixCacheOptions() if cached else None,
+        latency=AffineModel(0.004, 0.0002, per_decode_context_token_s=1e-6),
+    )
+    results = []
+    for runs_ahead in (False, True):
+        harness = Harness(prioritizer, chooser, ("fixed_chunk", {"chunk_size": 64}), options)
+        rows = Rows()
+        harness.controller.watch((rows,))
+        rules = SimulationOptions(runs_ahead=runs_ahead, horizon_s=horizon_s, drain=horizon_s is None)
+        simulator = harness.simulator(rules)
+        specs = workload(np.random.default_rng(0), 2)
+        for spec, request in zip(specs, requests, strict=True):
+            if request[4] is not None:
+                simulator.abort_at(spec.arrived_at + request[4] / 1000, spec.request_id)
+        simulator.run(specs)
+        harness.controller.check_conservation()
+        alive = [(one.request_id, one.num_output_tokens, one.num_computed_tokens) for one in harness.controller.alive()]
+        results.append(
+            (sorted(rows.steps, key=lambda row: row[:2]), rows.ends, alive, simulator.now, simulator.num_steps)
+        )
+    assert results[0] == results[1]
+
+
+class Rows(Observer):
+    """What steps and requests came to, and how many steps came in runs."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Any, ...]] = []
+        self.ends: list[tuple[Any, ...]] = []
+        self.num_in_runs = 0
+
+    def on_step_end(self, step: Any) -> None:
+        finished = tuple((request.request_id, reason) for request, reason in step.finished)
+        figures = (step.shape, step.free_blocks, step.num_waiting, step.num_running, step.num_preempted)
+        self.steps.append((step.replica_id, step.step_index, step.formed_at, step.ended_at, *figures, finished))
+
+    def on_step_run(self, run: StepRun) -> None:
+        self.num_in_runs += len(run.ended_at)
+        super().on_step_run(run)
+
+    def on_ended(self, request: Any, reason: Any, detail: str, now: float) -> None:
+        self.ends.append((request.request_id, reason, now, request.num_output_tokens, request.first_token_at))
+
+
+@pytest.mark.parametrize(
+    ("options", "policies", "in_runs"),
+    [
+        (HarnessOptions(), ("fcfs", "pull", "fixed_chunk"), True),
+        (HarnessOptions(), ("lrs", "least_loaded", "dynamic_chunk"), True),
+        (HarnessOptions(pipeline_stages=2), ("fcfs", "pull", "fixed_chunk"), False),
+    ],
+)
+def test_most_steps_of_a_long_answer_come_in_runs(
+    options: HarnessOptions, policies: Sequence[str], in_runs: bool
+) -> None:
+    harness = Harness(*policies, replace(options, num_blocks=200))
+    rows = Rows()
+    harness.controller.watch((rows,))
+    harness.simulator(SimulationOptions()).run([RequestSpec(f"r{index}", 0.0, 50, 400) for index in range(4)])
+    assert len(rows.steps) >= 400
+    assert (rows.num_in_runs > 0.9 * len(rows.steps)) == in_runs

@@ -1,0 +1,73 @@
+"""Is "compare vLLM's scheduler with Vajra's" one line, and does each preset set what its system ships with?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vajra_policies.systems import PRESETS
+from vajra_py.config import config_from_mapping
+from vajra_py.latency import AffineModel
+from vajra_py.latency.output_length import NoLengths
+from vajra_py.plugins import load_registry
+from vajra_py.runtime.assembly import ModelFacts, Services, build_controller
+from vajra_py.runtime.seeds import SeedTree
+from vajra_py.sim.executor import PredictedTimer, SimulatedExecutor
+from vajra_py.sim.simulator import SimulationOptions, Simulator
+from vajra_py.workload.request import RequestSpec
+
+NAMES = [preset.name for preset in PRESETS]
+
+
+def experiment(scheduling: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "scheduling": scheduling,
+        "workload": {"type": "jsonl", "path": "requests.jsonl"},
+        "backend": {"simulator": {"latency": {"type": "affine", "base_s": 0.01}}},
+        **more,
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_is_one_line_and_serves(name: str) -> None:
+    sizes = {"replica": {"memory": {"num_blocks": 64}}}
+    config = config_from_mapping(experiment({"preset": name}, num_replicas=2, **sizes))
+    executor = SimulatedExecutor()
+    latency = AffineModel(0.01, 0.0001)
+    services = Services(
+        load_registry(), latency, NoLengths(), SeedTree(0), ModelFacts(), lambda replicaset, replica_id: executor
+    )
+    controller = build_controller(config, services)
+    workload = [RequestSpec(f"r{i}", 0.01 * i, 40 + 7 * i, 12, max_tokens=12) for i in range(24)]
+    timer = PredictedTimer(latency)
+    Simulator(controller, executor, lambda replica: timer, SimulationOptions(check_every_steps=1)).run(workload)
+    assert sum(controller.num_ended.values()) == 24
+    assert {reason.value for reason in controller.num_ended} <= {"length", "stop"}
+
+
+def test_explicit_settings_win_over_a_preset() -> None:
+    config = config_from_mapping(
+        experiment(
+            {"preset": "vllm-v1", "replica_scheduler": {"policy": "vllm_v1", "params": {"watermark_fraction": 0.1}}},
+            replica={"max_batch_tokens": 512},
+        )
+    )
+    assert config.scheduling is not None
+    params = config.scheduling.replica_scheduler.params
+    assert (params["victim"], params["watermark_fraction"]) == ("latest_admitted", 0.1)
+    assert config.replica.max_batch_tokens == 512
+    assert config.replica.memory.reservation == "incremental"
+
+
+def test_presets_differ_in_the_prefix_cache_as_their_systems_do() -> None:
+    cache = {name: config_from_mapping(experiment({"preset": name})).replica.memory.prefix_cache for name in NAMES}
+    assert cache["vllm-v1"].reuse_order == "lru"
+    assert cache["nano-vllm"].publish == "step_end"
+    assert cache["nano-vllm-old"].publish == "schedule"
+    assert cache["nano-vllm"].reuse_order == cache["minivllm"].reuse_order == "fifo"
+    assert not cache["minivllm"].retain_freed
+    assert not cache["orca"].enabled
+    assert not cache["sarathi"].enabled
+    assert all(one.unscheduled == "withdraw" for one in cache.values())

@@ -1,0 +1,115 @@
+"""How is an experiment driven from Python? The same experiments as from YAML: build, run, sweep, compare, plot.
+
+import vajra_py.api as vajra
+
+config = vajra.load("experiment.yaml", {"workload.rate": 8})
+run = vajra.run(config)
+run.requests_frame()                       # pandas, one row a request
+vajra.plots.latency_cdfs([run])            # a matplotlib figure
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vajra_py.config import ExperimentConfig, config_from_mapping, load_config
+from vajra_py.experiment.backend import Progress
+from vajra_py.experiment.folder import find_runs
+from vajra_py.experiment.run import load_workload, run_experiment
+from vajra_py.experiment.sweep import SweepProgress, SweepResult
+from vajra_py.experiment.sweep import sweep as run_sweep
+from vajra_py.metrics.comparison import Comparison
+from vajra_py.metrics.comparison import compare as compare_runs
+from vajra_py.metrics.run_data import RunData, load_runs
+
+if TYPE_CHECKING:
+    from vajra_py.metrics import plots
+
+__all__ = [
+    "Comparison",
+    "ExperimentConfig",
+    "RunData",
+    "SweepResult",
+    "compare",
+    "load",
+    "load_workload",
+    "open_runs",
+    "plots",
+    "report",
+    "run",
+    "sweep",
+]
+
+
+def load(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> ExperimentConfig:
+    """An experiment from a YAML file, or from a mapping that reads like one; `overrides` maps dotted paths to values.
+
+    Raises `ConfigError` with every mistake.
+    """
+    texts = [f"{path}={_yaml(value)}" for path, value in (overrides or {}).items()]
+    if isinstance(source, Mapping):
+        return config_from_mapping(source, texts)
+    return load_config(source, texts)
+
+
+def run(
+    config: ExperimentConfig,
+    *,
+    folder: str | Path | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> RunData:
+    """Run one experiment and open its results; see `vajra_py.experiment.run.run_experiment` for folders and errors."""
+    return run_experiment(
+        config, folder=None if folder is None else Path(folder), overwrite=overwrite, progress=progress
+    )
+
+
+def sweep(
+    config: ExperimentConfig,
+    *,
+    workers: int | None = None,
+    overwrite: bool = False,
+    progress: SweepProgress | None = None,
+) -> SweepResult:
+    """Run every point of the experiment's sweep; finished points are kept. `.runs` are the results, in order.
+
+    With more than one worker, a script that calls this needs the usual `if __name__ == "__main__":` guard.
+    """
+    return run_sweep(config, workers=workers, overwrite=overwrite, progress=progress)
+
+
+def open_runs(paths: Iterable[str | Path]) -> list[RunData]:
+    """The runs at these paths: run folders, or folders that hold some. Raises `RunError`."""
+    return load_runs([found for path in paths for found in find_runs(Path(path))])
+
+
+def compare(runs: Sequence[RunData]) -> Comparison:
+    """The runs side by side; `.frame()` is a pandas frame, `.to_markdown()` and `.to_csv()` are texts."""
+    return compare_runs(runs)
+
+
+def report(runs: Sequence[RunData], path: str | Path, title: str | None = None) -> Path:
+    """Write the runs' report as one self-contained HTML file; returns its path."""
+    from vajra_py.metrics.report import write_report
+
+    write_report(runs, path, title)
+    return Path(path)
+
+
+def __getattr__(name: str) -> Any:
+    """`plots` loads matplotlib when it is first used."""
+    if name == "plots":
+        from vajra_py.metrics import plots
+
+        return plots
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _yaml(value: Any) -> str:
+    """A value as YAML on one line; JSON is YAML."""
+    import json
+
+    return json.dumps(value)

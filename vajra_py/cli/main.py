@@ -1,0 +1,113 @@
+"""What can be done from the command line? Each command's module is loaded when it is used, so that help is instant."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from vajra_py import __version__
+from vajra_py.errors import VajraError
+
+_COMMANDS: dict[str, tuple[str, str]] = {
+    "run": ("vajra_py.cli.run", "Run an experiment, or every point of its sweep."),
+    "serve": ("vajra_py.cli.serve", "Put an engine behind HTTP, as OpenAI's API does."),
+    "compare": ("vajra_py.cli.compare", "Compare runs: a table, and an HTML report."),
+    "replay": ("vajra_py.cli.replay", "Check that the simulator decides what the engine decided."),
+    "profile": ("vajra_py.cli.profile", "Measure a model's steps on this machine, for predictions."),
+    "trace": ("vajra_py.cli.trace", "Write a run's timeline for ui.perfetto.dev."),
+    "check": ("vajra_py.cli.check", "Check an experiment file without running it."),
+    "schema": ("vajra_py.cli.check", "Print the JSON schema of experiment files, for editors."),
+    "policies": ("vajra_py.cli.policies", "List installed policies, or show one with its parameters."),
+    "presets": ("vajra_py.cli.policies", "List presets: whole systems by name."),
+    "profiles": ("vajra_py.cli.workloads", "List built-in workload profiles, models and devices."),
+    "workload": ("vajra_py.cli.workloads", "Describe the workload of an experiment file."),
+    "model": ("vajra_py.cli.model", "Write a small model without a network, or look at a model directory."),
+    "new-plugin": ("vajra_py.cli.new_plugin", "Write a package with a policy for each layer."),
+}
+"""Command to (module, summary); the module has a click command of that name, dashes as underscores."""
+
+
+class LazyCommands(click.Group):
+    """A group whose commands are imported when they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names, in the order in which one meets them."""
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name."""
+        entry = _COMMANDS.get(cmd_name)
+        if entry is None:
+            return None
+        command: click.Command = getattr(importlib.import_module(entry[0]), cmd_name.replace("-", "_"))
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list in `--help`, without importing anything."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Say which name was meant when a name is unknown."""
+        from vajra_py.errors import did_you_mean
+
+        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(f"no such command ({args[0]!r}). {did_you_mean(args[0], _COMMANDS)}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=LazyCommands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "--version", prog_name="vajra")
+@click.option("--traceback", is_flag=True, help="Show where in the code an error came from.")
+def vajra(traceback: bool) -> None:
+    """Scheduling policies for LLM inference: compare them on real workloads, in simulation or on an engine."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 1 failed, 2 wrong input, 3 a policy broke the contract, 130 interrupted."""
+    sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _run(arguments: list[str]) -> int:
+    wants_traceback = "--traceback" in arguments
+    try:  # the flag is understood wherever it stands
+        given = [one for one in arguments if one != "--traceback"]
+        result: Any = vajra.main(given, prog_name="vajra", standalone_mode=False)
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.Abort:
+        return 130
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except VajraError as error:
+        _say(error, str(error), wants_traceback)
+        return error.exit_code
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:  # a folder that cannot be written, a full disk
+        if error.filename is None:
+            raise
+        _say(error, f"{error.filename}: {error.strerror or error}.", wants_traceback)
+        return 1
+    return result if isinstance(result, int) else 0
+
+
+def _say(error: Exception, text: str, wants_traceback: bool) -> None:
+    if wants_traceback:
+        import traceback
+
+        traceback.print_exception(error)
+    else:
+        click.echo(text, err=True)

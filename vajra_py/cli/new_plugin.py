@@ -1,0 +1,22 @@
+"""How does one start a package of one's own policies?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("new-plugin", no_args_is_help=True)
+@click.argument("name")
+@click.option("--directory", type=click.Path(path_type=Path), default=Path(), help="Where to put it. Default: here.")
+def new_plugin(name: str, directory: Path) -> None:
+    """Write package NAME: one working policy for each layer, with parameters and tests.
+
+    Install it with `pip install -e NAME`; its policies can then be selected by name in YAML.
+    """
+    from vajra_py.plugins import write_plugin
+
+    path = write_plugin(name, directory)
+    click.echo(f"package: {path}")
+    click.echo(f"next: pip install -e {path} && vajra policies")

@@ -1,0 +1,46 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vajra_py.metrics.run_data import RunData
+
+PIPED_WIDTH = 200
+"""Columns of a table that goes to a file or another program."""
+
+overrides_option = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="PATH=VALUE",
+    help="Override one setting, such as `--set workload.rate=8`; the value is YAML. May be repeated.",
+)
+
+
+def wide_console() -> Console:
+    """Standard output for tables: as wide as the terminal, and wide enough for every column where there is none."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPED_WIDTH)
+
+
+def say_warnings(runs: Sequence[RunData]) -> None:
+    """What limits the numbers of these runs, each sentence once, on standard error."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        sentences = list(run.summary.value("warnings") or [])
+        if not run.is_finished:
+            sentences.insert(0, "Did not come to its end: these are the numbers up to where it stopped.")
+        for sentence in sentences:
+            found.setdefault(sentence, []).append(run.name)
+    for sentence, names in found.items():
+        about = "" if len(runs) == 1 else "all runs: " if len(names) == len(runs) else f"{', '.join(names)}: "
+        click.echo(f"note: {about}{sentence}", err=True)

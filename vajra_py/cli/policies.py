@@ -1,0 +1,110 @@
+"""Which policies and presets are installed, and what are their parameters?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from vajra_py.contract import PolicySpec
+    from vajra_py.plugins import Offer
+
+
+class _Policies(click.Group):
+    """`vajra policies`, for people who write `vajra policies NAME` or `list`."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Say how to look at one policy when its name stands where a command should."""
+        if args[0] not in self.commands and not args[0].startswith("-"):
+            hint = f"One policy: vajra policies show {args[0]}. All of them: vajra policies"
+            raise click.UsageError(f"no such command ({args[0]!r}). {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Policies, invoke_without_command=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def policies(ctx: click.Context, as_json: bool) -> None:
+    """List installed policies by layer: name, package, version, summary."""
+    if ctx.invoked_subcommand is not None:
+        return
+    from vajra_py.contract import Layer
+    from vajra_py.plugins import load_registry
+
+    registry = load_registry()
+    rows = [
+        (layer.value, name, offer.source.package, offer.source.version, offer.spec.summary)
+        for layer in Layer
+        for name, offer in sorted(registry.policies(layer).items())
+    ]
+    _print_rows(("layer", "name", "package", "version", "summary"), rows, as_json)
+
+
+@policies.command("show", no_args_is_help=True)
+@click.argument("name")
+def show(name: str) -> None:
+    """Show policy NAME: its parameters with defaults and units, and the paper it follows."""
+    from vajra_py.contract import Layer
+    from vajra_py.errors import UnknownNameError
+    from vajra_py.plugins import load_registry
+
+    registry = load_registry()
+    found = registry.find_policies(name)
+    if not found:
+        raise UnknownNameError("policy", name, [one for layer in Layer for one in registry.policy_names(layer)])
+    for offer in found:
+        _show_one(offer)
+
+
+def _show_one(offer: Offer[PolicySpec]) -> None:
+    from vajra_py.plugins import parameters_of
+
+    spec = offer.spec
+    aliases = f" (also {', '.join(spec.aliases)})" if spec.aliases else ""
+    click.echo(f"{spec.name}{aliases}, {spec.layer.value}, from {offer.source.package} {offer.source.version}")
+    click.echo(f"  {spec.summary}")
+    if spec.source:
+        click.echo(f"  source: {spec.source}")
+    parameters = parameters_of(spec.config)
+    click.echo("  parameters:" if parameters else "  parameters: none")
+    for one in parameters:
+        default = "required" if one.required else f"default {one.default}"
+        facts = ", ".join(fact for fact in (one.type, one.limits, one.unit, default) if fact)
+        click.echo(f"    {one.name}: {facts}")
+        if one.description:
+            click.echo(f"      {one.description}")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def presets(as_json: bool) -> None:
+    """List presets: `vajra run FILE --preset NAME` takes one in place of the file's policies.
+
+    In a file, `preset: NAME` fills in what the file leaves open.
+    """
+    from vajra_py.plugins import load_registry
+
+    rows = [
+        (name, offer.source.package, offer.spec.summary, offer.spec.source)
+        for name, offer in sorted(load_registry().presets.items())
+    ]
+    _print_rows(("name", "package", "summary", "source"), rows, as_json)
+
+
+def _print_rows(header: tuple[str, ...], rows: list[tuple[Any, ...]], as_json: bool) -> None:
+    if as_json:
+        import json
+
+        click.echo(json.dumps([dict(zip(header, row, strict=True)) for row in rows], indent=1))
+        return
+    from rich.table import Table
+
+    from vajra_py.cli.options import wide_console
+
+    table = Table(*header, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(str, row))
+    wide_console().print(table)

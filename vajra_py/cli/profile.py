@@ -1,0 +1,80 @@
+"""How fast is a model on this machine, so that a simulation can say how long its steps take?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from vajra_py.cli.options import overrides_option
+
+
+@click.command()
+@click.option("--model", required=True, type=click.Path(path_type=Path), help="Directory of the model.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: profile.json in the model's directory.")
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="File with replica and engine settings to measure under."
+)
+@overrides_option
+@click.option("--passes", type=click.IntRange(min=1), default=3, show_default=True, help="Measurements of each shape.")
+@click.option(
+    "--random", "num_random", type=click.IntRange(min=0), default=40, show_default=True, help="Random shapes."
+)
+@click.option("--overwrite", is_flag=True, help="Measure again, over a profile that is there.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress bar; only where the profile is.")
+def profile(  # noqa: PLR0913 - one argument for each option
+    model: Path,
+    output: Path | None,
+    config: Path | None,
+    overrides: tuple[str, ...],
+    passes: int,
+    num_random: int,
+    overwrite: bool,
+    quiet: bool,
+) -> None:
+    """Measure how long steps take for batches of every shape, and fit what predicts them.
+
+    A measurement that was broken off goes on where it stopped. Simulations use the profile as
+    `latency: {type: profiled, path: FILE}`; policies on the engine likewise.
+    """
+    from vajra_py.errors import ConfigError, Problem
+    from vajra_py.experiment.profiling import ProfileSettings, profile_config, profile_model
+
+    target = output or model / "profile.json"
+    if target.exists() and not overwrite:
+        raise ConfigError(Problem(f"output {target}", "is there already", "Another file, or `--overwrite`"))
+    settings = ProfileSettings(profile_config(model, config, overrides), passes, num_random)
+    with _Bar(quiet) as bar:
+        made = profile_model(settings, target, bar.show)
+    click.echo(f"profile: {target} ({made.num_shapes} shapes)")
+    if not quiet:
+        for name, errors in made.errors.items():
+            click.echo(
+                f"  {name}: median error {errors['p50']:.1%}, 90th percentile {errors['p90']:.1%} "
+                f"({errors['num_shapes']:.0f} shapes)"
+            )
+
+
+class _Bar:
+    """A progress bar, or none."""
+
+    def __init__(self, quiet: bool) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._progress = None if quiet else Progress(console=Console(stderr=True))
+        self._task = None if self._progress is None else self._progress.add_task("measuring", total=None)
+
+    def __enter__(self) -> _Bar:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def show(self, num_done: int, num_total: int) -> None:
+        """So many of so many are measured."""
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=num_done, total=num_total)

@@ -1,0 +1,35 @@
+"""Does the simulator decide what the engine decided?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command(no_args_is_help=True)
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+def replay(runs: tuple[Path, ...]) -> int:
+    """Run the requests of RUNS (runs of the engine) through the simulator, with the recorded step durations.
+
+    The decision logs must be equal; otherwise the first difference is shown and the exit code is 1.
+    """
+    from vajra_py.experiment.folder import find_runs
+    from vajra_py.experiment.replay import replay as replay_run
+
+    different = False
+    for path in (found for run in runs for found in find_runs(run)):
+        report = replay_run(path)
+        what = f"{report.num_steps} steps, {report.num_requests} requests"
+        if report.is_equal:
+            click.echo(f"equal: {path} ({what})")
+            if report.ahead_skipped is not None:
+                click.echo(f"  not replayed with repeating steps worked out at once: {report.ahead_skipped}")
+            continue
+        different = True
+        click.echo(f"different: {path} ({what})")
+        if report.difference is not None:
+            click.echo(f"  {report.difference}")
+        if report.ahead is not None:
+            click.echo(f"  with repeating steps worked out at once: {report.ahead}")
+    return 1 if different else 0

@@ -1,0 +1,202 @@
+"""How is an experiment run from the command line?"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vajra_py.cli.options import overrides_option
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from vajra_py.config import ExperimentConfig
+    from vajra_py.experiment.sweep import PointStatus
+    from vajra_py.metrics.run_data import RunData
+
+_MIN_RENDER_S = 0.1
+
+
+@click.command(no_args_is_help=True)
+@click.argument("file", type=click.Path(path_type=Path))
+@overrides_option
+@click.option(
+    "--preset", help="Run a whole system's policies in place of FILE's, and its replica options where FILE gives none."
+)
+@click.option("--workers", type=click.IntRange(min=1), help="Points of a sweep to run at once. Default: one a core.")
+@click.option("--overwrite", is_flag=True, help="Run again, over results that are there.")
+@click.option("--report", type=click.Path(path_type=Path), help="Write the HTML report of the runs here.")
+@click.option(
+    "--validate", is_flag=True, help="Simulate each run of the engine too, and show how far the simulation is off."
+)
+@click.option("--quiet", "-q", is_flag=True, help="No progress bar and no table; only where the results are.")
+def run(  # noqa: PLR0913 - one argument for each option
+    file: Path,
+    overrides: tuple[str, ...],
+    preset: str | None,
+    workers: int | None,
+    overwrite: bool,
+    report: Path | None,
+    validate: bool,
+    quiet: bool,
+) -> int:
+    """Run the experiment of FILE, or every point of its sweep.
+
+    What is finished already is not run again, so a broken sweep goes on where it stopped.
+    """
+    from vajra_py.config import expand_sweep, load_config
+    from vajra_py.experiment.sweep import sweep
+
+    if preset is not None:  # in place of the file's policies; what is set on the command line still wins
+        overrides = ("scheduling=null", f"preset={preset}", *overrides)
+    config = load_config(file, overrides)
+    if validate:
+        from vajra_py.experiment.validation import check_validation
+
+        for _, point in expand_sweep(config):
+            check_validation(point)
+    if report is not None:  # before the work is done, rather than after it
+        report.parent.mkdir(parents=True, exist_ok=True)
+    display = _Display(len(expand_sweep(config)), quiet, is_simulated=config.backend.kind == "simulator")
+    failures: list[tuple[str, str]] = []
+    with display:
+        if config.sweep is None:
+            runs = [_run_one(config, overwrite, display)]
+        else:
+            result = sweep(config, workers=workers, overwrite=overwrite, progress=display.point)
+            runs, failures = list(result.runs), list(result.failures)
+    _show(runs, report, quiet)
+    if validate:
+        _validate(runs)
+    for label, error in failures:
+        click.echo(f"failed: {label}: {error}", err=True)
+    return 1 if failures else 0
+
+
+def _run_one(config: ExperimentConfig, overwrite: bool, display: _Display) -> RunData:
+    from vajra_py.experiment.run import run_experiment
+    from vajra_py.experiment.sweep import PointStatus
+
+    def progress(done: int, total: int, now: float) -> None:
+        display.point(0, PointStatus(config.name, done, total, now))
+
+    run = run_experiment(config, progress=progress, overwrite=overwrite)
+    display.point(0, PointStatus(config.name, is_finished=True))
+    return run
+
+
+def _show(runs: list[RunData], report: Path | None, quiet: bool) -> None:
+    if not runs:
+        return
+    places = sorted({str(one.path if len(runs) == 1 else one.path.parent) for one in runs})
+    click.echo(f"results: {' '.join(places)}" + ("" if len(runs) == 1 else f" ({len(runs)} runs)"))
+    if not quiet:
+        from vajra_py.cli.options import say_warnings, wide_console
+        from vajra_py.metrics.comparison import compare
+        from vajra_py.metrics.run_data import distinct
+
+        runs = distinct(runs)
+        wide_console().print(compare(runs).render())
+        say_warnings(runs)
+    if report is not None:
+        from vajra_py.metrics.report import write_report
+
+        write_report(runs, report)
+        click.echo(f"report: {report}")
+
+
+def _validate(runs: list[RunData]) -> None:
+    from rich.table import Table
+
+    from vajra_py.cli.options import wide_console
+    from vajra_py.config import load_config
+    from vajra_py.experiment.validation import as_rows
+    from vajra_py.experiment.validation import validate as validate_run
+
+    for one in runs:
+        rows = as_rows(validate_run(one, load_config(one.path / "config.yaml")))
+        table = Table(
+            *rows[0] if rows else ("nothing was measured",), title=f"{one.name}: measured and simulated", box=None
+        )
+        for row in rows:
+            table.add_row(*row.values())
+        wide_console().print(table)
+
+
+class _Display:
+    """A bar for all runs, and one for each that is being run: requests done, simulated time, and how fast that goes."""
+
+    def __init__(self, num_runs: int, quiet: bool, *, is_simulated: bool = True) -> None:
+        self._is_simulated = is_simulated
+        self._progress: Progress | None = None if quiet else _new_progress()
+        self._num_runs = num_runs
+        self._all: TaskID | None = None
+        self._tasks: dict[int, TaskID] = {}
+        self._started: dict[int, float] = {}
+        self._shown_at: dict[int, float] = {}
+
+    def __enter__(self) -> _Display:
+        if self._progress is not None and self._num_runs > 1:
+            self._progress.start()
+            self._all = self._progress.add_task("all runs", total=self._num_runs, note="")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None and self._progress.live.is_started:
+            self._progress.stop()
+
+    def point(self, index: int, status: PointStatus) -> None:
+        """Show how a point stands."""
+        progress = self._progress
+        if progress is None:
+            return
+        if status.is_finished or status.error is not None:
+            self._end(progress, index, status)
+            return
+        now = time.monotonic()
+        if index not in self._tasks:
+            progress.start()
+            self._tasks[index] = progress.add_task(_short(status.label), total=status.num_total or None, note="")
+            self._started[index] = now
+        if now - self._shown_at.get(index, 0.0) < _MIN_RENDER_S:
+            return
+        self._shown_at[index] = now
+        elapsed = now - self._started[index]
+        note = f"{status.now_s:,.0f} s simulated" if self._is_simulated else f"{status.now_s:,.0f} s"
+        if self._is_simulated and elapsed >= _MIN_RENDER_S:
+            note += f", {status.now_s / elapsed:,.0f} x real time"
+        progress.update(self._tasks[index], total=status.num_total, completed=status.num_done, note=note)
+
+    def _end(self, progress: Progress, index: int, status: PointStatus) -> None:
+        task = self._tasks.pop(index, None)
+        if task is not None and self._num_runs > 1:
+            progress.remove_task(task)
+        elif task is not None:
+            total = progress.tasks[task].total
+            progress.update(task, completed=total if status.error is None else None)
+        if self._all is not None:
+            progress.advance(self._all)
+        if status.was_there:
+            progress.console.print(f"was finished: {_short(status.label)}")
+
+
+def _short(label: str) -> str:
+    """A point by its values alone: what each sets is the same for all."""
+    return " ".join(part.partition("=")[2] or part for part in label.split())
+
+
+def _new_progress() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=Console(stderr=True),
+    )

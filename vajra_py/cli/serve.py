@@ -1,0 +1,147 @@
+"""How is an engine put behind HTTP from the command line?"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vajra_py.cli.options import overrides_option
+from vajra_py.errors import ConfigError, Problem
+
+API_KEY_VARIABLE = "VAJRA_API_KEY"
+_COUNT = click.IntRange(min=1)
+
+
+def _flags(command: click.Command | Any) -> Any:
+    """The flags that stand in for a file, under vLLM's names."""
+    options = (
+        click.option("--model", help="Serve the model of this directory, without an experiment file."),
+        click.option("--preset", help="Policies and sizes of a whole system; `vajra presets` lists them."),
+        click.option("--scheduling-policy", help="fcfs or priority: vLLM's, as presets."),
+        click.option("--max-num-seqs", type=_COUNT, help="Most requests in a step."),
+        click.option("--max-num-batched-tokens", type=_COUNT, help="Most tokens in a step."),
+        click.option("--max-model-len", type=_COUNT, help="Longest sequence, prompt and output."),
+        click.option("--block-size", type=_COUNT, help="Tokens of a KV block."),
+        click.option("--num-gpu-blocks-override", type=_COUNT, help="KV blocks of a replica."),
+        click.option(
+            "--gpu-memory-utilization", type=float, help="Part of the memory to take, if blocks are not given."
+        ),
+        click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=None, help="Share equal prefixes."),
+        click.option("--tensor-parallel-size", "-tp", type=_COUNT, help="Devices that share every layer."),
+        click.option("--data-parallel-size", "-dp", type=_COUNT, help="Replicas; on a CPU each is a process."),
+        click.option("--dtype", help="auto, float32, float16 or bfloat16."),
+        click.option("--device", help="cpu, cuda or cuda:N."),
+        click.option("--load-format", type=click.Choice(["auto", "dummy"]), help="dummy: random weights."),
+        click.option("--seed", type=click.IntRange(min=0), help="Of every random stream."),
+        click.option("--max-num-queued-reqs", type=_COUNT, help="Requests that may wait; more are answered 429."),
+        click.option("--max-num-queued-tokens", type=_COUNT, help="Prompt tokens that may wait; likewise."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _server_options(command: click.Command | Any) -> Any:
+    """What is said about the server itself."""
+    from vajra_py.serve.options import ServeOptions
+
+    default = ServeOptions()
+    options = (
+        click.option("--host", default=default.host, show_default=True, help="Address to listen on."),
+        click.option("--port", type=int, default=default.port, show_default=True, help="0 takes a free one."),
+        click.option(
+            "--api-key", help=f"Bearer key that requests must carry; better: the variable {API_KEY_VARIABLE}."
+        ),
+        click.option("--served-model-name", "served_names", multiple=True, help="Name of the model. May be repeated."),
+        click.option("--max-body-bytes", type=_COUNT, default=default.max_body_bytes, show_default=True),
+        click.option(
+            "--max-choices",
+            type=_COUNT,
+            default=default.max_choices,
+            show_default=True,
+            help="Most outputs of one HTTP request: prompts times n.",
+        ),
+        click.option(
+            "--max-concurrent",
+            type=_COUNT,
+            default=default.max_concurrent,
+            show_default=True,
+            help="Most HTTP requests that generate at once; more are answered 429.",
+        ),
+        click.option(
+            "--grace",
+            "grace_s",
+            type=click.FloatRange(min=0),
+            default=default.grace_s,
+            show_default=True,
+            help="Seconds that a shutdown lets requests finish.",
+        ),
+        click.option(
+            "--metric-names",
+            type=click.Choice(["vajra", "vllm"]),
+            default=default.metric_names,
+            show_default=True,
+            help="Prefix in /metrics of what vLLM has too.",
+        ),
+        click.option("--save-run", type=click.Path(path_type=Path), help="Keep the session as a run in this folder."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command(no_args_is_help=True)
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@overrides_option
+@_flags
+@_server_options
+def serve(file: Path | None, overrides: tuple[str, ...], **given: Any) -> None:
+    """Serve the engine of FILE (or of --model DIR) over HTTP, as OpenAI's API does, under its policies."""
+    from vajra_py.plugins import load_registry
+    from vajra_py.serve.configure import FLAG_NAMES, ModelFlags, config_of_file, config_of_flags
+    from vajra_py.serve.options import LOOPBACK
+
+    registry = load_registry()
+    flags = {name: given.pop(name) for name in FLAG_NAMES}
+    if file is None:
+        if flags["model"] is None:
+            raise ConfigError(Problem("serve", "there is nothing to serve", "An experiment FILE, or --model DIR"))
+        config = config_of_flags(ModelFlags(**flags), overrides, registry)
+    else:
+        said = sorted("--" + name.replace("_", "-") for name, value in flags.items() if value is not None)
+        if said:
+            message = f"do not go with an experiment file ({', '.join(said)})"
+            raise ConfigError(Problem("serve", message, "Write it into the file, or `--set PATH=VALUE`"))
+        config = config_of_file(file, overrides, registry)
+    given["api_key"] = given["api_key"] or os.environ.get(API_KEY_VARIABLE) or None
+    if given["host"] not in LOOPBACK and given["api_key"] is None:
+        click.echo(f"anyone who reaches {given['host']} can use this server: there is no --api-key", err=True)
+    _run(config, registry, given)
+
+
+def _run(config: Any, registry: Any, given: dict[str, Any]) -> None:
+    try:
+        from vajra_py.serve.app import Service
+        from vajra_py.serve.server import serve as run_server
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "vajra_py":
+            raise
+        message = f"its packages are not installed ({error.name})"
+        raise ConfigError(Problem("serve", message, 'Install the extra: pip install "vajra-py[serve]"')) from None
+    from vajra_py.serve.options import ServeOptions
+    from vajra_py.serve.recording import RunRecording
+    from vajra_py.serve.session import EngineSession, SessionParts
+
+    options = ServeOptions(**given)
+    options.check()
+    recording = None if options.save_run is None else RunRecording(config, registry, options.save_run)
+    service = Service(EngineSession(SessionParts(config, registry, recording=recording)), options, config.seed)
+
+    def listening(host: str, port: int) -> None:
+        shown = f"[{host}]" if ":" in host else host
+        click.echo(f"listening on http://{shown}:{port} (models: {', '.join(service.names)})", err=True)
+
+    run_server(service, listening)

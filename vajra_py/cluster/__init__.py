@@ -1,0 +1,1 @@
+"""How do replicas and sweeps spread over several machines?"""

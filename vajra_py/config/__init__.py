@@ -1,0 +1,50 @@
+"""What does an experiment file say, and is it right?"""
+
+from __future__ import annotations
+
+from vajra_py.config.choices import register_backend
+from vajra_py.config.editor_schema import json_schema
+from vajra_py.config.load import config_from_mapping, dump_effective, expand_sweep, load_config
+from vajra_py.config.manifest import run_manifest
+from vajra_py.config.schema import (
+    AdmissionConfig,
+    BackendConfig,
+    ExperimentConfig,
+    KvParallelConfig,
+    MemoryConfig,
+    OutputConfig,
+    PolicyChoice,
+    PrefixCacheConfig,
+    ReplicaConfig,
+    ReplicasetConfig,
+    SchedulingConfig,
+    SelectConfig,
+    SimulatorConfig,
+    TypedChoice,
+)
+from vajra_py.config.sweeps import SweepPoint
+
+__all__ = [
+    "AdmissionConfig",
+    "BackendConfig",
+    "ExperimentConfig",
+    "KvParallelConfig",
+    "MemoryConfig",
+    "OutputConfig",
+    "PolicyChoice",
+    "PrefixCacheConfig",
+    "ReplicaConfig",
+    "ReplicasetConfig",
+    "SchedulingConfig",
+    "SelectConfig",
+    "SimulatorConfig",
+    "SweepPoint",
+    "TypedChoice",
+    "config_from_mapping",
+    "dump_effective",
+    "expand_sweep",
+    "json_schema",
+    "load_config",
+    "register_backend",
+    "run_manifest",
+]

@@ -1,0 +1,244 @@
+"""Are the parts of a file right that installed plug-ins define: policies, latency models, predictors, observers, workloads, backends?
+
+Each part is replaced by what its own model makes of it (defaults written out), or by a stand-in when it is wrong, so
+that the rest of the file is judged by the schema alone and no mistake is reported twice.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from vajra_py.config.explain import explain, show
+from vajra_py.config.nodes import Finding, KeyPath, Node, dotted, locate, plain
+from vajra_py.contract import LatencyModelSpec, Layer, ObserverSpec, OutputLengthSpec, PolicySpec
+from vajra_py.errors import ConfigError, PluginError, UnknownNameError, VajraError, did_you_mean
+from vajra_py.plugins import Offer, Registry, kind_of
+
+STAND_IN = "stand-in"
+
+_BACKENDS: dict[str, type[BaseModel]] = {}
+
+_LATE_BACKENDS: Mapping[str, str] = {"engine": "vajra_py.engine.config"}
+"""Backends of this package by the module that registers them, imported when a file names one."""
+
+
+def register_backend(name: str, model: type[BaseModel]) -> None:
+    """Make `backend: {name: …}` available beside `simulator`; called by the package that runs it, before a file is loaded."""
+    if name == "simulator" or _BACKENDS.get(name, model) is not model:
+        raise ValueError(f"backend {name!r} is registered already")
+    _BACKENDS[name] = model
+
+
+def registered_backends() -> Mapping[str, type[BaseModel]]:
+    """The backends beside the simulator, by name."""
+    for name in _LATE_BACKENDS:
+        _registered(name)
+    return dict(_BACKENDS)
+
+
+def _registered(name: str) -> type[BaseModel] | None:
+    if name not in _BACKENDS and name in _LATE_BACKENDS:
+        importlib.import_module(_LATE_BACKENDS[name])
+    return _BACKENDS.get(name)
+
+
+class PluginParts:
+    """Checks and completes one tree; `data` is the tree as ordinary values when `check` is done."""
+
+    def __init__(self, root: Node, registry: Registry, base_folder: Path | None = None) -> None:
+        """`base_folder` is that of the file: models whose relative paths may be seen from there get it as context."""
+        self._root = root
+        self._registry = registry
+        self._base_folder = base_folder
+        self.data: dict[str, Any] = plain(root)
+        self.findings: list[Finding] = []
+
+    def check(self) -> None:
+        """Go through every part."""
+        replicasets = _mapping(self.data.get("replicasets"))
+        self._scheduling((), self.data, optional=bool(replicasets))
+        for name, replicaset in replicasets.items():
+            if isinstance(replicaset, dict):
+                self._scheduling(("replicasets", name), replicaset)
+        self._backend()
+        observers = self.data.get("observers")
+        if isinstance(observers, list):
+            for index in range(len(observers)):
+                observers[index] = self._typed(("observers", index), self._registry.observers, "an observer")
+        self._workload()
+
+    def _found(self, path: KeyPath, message: str, allowed: str | None = None) -> None:
+        self.findings.append(Finding(locate(self._root, path), path, message, allowed))
+
+    # -- policies -----------------------------------------------------------------------------------------------------
+
+    def _scheduling(self, path: KeyPath, section: dict[str, Any], optional: bool = False) -> None:
+        """Complete the three layers. `optional`: every replicaset has its own, so that the top's need not be complete."""
+        scheduling = section.get("scheduling")
+        if scheduling is None:
+            scheduling = section["scheduling"] = {}
+        if not isinstance(scheduling, dict):
+            return
+        complete = True
+        for layer in Layer:
+            if optional and scheduling.get(layer.value) is None:
+                complete = False
+                continue
+            choice = self._policy(layer, (*path, "scheduling", layer.value), scheduling.get(layer.value))
+            scheduling[layer.value] = choice or {"policy": STAND_IN}
+        if not complete:
+            known = {"preset", *(layer.value for layer in Layer)}
+            for key in [each for each in scheduling if each not in known]:
+                self._found((*path, "scheduling", key), "unknown key", did_you_mean(key, known))
+            section["scheduling"] = None
+
+    def _policy(self, layer: Layer, path: KeyPath, choice: Any) -> dict[str, Any] | None:
+        """The choice completed, None when it is wrong."""
+        known = self._registry.policy_names(layer)
+        if choice is None:
+            self._found(path, "is missing", did_you_mean("", known))
+            return None
+        if not isinstance(choice, dict):
+            self._found(path, f"must be a policy's name, or a mapping of policy and params (got {show(choice)})")
+            return None
+        for key in [each for each in choice if each not in ("policy", "params")]:
+            self._found((*path, key), "unknown key", did_you_mean(key, ("policy", "params")))
+        name = choice.get("policy")
+        if not isinstance(name, str):
+            state = f"must be a name (got {show(name)})" if "policy" in choice else "is missing"
+            self._found((*path, "policy"), state, did_you_mean(str(name or ""), known))
+            return None
+        try:
+            offer = self._registry.policy(layer, name)
+        except UnknownNameError:
+            self._unknown_policy(layer, name, (*path, "policy"))
+            return None
+        params = self._params(offer, choice.get("params"), (*path, "params"))
+        return None if params is None else {"policy": offer.spec.name, "params": params}
+
+    def _unknown_policy(self, layer: Layer, name: str, path: KeyPath) -> None:
+        elsewhere = [other.value for other in Layer if name in self._registry.policy_names(other)]
+        hint = f"; it is one for {elsewhere[0]}" if elsewhere else ""
+        message = f"no installed package offers a {kind_of(layer)} of that name{hint} (got {name!r})"
+        self._found(path, message, did_you_mean(name, self._registry.policy_names(layer)))
+
+    def _params(self, offer: Offer[PolicySpec], params: Any, path: KeyPath) -> dict[str, Any] | None:
+        if params is not None and not isinstance(params, dict):
+            self._found(path, f"must be a mapping (got {show(params)})")
+            return None
+        model = self._validated(offer.spec.config, params or {}, path, str(offer.source))
+        return None if model is None else _dumped(model)
+
+    # -- things with a type -------------------------------------------------------------------------------------------
+
+    def _typed(
+        self,
+        path: KeyPath,
+        offers: Mapping[str, Offer[LatencyModelSpec]]
+        | Mapping[str, Offer[OutputLengthSpec]]
+        | Mapping[str, Offer[ObserverSpec]],
+        noun: str,
+    ) -> dict[str, Any]:
+        """`{type: name, …}` completed, or a stand-in."""
+        node = self._root.get(*path)
+        value = plain(node) if node is not None else None
+        if not isinstance(value, dict):
+            self._found(path, f"must be the name of {noun}, or a mapping with type (got {show(value)})")
+            return {"type": STAND_IN}
+        name = value.pop("type", None)
+        if not isinstance(name, str) or name not in offers:
+            missing = name is None
+            message = "is missing" if missing else f"no installed package offers {noun} of that name (got {show(name)})"
+            self._found((*path, "type"), message, did_you_mean(str(name or ""), offers))
+            return {"type": STAND_IN}
+        config = offers[name].spec.config
+        given = {**value, "type": name} if "type" in config.model_fields else value
+        model = self._validated(config, given, path, str(offers[name].source))
+        return {"type": STAND_IN} if model is None else {**_dumped(model), "type": name}
+
+    # -- backends and workloads ---------------------------------------------------------------------------------------
+
+    def _backend(self) -> None:
+        backend = self.data.get("backend")
+        if not isinstance(backend, dict):
+            return
+        known = {"simulator", *_BACKENDS, *_LATE_BACKENDS}
+        for name in list(backend):
+            path = ("backend", name)
+            if name not in known:
+                self._found(path, "no such backend", did_you_mean(name, known))
+                backend[name] = STAND_IN
+            elif name != "simulator" and backend[name] is not None:
+                self._predictions(path, backend[name])
+                backend[name] = self._validated(_registered(name), backend[name], path) or STAND_IN
+        simulator = backend.get("simulator")
+        if not isinstance(simulator, dict):
+            return
+        path = ("backend", "simulator")
+        self._predictions(path, simulator)
+        if "latency" not in simulator:
+            self._found((*path, "latency"), "is missing", did_you_mean("", self._registry.latency_models))
+            simulator["latency"] = {"type": STAND_IN}
+        simulator.setdefault("output_length", {"type": "none"})
+
+    def _predictions(self, path: KeyPath, section: Any) -> None:
+        """Complete what a backend's policies ask for predictions, where the section names it."""
+        if not isinstance(section, dict):
+            return
+        if section.get("latency") is not None:
+            section["latency"] = self._typed((*path, "latency"), self._registry.latency_models, "a latency model")
+        if section.get("output_length") is not None:
+            offers = self._registry.output_lengths
+            section["output_length"] = self._typed((*path, "output_length"), offers, "an output-length predictor")
+
+    def _workload(self) -> None:
+        if "workload" not in self.data:
+            return
+        if self.data["workload"] is None:
+            self._found(("workload",), "must be a mapping (got nothing)")
+        else:
+            self.data["workload"] = (
+                self._validated(workload_annotation(), self.data["workload"], ("workload",)) or STAND_IN
+            )
+
+    def _validated(self, annotation: Any, value: Any, path: KeyPath, plugin: str = "") -> Any:
+        """`value` as an instance of its model, None when it is wrong. An error of the model's own is the plug-in's fault."""
+        try:
+            return _adapter(annotation).validate_python(value, context={"base_folder": self._base_folder})
+        except ValidationError as error:
+            self.findings += explain(error, annotation, self._root, path)
+        except ConfigError as error:
+            for problem in error.problems:
+                self._found(path, f"{problem.where}: {problem.message}", problem.allowed)
+        except Exception as error:
+            if not plugin or isinstance(error, VajraError):
+                raise
+            reason = f"checking {dotted(path)} raised {type(error).__name__} ({error})"
+            raise PluginError(plugin, reason) from error
+        return None
+
+
+def workload_annotation() -> Any:
+    """The union of every kind of workload, imported when a file is loaded."""
+    from vajra_py.workload.config import WorkloadConfig
+
+    return WorkloadConfig
+
+
+@lru_cache(maxsize=32)
+def _adapter(annotation: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(annotation)
+
+
+def _dumped(model: BaseModel) -> dict[str, Any]:
+    return model.model_dump(mode="json", by_alias=True)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

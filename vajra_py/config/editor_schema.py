@@ -1,0 +1,147 @@
+"""What does an editor need to know to complete and check an experiment file: the schema, with the installed plug-ins' parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter
+
+from vajra_py.config.choices import registered_backends, workload_annotation
+from vajra_py.config.schema import ExperimentConfig
+from vajra_py.contract import LatencyModelSpec, Layer, ObserverSpec, OutputLengthSpec
+from vajra_py.plugins import Offer, Registry
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+Schema = dict[str, Any]
+
+
+def json_schema(registry: Registry) -> Schema:
+    """The JSON schema (draft 2020-12) of an experiment file as it is written: short forms, presets and sweeps included."""
+    schema = ExperimentConfig.model_json_schema(mode="validation")
+    definitions: Schema = schema["$defs"]
+    properties: Schema = schema["properties"]
+    presets = {
+        "enum": [*registry.presets, None],
+        "description": "Named settings of a whole system; explicit keys win over it.",
+    }
+    for layer in Layer:
+        described = definitions["SchedulingConfig"]["properties"][layer.value].get("description", "")
+        definitions["SchedulingConfig"]["properties"][layer.value] = {
+            "description": described,
+            "oneOf": [_short(registry.policy_names(layer)), *_policy_variants(layer, registry, definitions)],
+        }
+    properties["preset"] = definitions["SchedulingConfig"]["properties"]["preset"] = presets
+    simulator: Schema = definitions["SimulatorConfig"]["properties"]
+    simulator["latency"] = _typed(registry.latency_models, definitions, simulator["latency"])
+    simulator["output_length"] = _typed(registry.output_lengths, definitions, simulator["output_length"])
+    properties["observers"] = {
+        "type": "array",
+        "description": properties["observers"].get("description", ""),
+        "items": _typed(registry.observers, definitions, {}),
+    }
+    properties["workload"] = {
+        **_embedded(TypeAdapter(workload_annotation()), definitions),
+        "description": properties["workload"].get("description", ""),
+    }
+    backend: Schema = definitions["BackendConfig"]
+    for name, model in registered_backends().items():
+        backend["properties"][name] = _embedded(TypeAdapter(model), definitions)
+        own: Schema = _resolved(backend["properties"][name], definitions).get("properties", {})
+        own.update({key: simulator[key] for key in ("latency", "output_length") if key in own})
+    backend.update(additionalProperties=False, minProperties=1, maxProperties=1)
+    for name in ("PolicyChoice", "TypedChoice"):
+        definitions.pop(name, None)
+    for name in ("SchedulingConfig", "ReplicasetConfig"):
+        definitions[name].pop("required", None)  # presets and the top of the file supply the rest
+    schema["required"] = ["version", "workload", "backend"]
+    return {"$schema": DIALECT, **schema, "title": "vajra-py experiment"}
+
+
+def _policy_variants(layer: Layer, registry: Registry, definitions: Schema) -> Iterable[Schema]:
+    for name, offer in registry.policies(layer).items():
+        params = _embedded(TypeAdapter(offer.spec.config), definitions)
+        required = ["policy", "params"] if _has_required(offer.spec.config) else ["policy"]
+        yield {
+            "type": "object",
+            "title": name,
+            "description": _summary(offer.spec.summary, offer.package, offer.version),
+            "properties": {"policy": {"enum": [name, *offer.spec.aliases]}, "params": params},
+            "required": required,
+            "additionalProperties": False,
+        }
+
+
+def _typed(
+    offers: Mapping[str, Offer[LatencyModelSpec]]
+    | Mapping[str, Offer[OutputLengthSpec]]
+    | Mapping[str, Offer[ObserverSpec]],
+    definitions: Schema,
+    replaced: Mapping[str, Any],
+) -> Schema:
+    """`{type: name, parameters…}` for every offer, or the name alone where nothing is required."""
+    variants: list[Schema] = [_short(name for name, offer in offers.items() if not _has_required(offer.spec.config))]
+    for name, offer in offers.items():
+        body = _embedded(TypeAdapter(offer.spec.config), definitions)
+        body = dict(_resolved(body, definitions))
+        body["properties"] = {
+            "type": {"const": name},
+            **{k: v for k, v in body.get("properties", {}).items() if k != "type"},
+        }
+        body["required"] = ["type", *(key for key in body.get("required", []) if key != "type")]
+        body.update(title=name, description=_summary(offer.spec.summary, offer.package, offer.version))
+        variants.append(body)
+    schema: Schema = {"oneOf": variants}
+    if "description" in replaced:
+        schema["description"] = replaced["description"]
+    return schema
+
+
+def _short(names: Iterable[str]) -> Schema:
+    return {"type": "string", "title": "by name alone", "enum": [*names]}
+
+
+def _has_required(config: type[BaseModel]) -> bool:
+    return any(field.is_required() for name, field in config.model_fields.items() if name != "type")
+
+
+def _summary(summary: str, package: str, version: str) -> str:
+    return f"{summary} ({package} {version})"
+
+
+def _embedded(adapter: TypeAdapter[Any], definitions: Schema) -> Schema:
+    """A model's schema with its definitions moved beside the others, under names of their own where two packages use one name."""
+    schema = adapter.json_schema(mode="validation")
+    renamed: dict[str, str] = {}
+    inner: Schema = schema.pop("$defs", {})
+    for name, body in inner.items():
+        target = name
+        while target in definitions and definitions[target] != body:
+            target += "_"
+        renamed[name] = target
+    for name, body in inner.items():
+        definitions[renamed[name]] = _with_refs(body, renamed)
+    result: Schema = _with_refs(schema, renamed)
+    return result
+
+
+def _with_refs(value: Any, renamed: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: _new_ref(child, renamed) if key == "$ref" and isinstance(child, str) else _with_refs(child, renamed)
+            for key, child in value.items()
+        }
+    if isinstance(value, list):
+        return [_with_refs(child, renamed) for child in value]
+    return _new_ref(value, renamed) if isinstance(value, str) and value.startswith("#/$defs/") else value
+
+
+def _new_ref(reference: str, renamed: Mapping[str, str]) -> str:
+    name = reference.removeprefix("#/$defs/")
+    return f"#/$defs/{renamed.get(name, name)}"
+
+
+def _resolved(schema: Schema, definitions: Schema) -> Schema:
+    while "$ref" in schema:
+        schema = definitions[schema["$ref"].removeprefix("#/$defs/")]
+    return schema

@@ -1,0 +1,163 @@
+"""How does a file, or a mapping, become a complete experiment, or a list of everything that is wrong with it?
+
+The order: read, write out short forms, apply overrides, then for each point of the sweep: apply the point, expand
+presets, complete replicasets, check what plug-ins define, check the schema. Mistakes of all steps that could be taken
+are reported together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from vajra_py.config.choices import PluginParts
+from vajra_py.config.explain import explain
+from vajra_py.config.nodes import Finding, Node, Place, in_order, node_of, plain
+from vajra_py.config.overrides import apply_overrides
+from vajra_py.config.presets import expand, long_forms
+from vajra_py.config.schema import ExperimentConfig
+from vajra_py.config.sweeps import SweepPoint, sweep_points
+from vajra_py.config.yaml_file import read_yaml
+from vajra_py.errors import ConfigError
+from vajra_py.plugins import Registry, load_registry
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a configuration was made from: the tree as written, overrides applied; and its sweep's points, once made."""
+
+    root: Node
+    points: tuple[tuple[SweepPoint, ExperimentConfig], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a tree is judged by."""
+
+    registry: Registry
+    base_folder: Path | None = None
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = (), registry: Registry | None = None) -> ExperimentConfig:
+    """The experiment of a YAML file, `overrides` (`a.b=c`) applied. With a sweep: its first point; see `expand_sweep`.
+
+    Raises `ConfigError` with every mistake of the file, of the overrides and of every point of the sweep; `PluginError`
+    when an installed package is broken.
+    """
+    root = read_yaml(path)
+    if root.entries is not None and "name" not in root.entries:
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).strip("-._")
+        root = root.with_entry("name", Node(stem or "experiment", root.place))
+    return _load(root, overrides, Context(registry or load_registry(), Path(path).parent))
+
+
+def config_from_mapping(
+    mapping: Mapping[str, Any], overrides: Iterable[str] = (), registry: Registry | None = None
+) -> ExperimentConfig:
+    """The experiment of a mapping that reads like a file; raises like `load_config`, with paths for places."""
+    return _load(node_of(mapping, Place()), overrides, Context(registry or load_registry()))
+
+
+def expand_sweep(
+    config: ExperimentConfig, registry: Registry | None = None
+) -> list[tuple[SweepPoint, ExperimentConfig]]:
+    """The points of the experiment's sweep with a complete experiment each, in order; one empty point without a sweep.
+
+    Each experiment stands for itself: it has no sweep. Raises `ConfigError`.
+    """
+    if config.sweep is None:
+        return [(SweepPoint({}, config.name, config.name), config)]
+    source = config._source
+    if isinstance(source, Source):
+        return list(source.points)
+    root = long_forms(node_of(config.model_dump(mode="json", exclude_unset=True), Place()))
+    return list(_points(root, Context(registry or load_registry())))
+
+
+def dump_effective(config: ExperimentConfig) -> str:
+    """The experiment as YAML with every default written out; loading it again gives an equal experiment.
+
+    With a sweep: what was written, overrides applied, as its points differ in what their defaults are.
+    """
+    from ruamel.yaml import YAML
+
+    source = config._source
+    if config.sweep is not None and isinstance(source, Source):
+        data = plain(source.root)
+    else:
+        data = config.model_dump(mode="json", by_alias=True)
+        for key in ("preset", "scheduling", "sweep", "replicasets"):
+            if not data[key]:
+                del data[key]
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.width = 120
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    out = StringIO()
+    yaml.dump(data, out)
+    return out.getvalue()
+
+
+def _load(root: Node, overrides: Iterable[str], context: Context) -> ExperimentConfig:
+    if root.value is None:
+        root = Node({}, root.place)
+    if root.entries is None:
+        raise ConfigError(Finding(root.place, (), f"must be a mapping (got {plain(root)!r})").problem())
+    root, findings = apply_overrides(long_forms(root), overrides, long_forms)
+    sweep = root.get("sweep")
+    if sweep is None or sweep.value is None:
+        config, more = _resolve(root.without("sweep"), context)
+        if config is None or findings:
+            raise ConfigError(in_order([*findings, *more]))
+        config._source = Source(root, ())
+        return config
+    points = _points(root, context, findings)
+    base = points[0][1].model_copy(update={"sweep": plain(sweep)})
+    base._source = Source(root, points)
+    return base
+
+
+def _points(
+    root: Node, context: Context, findings: Iterable[Finding] = ()
+) -> tuple[tuple[SweepPoint, ExperimentConfig], ...]:
+    """Every point with its experiment; raises `ConfigError` with what is wrong with any of them (and `findings`)."""
+    found = list(findings)
+    base = root.without("sweep")
+    points, wrong = sweep_points(root.get("sweep") or root)
+    found += wrong
+    if not points:
+        _, more = _resolve(base, context)
+        raise ConfigError(in_order([*found, *more]))
+    done: list[tuple[SweepPoint, ExperimentConfig]] = []
+    for point in points:
+        tree, wrong = point.apply(base)
+        if wrong:
+            found += wrong
+            continue
+        config, more = _resolve(long_forms(tree), context)
+        found += more
+        if config is not None:
+            done.append((point, config))
+    if found:
+        raise ConfigError(in_order(found))
+    return tuple(done)
+
+
+def _resolve(root: Node, context: Context) -> tuple[ExperimentConfig | None, list[Finding]]:
+    """The experiment of a tree without a sweep, None when there are findings."""
+    root, findings = expand(root, context.registry)
+    parts = PluginParts(root, context.registry, context.base_folder)
+    parts.check()
+    findings += parts.findings
+    try:
+        config = ExperimentConfig.model_validate(parts.data)
+    except ValidationError as error:
+        findings += explain(error, ExperimentConfig, root)
+        return None, findings
+    return (None if findings else config), findings

@@ -1,0 +1,96 @@
+"""What must be known of a run to repeat it: settings, code, versions; and, kept apart, where and when it ran."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from vajra_py import __version__
+from vajra_py.config.schema import ExperimentConfig
+from vajra_py.contract import Layer
+from vajra_py.plugins import Registry
+
+MANIFEST_VERSION = 1
+LIBRARIES = ("numpy", "pyarrow", "pydantic", "sortedcontainers", "xxhash")
+"""Packages whose version can move a simulated result."""
+
+
+def run_manifest(config: ExperimentConfig, registry: Registry) -> dict[str, Any]:
+    """The facts of a run.
+
+    Everything but `environment` is the same for the same settings, code and versions; `environment` (machine and time)
+    belongs into a file of its own, so that results can be compared byte by byte.
+    """
+    settings = config.model_dump(mode="json", by_alias=True)
+    return {
+        "manifest_version": MANIFEST_VERSION,
+        "name": config.name,
+        "seed": config.seed,
+        "config": settings,
+        "git": git_state(Path.cwd()),
+        "versions": {
+            "vajra-py": __version__,
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in LIBRARIES},
+        },
+        "plugins": [
+            {"entry_point": each.entry_point, "package": each.package, "version": each.version}
+            for each in registry.plugins
+        ],
+        "policies": _policies(config, registry),
+        "environment": environment(),
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Machine and time of now."""
+    return {
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "python_implementation": platform.python_implementation(),
+        "num_cpus": os.cpu_count(),
+        "num_usable_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit of the folder's repository, and a digest of what differs from it; None outside a repository (or without git)."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changes = _git(folder, "diff", "HEAD") or ""
+    digest = hashlib.sha256(changes.encode()).hexdigest()[:12] if changes else None
+    return {"commit": commit, "uncommitted_changes": digest}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            timeout=20,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode("utf-8", "replace").strip()
+
+
+def _policies(config: ExperimentConfig, registry: Registry) -> dict[str, dict[str, dict[str, str]]]:
+    """Per replicaset and layer: which policy of which package at which version."""
+    return {
+        name: {
+            layer.value: {"policy": offer.spec.name, "package": offer.package, "version": offer.version}
+            for layer in Layer
+            for offer in [registry.policy(layer, replicaset.scheduling.choice(layer).policy)]
+        }
+        for name, replicaset in config.effective_replicasets.items()
+    }

@@ -1,0 +1,339 @@
+"""What may an experiment file say? Every section, with defaults, limits and units.
+
+The models are frozen and refuse unknown keys. What plug-ins define (parameters of policies, latency models, predictors
+and observers) is checked against the installed packages when a file is loaded; building these models by hand checks the
+rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+
+from vajra_py.contract import Layer, RequestView
+
+if TYPE_CHECKING:
+    from vajra_py.workload.config import WorkloadConfig
+else:  # the loader validates it; importing it here would load the arithmetic of every workload
+    WorkloadConfig = Any
+
+Count: TypeAlias = Annotated[int, Field(strict=True, ge=0)]
+PositiveCount: TypeAlias = Annotated[int, Field(strict=True, gt=0)]
+Seconds: TypeAlias = Annotated[float, Field(strict=True, ge=0)]
+Switch: TypeAlias = Annotated[bool, Field(strict=True)]
+Text: TypeAlias = Annotated[str, Field(strict=True, min_length=1)]
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, nothing extra, no NaN, defaults checked."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class PolicyChoice(Section):
+    """One layer's policy by name, with its parameters. `lrs` alone is short for `{policy: lrs}`."""
+
+    policy: Text = Field(description="Name (or alias) of an installed policy; `vajra policies` lists them.")
+    params: dict[str, Any] = Field(
+        default_factory=dict, description="The policy's own parameters; `vajra policies show NAME` lists them."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"policy": value} if isinstance(value, str) else value
+
+
+class TypedChoice(BaseModel):
+    """Something installed by name, its parameters beside it: `{type: name, …}`, or just the name."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    type: Text = Field(description="Name of what is installed.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"type": value} if isinstance(value, str) else value
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """The parameters beside `type`."""
+        return self.model_extra or {}
+
+
+class SchedulingConfig(Section):
+    """Who decides: one policy for each layer."""
+
+    preset: Text | None = Field(None, description="Named settings of a whole system; explicit keys win over it.")
+    request_prioritizer: PolicyChoice = Field(description="How urgent is a request?")
+    replicaset_scheduler: PolicyChoice = Field(description="Which replica takes a request?")
+    replica_scheduler: PolicyChoice = Field(description="What runs in a step?")
+
+    def choice(self, layer: Layer) -> PolicyChoice:
+        """The policy of a layer."""
+        choice: PolicyChoice = getattr(self, layer.value)
+        return choice
+
+
+class PrefixCacheConfig(Section):
+    """Whether and how KV blocks are shared between requests with equal prefixes."""
+
+    enabled: Switch = Field(True, description="Share KV blocks of equal prefixes.")
+    publish: Literal["schedule", "step_end"] = Field(
+        "schedule", description="When a full block can be hit: once its step is formed, or once the step has come back."
+    )
+    reuse_order: Literal["lru", "fifo"] = Field(
+        "lru",
+        description="Which idle block is overwritten first: the least recently used, or the first that was freed.",
+    )
+    release_order: Literal["tail_first", "head_first"] = Field(
+        "tail_first", description="In which order a request's blocks become idle; tail first keeps prefixes longest."
+    )
+    retain_freed: Switch = Field(True, description="Freed blocks can still be hit until they are overwritten.")
+    duplicates: Literal["keep_first", "keep_last"] = Field(
+        "keep_first", description="Which of two blocks with the same content answers later hits."
+    )
+    unscheduled: Literal["withdraw", "keep"] = Field(
+        "withdraw",
+        description=(
+            "What becomes of blocks published by a request that gives way before its step runs; `keep` is vLLM's way and lets "
+            "others read blocks that were never computed."
+        ),
+    )
+
+
+class MemoryConfig(Section):
+    """KV memory of one replica."""
+
+    block_size: PositiveCount = Field(16, description="Tokens of a KV block.")
+    num_blocks: PositiveCount | None = Field(
+        None, description="KV blocks of a replica; null: what model and device leave."
+    )
+    memory_fraction: float = Field(
+        0.9,
+        strict=True,
+        gt=0,
+        le=1,
+        description="Part of the device's memory that weights and KV blocks may take, fraction.",
+    )
+    reservation: Literal["prompt", "incremental"] = Field(
+        "prompt",
+        description="Blocks taken at admission: for the whole known sequence, or for the tokens of the first step.",
+    )
+    watermark_fraction: float = Field(
+        0.01, strict=True, ge=0, lt=1, description="Part of the KV blocks that admission leaves free, fraction."
+    )
+    host_blocks: Count = Field(0, description="KV blocks in host memory that preempted requests can be swapped to.")
+    tenant_salt: Switch = Field(False, description="Tenants never share cached prefixes with each other.")
+    prefix_cache: PrefixCacheConfig = Field(default_factory=PrefixCacheConfig, description="Sharing of equal prefixes.")
+
+
+class KvParallelConfig(Section):
+    """KV parallelism: one long sequence spread over several groups of devices."""
+
+    groups: PositiveCount = Field(1, description="KV-parallel groups of a replica; 1: none.")
+    group_tokens: PositiveCount | None = Field(
+        None, description="Tokens of one request that one group holds, tokens; needed with more than one group."
+    )
+    busy_tokens: PositiveCount = Field(
+        500, description="Query tokens in a step from which on a group takes no further request, tokens."
+    )
+
+    @model_validator(mode="after")
+    def _sized(self) -> Self:
+        if self.groups > 1 and self.group_tokens is None:
+            raise ValueError(f"group_tokens is needed with more than one group (got groups: {self.groups})")
+        return self
+
+
+class ReplicaConfig(Section):
+    """Sizes of each replica."""
+
+    max_batch_size: PositiveCount = Field(128, description="Most requests in one step.")
+    max_batch_tokens: PositiveCount | None = Field(None, description="Most tokens in one step; null: no limit.")
+    max_model_len: PositiveCount | None = Field(
+        None, description="Most tokens of a request, prompt and output; null: what the model was trained for."
+    )
+    pipeline_stages: PositiveCount | None = Field(
+        None, description="Pipeline stages; null: what the latency model has."
+    )
+    kv_parallel: KvParallelConfig = Field(default_factory=KvParallelConfig, description="KV parallelism.")
+    memory: MemoryConfig = Field(default_factory=MemoryConfig, description="KV memory.")
+
+
+class SelectConfig(Section):
+    """Which requests a replicaset serves: those that meet every condition given. No condition: all that are left."""
+
+    tenants: tuple[str, ...] | None = Field(None, min_length=1, description="Tenants.")
+    slo_classes: tuple[str, ...] | None = Field(None, min_length=1, description="Classes of service.")
+    models: tuple[str, ...] | None = Field(
+        None, min_length=1, description="Models, as in the request's metadata `model`."
+    )
+    min_prompt_tokens: PositiveCount | None = Field(None, description="Shortest prompt, tokens.")
+    max_prompt_tokens: PositiveCount | None = Field(None, description="Longest prompt, tokens.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_prompt_tokens and self.max_prompt_tokens and self.min_prompt_tokens > self.max_prompt_tokens:
+            raise ValueError("min_prompt_tokens is above max_prompt_tokens, so that no request is selected")
+        return self
+
+    def matches(self, request: RequestView) -> bool:
+        """Whether the request meets every condition."""
+        return (
+            (self.tenants is None or request.tenant in self.tenants)
+            and (self.slo_classes is None or request.slo_class in self.slo_classes)
+            and (self.models is None or request.metadata.get("model") in self.models)
+            and (self.min_prompt_tokens is None or request.num_prompt_tokens >= self.min_prompt_tokens)
+            and (self.max_prompt_tokens is None or request.num_prompt_tokens <= self.max_prompt_tokens)
+        )
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether there is no condition."""
+        return self == SelectConfig()
+
+
+class ReplicasetConfig(Section):
+    """One of several replicasets. What it leaves out is taken from the top of the file."""
+
+    select: SelectConfig = Field(
+        default_factory=SelectConfig,
+        description="Requests that it serves; the first replicaset that matches takes one.",
+    )
+    scheduling: SchedulingConfig = Field(description="Policies of this replicaset.")
+    replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Sizes of its replicas.")
+    num_replicas: PositiveCount = Field(1, description="Replicas.")
+
+
+class AdmissionConfig(Section):
+    """Bounds of the queues; what does not fit is rejected."""
+
+    max_queued_requests: PositiveCount | None = Field(None, description="Most waiting requests; null: no limit.")
+    max_queued_tokens: PositiveCount | None = Field(None, description="Most waiting prompt tokens; null: no limit.")
+
+
+class SimulatorConfig(Section):
+    """Predict how long steps take instead of computing them."""
+
+    latency: TypedChoice = Field(description="Latency model: `{type: roofline, …}`.")
+    output_length: TypedChoice = Field(
+        default_factory=lambda: TypedChoice(type="none"), description="What policies are told about output lengths."
+    )
+    horizon_s: Annotated[float, Field(strict=True, gt=0)] | None = Field(
+        None, description="Simulated time after which the run ends, seconds; null: when everything is served."
+    )
+    warmup_s: Seconds = Field(0.0, description="Requests that arrive earlier are served and not counted, seconds.")
+    warmup_requests: Count = Field(0, description="So many first requests are served and not counted.")
+    drain: Switch = Field(True, description="Serve what is waiting after the last arrival.")
+    scheduling_overhead_s: Seconds = Field(0.0, description="Time that forming a step takes, seconds a step.")
+
+
+class BackendConfig(BaseModel):
+    """What runs the experiment: exactly one backend, by name."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    simulator: SimulatorConfig | None = Field(None, description="The discrete-event simulator.")
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        if len(self._given) != 1:
+            given = ", ".join(self._given) or "none"
+            raise ValueError(f"exactly one backend is needed (got {given})")
+        return self
+
+    @property
+    def _given(self) -> tuple[str, ...]:
+        extra = [name for name, settings in (self.model_extra or {}).items() if settings is not None]
+        return (*(["simulator"] if self.simulator is not None else []), *extra)
+
+    @property
+    def kind(self) -> str:
+        """Name of the backend."""
+        return self._given[0]
+
+    @property
+    def settings(self) -> Any:
+        """The backend's section: a `SimulatorConfig`, or the model that `register_backend` was given."""
+        return getattr(self, self.kind)
+
+
+class OutputConfig(Section):
+    """What a run writes, and where."""
+
+    dir: Text = Field("runs", description="Folder that gets one folder for each run.")
+    decision_log: Switch = Field(True, description="Write every scheduling decision.")
+    steps: Switch = Field(True, description="Write the table of steps.")
+
+
+Sweep: TypeAlias = dict[str, Any] | list[dict[str, Any]]
+
+
+class ExperimentConfig(Section):
+    """One experiment, complete: the policies, the replicas they run, the workload, and what executes it."""
+
+    version: Literal[1] = Field(description="Version of this schema.")
+    name: str = Field("experiment", pattern=NAME_PATTERN, description="Name of the experiment and of its folder.")
+    seed: Count = Field(0, description="Seed of every random stream.")
+    preset: Text | None = Field(None, description="Named settings of a whole system; explicit keys win over it.")
+    scheduling: SchedulingConfig | None = Field(
+        None, description="Policies of the three layers; may be left out when every replicaset names its own."
+    )
+    replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Sizes and memory of each replica.")
+    num_replicas: PositiveCount = Field(1, description="Replicas of the single replicaset.")
+    replicasets: dict[str, ReplicasetConfig] = Field(
+        default_factory=dict, description="Several replicasets by name; each takes from the top what it leaves out."
+    )
+    admission: AdmissionConfig = Field(default_factory=AdmissionConfig, description="Bounds of the queues.")
+    workload: WorkloadConfig = Field(description="Requests: when they arrive and how long they are.")
+    backend: BackendConfig = Field(description="What runs the experiment.")
+    observers: tuple[TypedChoice, ...] = Field((), description="Installed observers that watch the run.")
+    output: OutputConfig = Field(default_factory=OutputConfig, description="What a run writes.")
+    sweep: Sweep | None = Field(
+        None, description="Values to try: a grid `path: [values]`, `zip: {…}`, or a list of points `- {path: value}`."
+    )
+
+    _source: Any = PrivateAttr(None)
+    """The tree that this was made from; a sweep's points are made from it too."""
+
+    @field_validator("replicasets")
+    @classmethod
+    def _reachable(cls, replicasets: dict[str, ReplicasetConfig]) -> dict[str, ReplicasetConfig]:
+        names = list(replicasets)
+        for index, (name, replicaset) in enumerate(replicasets.items()):
+            if replicaset.select.takes_all and index + 1 < len(names):
+                raise ValueError(
+                    f"{name!r} takes every request, so that {names[index + 1]!r} never gets one; put it last"
+                )
+        return replicasets
+
+    @model_validator(mode="after")
+    def _decided(self) -> Self:
+        if self.scheduling is None and not self.replicasets:
+            raise ValueError("scheduling is missing, and there are no replicasets that have their own")
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        """Equal when they say the same, wherever it was written."""
+        return isinstance(other, ExperimentConfig) and self.model_dump() == other.model_dump()
+
+    @property
+    def effective_replicasets(self) -> Mapping[str, ReplicasetConfig]:
+        """The replicasets of the run, in order of matching; one named `default` when the file names none."""
+        if self.replicasets:
+            return self.replicasets
+        assert self.scheduling is not None  # checked when this was made
+        only = ReplicasetConfig(scheduling=self.scheduling, replica=self.replica, num_replicas=self.num_replicas)
+        return {"default": only}
+
+    @property
+    def output_dir(self) -> Path:
+        """Folder that gets the runs."""
+        return Path(self.output.dir)

@@ -1,0 +1,119 @@
+"""What does a YAML file say, and on which line?
+
+YAML 1.2 (`yes` and `on` are words, `012` is twelve), one document, keys are names, each key once in its mapping.
+Anchors, aliases and `<<` work; dates stay text; other tags are refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vajra_py.config.nodes import Finding, KeyPath, Node, Place, in_order
+from vajra_py.errors import ConfigError, Problem
+
+TAG = "tag:yaml.org,2002:"
+MAX_DEPTH = 64
+
+
+def read_yaml(path: str | Path) -> Node:
+    """The tree of a file; raises `ConfigError` with every mistake that reading can find."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(Problem(str(path), f"is no UTF-8 text (byte {error.start})", "Save it as UTF-8")) from error
+    except OSError as error:
+        raise ConfigError(Problem(str(path), f"cannot be read ({error.strerror})")) from error
+    return parse_yaml(text, Place(str(path), 1))
+
+
+def parse_yaml(text: str, place: Place) -> Node:
+    """The tree of a text. With a line in `place` it is a file, and nodes get the lines they stand on; else all get `place`."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+    yaml = YAML(typ="safe", pure=True)
+    try:
+        root = yaml.compose(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = Place(place.source, mark.line + 1, place.path) if mark and place.line is not None else place
+        reason = " ".join(str(part) for part in (error.context, error.problem) if part)
+        raise ConfigError(Finding(at, (), f"is not valid YAML: {reason}").problem()) from error
+    except YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(Finding(place, (), f"is not valid YAML: {reason}").problem()) from error
+    if root is None:
+        return Node(None, place)
+    reader = _Reader(yaml.constructor, place)
+    node = reader.node(root, (), place)
+    if reader.findings:
+        raise ConfigError(in_order(reader.findings))
+    return node
+
+
+class _Reader:
+    """Turns the parser's nodes into ours and gathers what is wrong with them."""
+
+    def __init__(self, constructor: Any, place: Place) -> None:
+        self._constructor = constructor
+        self._place = place
+        self.findings: list[Finding] = []
+
+    def node(self, raw: Any, path: KeyPath, place: Place) -> Node:
+        """`place` is that of the entry's key, or of the item itself."""
+        kind = raw.tag.removeprefix(TAG) if str(raw.tag).startswith(TAG) else str(raw.tag)
+        if len(path) > MAX_DEPTH:
+            return self._wrong(place, path[:4], "is nested too deeply, or contains itself")
+        if kind == "map" and isinstance(raw.value, list):
+            return self._mapping(raw, path, place)
+        if kind == "seq" and isinstance(raw.value, list):
+            items = [self.node(item, (*path, index), self._at(item)) for index, item in enumerate(raw.value)]
+            return Node(items, place)
+        if kind in ("str", "timestamp"):
+            return Node(raw.value, place)
+        if kind in ("null", "bool", "int", "float"):
+            try:
+                return Node(self._constructor.construct_object(raw), place)
+            except ValueError:
+                return self._wrong(place, path, f"is no {kind} (got {raw.value!r})")
+        return self._wrong(place, path, f"has a tag that is not allowed (got {raw.tag})", "Write plain values")
+
+    def _mapping(self, raw: Any, path: KeyPath, place: Place) -> Node:
+        entries: dict[str, Node] = {}
+        inherited: dict[str, Node] = {}
+        for raw_key, raw_value in raw.value:
+            at = self._at(raw_key)
+            if raw_key.tag == f"{TAG}merge":
+                for key, node in self._inherited(raw_value, path, at).items():
+                    inherited.setdefault(key, node)
+            elif not isinstance(raw_key.value, str):
+                self._wrong(at, path, "has a key that is a list or a mapping", "Keys are names")
+            elif raw_key.value in entries:
+                first = entries[raw_key.value].place.line
+                also = f" (first on line {first})" if first is not None else ""
+                self._wrong(at, (*path, raw_key.value), f"is given twice{also}", "Each key stands once in its mapping")
+            else:
+                entries[raw_key.value] = self.node(raw_value, (*path, raw_key.value), at)
+        return Node({**{key: node for key, node in inherited.items() if key not in entries}, **entries}, place)
+
+    def _inherited(self, raw: Any, path: KeyPath, at: Place) -> dict[str, Node]:
+        """What `<<` brings in: one mapping or a list of them, the first one winning."""
+        found: dict[str, Node] = {}
+        node = self.node(raw, (*path, "<<"), at)
+        for each in node.items if node.items is not None else [node]:
+            if each.entries is None:
+                self._wrong(at, (*path, "<<"), "is no mapping", "`<<` takes an alias of a mapping, or a list of them")
+                continue
+            for key, child in each.entries.items():
+                found.setdefault(key, child)
+        return found
+
+    def _at(self, raw: Any) -> Place:
+        if self._place.line is None:
+            return self._place
+        return Place(self._place.source, raw.start_mark.line + 1, self._place.path)
+
+    def _wrong(self, place: Place, path: KeyPath, message: str, allowed: str | None = None) -> Node:
+        self.findings.append(Finding(place, path, message, allowed))
+        return Node(None, place)

@@ -1,0 +1,94 @@
+"""What a plug-in author imports: the contract between policies and the mechanism that runs them."""
+
+from __future__ import annotations
+
+from vajra_py.contract.batch import BatchBuilder, DecodeStop, PreemptionMode, Refusal
+from vajra_py.contract.context import PolicyConfig, PolicyContext, RandomStream
+from vajra_py.contract.fill import ChunkRule, fill
+from vajra_py.contract.hookspecs import (
+    LatencyModelSpec,
+    ObserverSpec,
+    OutputLengthSpec,
+    PolicySpec,
+    Preset,
+    hookimpl,
+)
+from vajra_py.contract.latency import (
+    BatchShape,
+    LatencyModel,
+    LengthEstimate,
+    OutputLengthPredictor,
+    PrefillTime,
+)
+from vajra_py.contract.observer import EndReason, Observer, ScheduledChunk, StepEnd, StepRecord, StepRun
+from vajra_py.contract.policies import (
+    ChunksLonePrompts,
+    Key,
+    KeyMotion,
+    Layer,
+    ListensToRequests,
+    ReadsNoLoad,
+    RefusesRequests,
+    RepeatsDecodes,
+    ReplicaScheduler,
+    ReplicasetScheduler,
+    RequestPrioritizer,
+    SchedulingPolicy,
+    SteadyState,
+    TimeLinearPrioritizer,
+    WorkConserving,
+)
+from vajra_py.contract.requests import ReplicaId, RequestId, RequestView
+from vajra_py.contract.views import PriorityKey, QueueView, ReplicaLimits, ReplicaState, ReplicaView
+
+__all__ = [
+    "BatchBuilder",
+    "BatchShape",
+    "ChunkRule",
+    "ChunksLonePrompts",
+    "DecodeStop",
+    "EndReason",
+    "Key",
+    "KeyMotion",
+    "LatencyModel",
+    "LatencyModelSpec",
+    "Layer",
+    "LengthEstimate",
+    "ListensToRequests",
+    "Observer",
+    "ObserverSpec",
+    "OutputLengthPredictor",
+    "OutputLengthSpec",
+    "PolicyConfig",
+    "PolicyContext",
+    "PolicySpec",
+    "PreemptionMode",
+    "PrefillTime",
+    "Preset",
+    "PriorityKey",
+    "QueueView",
+    "RandomStream",
+    "ReadsNoLoad",
+    "Refusal",
+    "RefusesRequests",
+    "RepeatsDecodes",
+    "ReplicaId",
+    "ReplicaLimits",
+    "ReplicaScheduler",
+    "ReplicaState",
+    "ReplicaView",
+    "ReplicasetScheduler",
+    "RequestId",
+    "RequestPrioritizer",
+    "RequestView",
+    "ScheduledChunk",
+    "SchedulingPolicy",
+    "SteadyState",
+    "StepEnd",
+    "StepRecord",
+    "StepRun",
+    "TimeLinearPrioritizer",
+    "WorkConserving",
+    "fill",
+    "hookimpl",
+]

@@ -1,0 +1,132 @@
+"""How a replica scheduler speaks: the builder is the only writer of a step's plan, so an illegal plan cannot be built."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from vajra_py.contract.latency import BatchShape
+from vajra_py.contract.requests import RequestView
+
+
+class Refusal(Enum):
+    """Why the builder did not take a request. A refusal changes nothing."""
+
+    BATCH_FULL = "the batch holds as many requests as the replica runs in one step"
+    TOKEN_BUDGET = "the step's token budget is spent"
+    KV_BLOCKS = "not enough free KV blocks"
+    WATERMARK = "admission would leave fewer free KV blocks than the watermark keeps"
+    HOST_BLOCKS = "not enough free host blocks to swap to"
+    ALREADY_SCHEDULED = "the request is in this step's batch already"
+    IN_FLIGHT = "the request is part of a step that has not come back yet"
+    JUST_PREEMPTED = "the request gave way in this very step"
+    GROUP_BUSY = "every KV-parallel group with room carries enough query tokens in this step"
+
+
+class PreemptionMode(Enum):
+    """What happens to the memory of a request that gives way."""
+
+    RECOMPUTE = "recompute"
+    """Blocks are freed; the request computes its known tokens again when it is next admitted."""
+    SWAP = "swap"
+    """Blocks move to host memory and come back when the request is next added."""
+
+
+class DecodeStop(NamedTuple):
+    """Where a bulk addition of decodes stopped: the first request that did not fit, and why."""
+
+    request: RequestView
+    refusal: Refusal
+
+
+class BatchBuilder(Protocol):
+    """The plan of one step, under construction.
+
+    Legality is checked here: token budget, batch size, blocks, KV-parallel groups, requests in flight. What cannot be
+    granted is refused with a reason; what makes no sense (zero tokens, more tokens than remain, a request of another
+    replica) raises `ValueError`, which ends the run as a `PolicyError` that names the policy.
+    """
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens in the batch so far."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in the batch so far."""
+
+    @property
+    def tokens_left(self) -> int:
+        """What remains of the step's token budget; a very large number when the replica has no budget."""
+
+    @property
+    def slots_left(self) -> int:
+        """How many more requests the batch may hold."""
+
+    @property
+    def free_blocks(self) -> int:
+        """Free KV blocks now, after everything added so far (the fullest figure over KV-parallel groups: their sum)."""
+
+    @property
+    def num_preempted(self) -> int:
+        """Requests preempted in this step so far."""
+
+    def __contains__(self, request: object) -> bool:
+        """Whether the request is in the batch."""
+
+    def add(self, request: RequestView, num_tokens: int, *, reserve_tokens: int | None = None) -> Refusal | None:
+        """Compute the next `num_tokens` (>= 1, at most what remains) of the request in this step.
+
+        A waiting request is admitted by this call: its cached prefix is attached first, blocks are taken for
+        `reserve_tokens` leading tokens (default: what the replica's reservation option says: the whole known sequence,
+        or just the tokens of this step), and `num_tokens` counts from the end of the cached prefix. A swapped request
+        is brought back. A running request grows as needed.
+        """
+
+    def add_decodes(self) -> DecodeStop | None:
+        """Add every decode that is not in the batch yet, one token each, in order of admission.
+
+        Costs what changed since the last step, not what runs. Stops at the first that does not fit; call it again
+        after making room and it goes on from there. None: all are in.
+        """
+
+    def add_running(self, max_chunk_tokens: int | None = None) -> DecodeStop | None:
+        """Add every running request that is not in the batch yet, in order of admission, decodes and chunks alike.
+
+        Each gets what it has left to compute, at most `max_chunk_tokens`, at most what the budget has left. Stops like
+        `add_decodes`, with `TOKEN_BUDGET` once nothing of the budget is left; call it again to go on.
+        """
+
+    def preempt(self, request: RequestView, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> Refusal | None:
+        """Take the request's device memory away and put it back among the waiting.
+
+        If it was in this step's batch it leaves the batch and its tokens return to the budget. Only `HOST_BLOCKS` and
+        `IN_FLIGHT` can be refused.
+        """
+
+    def cached_tokens(self, request: RequestView) -> int:
+        """Leading tokens that the prefix cache holds for a waiting request now; at least one token stays to compute.
+
+        0 for a running request, without a prefix cache, and for a request that is swapped.
+        """
+
+    def blocks_needed(self, request: RequestView, num_tokens: int) -> int:
+        """Free blocks that would be taken if the request came to hold its first `num_tokens` tokens.
+
+        Counts idle cached blocks that a hit would revive, and none for blocks that it holds or shares already.
+        """
+
+    def max_chunk(self, request: RequestView) -> int:
+        """Most tokens that one chunk of the request may have: what remains, cut at its KV-parallel group's boundary."""
+
+    def shape(self) -> BatchShape:
+        """Features of the batch so far (of its slowest KV-parallel group)."""
+
+    def predicted_time(self) -> float:
+        """Predicted seconds of the step as it stands: the latency model's answer for the slowest group and stage."""
+
+    def predicted_time_with(self, request: RequestView, num_tokens: int) -> float:
+        """Predicted seconds of the step if `num_tokens` of the request were added; O(1)."""
+
+    def note(self, request: RequestView, **scores: float | int | str) -> None:
+        """Attach the reasons of a decision to the decision log; free when the log is off."""

@@ -1,0 +1,41 @@
+"""What a policy is built with: the services that the mechanism offers, and the parameters' base model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor, PrefillTime
+from vajra_py.contract.views import ReplicaLimits
+
+
+class PolicyConfig(BaseModel):
+    """Base of every policy's parameters: frozen, nothing extra, defaults checked. Put units into field names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class RandomStream(Protocol):
+    """A seeded source of randomness; numpy's Generator is one."""
+
+    def random(self) -> float:
+        """Uniform in [0, 1)."""
+
+    def integers(self, low: int, high: int) -> int:
+        """Uniform over low .. high - 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyContext:
+    """Services for one policy object; there is one context a replicaset, shared by its policies."""
+
+    limits: ReplicaLimits
+    num_replicas: int
+    latency: LatencyModel
+    prefill_time: PrefillTime
+    output_lengths: OutputLengthPredictor
+    random_stream: Callable[[str], RandomStream]
+    """A stream by name: the same name gives the same numbers whatever else draws."""

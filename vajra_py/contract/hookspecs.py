@@ -1,0 +1,117 @@
+"""What a plug-in package registers: hooks called once, at start-up, never per step.
+
+A package declares an entry point in the group ``vajra`` that names a module (or object) with hook implementations::
+
+    [project.entry-points.vajra]
+    my_package = "my_package"
+
+and in that module::
+
+    from vajra_py.contract import PolicySpec, hookimpl
+
+    @hookimpl
+    def vajra_policies() -> list[PolicySpec]: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pluggy
+from pydantic import BaseModel
+
+from vajra_py.contract.context import PolicyConfig, PolicyContext
+from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
+from vajra_py.contract.observer import Observer
+from vajra_py.contract.policies import Layer, SchedulingPolicy
+
+PROJECT = "vajra"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """Makes one policy available by name. `build` gets parameters that `config` has validated."""
+
+    name: str
+    layer: Layer
+    config: type[PolicyConfig]
+    build: Callable[[Any, PolicyContext], SchedulingPolicy]
+    summary: str
+    source: str = ""
+    """Paper, section or system that the policy follows."""
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A whole system's settings by name: all three layers and the replica's options."""
+
+    name: str
+    summary: str
+    source: str
+    scheduling: Mapping[str, Any]
+    """As under `scheduling:` in YAML, all three layers."""
+    replica: Mapping[str, Any] = field(default_factory=dict)
+    """As under `replica:` in YAML: batch limits, memory and prefix-cache options."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyModelSpec:
+    """Makes a latency model available as `latency: {type: name, ...}`."""
+
+    name: str
+    config: type[BaseModel]
+    build: Callable[[Any], LatencyModel]
+    summary: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLengthSpec:
+    """Makes an output-length predictor available by name.
+
+    `build` gets the parameters, a stream factory, and the truth (request id to output tokens), which only oracles read.
+    """
+
+    name: str
+    config: type[BaseModel]
+    build: Callable[[Any, Callable[[str], Any], Mapping[str, int]], OutputLengthPredictor]
+    summary: str
+
+
+@dataclass(frozen=True, slots=True)
+class ObserverSpec:
+    """Makes an observer available by name; one instance is built a run."""
+
+    name: str
+    config: type[BaseModel]
+    build: Callable[[Any], Observer]
+    summary: str
+
+
+@hookspec
+def vajra_policies() -> Iterable[PolicySpec]:  # type: ignore[empty-body]
+    """Policies that this package offers. Called once; may not build anything heavy."""
+
+
+@hookspec
+def vajra_presets() -> Iterable[Preset]:  # type: ignore[empty-body]
+    """Named settings of whole systems."""
+
+
+@hookspec
+def vajra_latency_models() -> Iterable[LatencyModelSpec]:  # type: ignore[empty-body]
+    """Latency models that this package offers."""
+
+
+@hookspec
+def vajra_output_length_predictors() -> Iterable[OutputLengthSpec]:  # type: ignore[empty-body]
+    """Output-length predictors that this package offers."""
+
+
+@hookspec
+def vajra_observers() -> Iterable[ObserverSpec]:  # type: ignore[empty-body]
+    """Observers that this package offers."""

@@ -1,0 +1,159 @@
+"""What an observer may watch: lifecycle events, batched per step. Metrics, logs and timelines are observers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from vajra_py.contract.latency import BatchShape
+from vajra_py.contract.requests import ReplicaId, RequestView
+
+
+class EndReason(Enum):
+    """How a request ends; every request ends exactly once."""
+
+    STOP = "stop"
+    """The model ended it (end of sequence or a stop string)."""
+    LENGTH = "length"
+    """It reached `max_tokens` or the model's length."""
+    ABORTED = "aborted"
+    """Its client took it back."""
+    EXPIRED = "expired"
+    """It waited longer than it allowed."""
+    REJECTED = "rejected"
+    """It was refused at the door: it can never fit, or the queues are full."""
+    FAILED = "failed"
+    """The replica that ran it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """One entry of a step, in batch order."""
+
+    request: RequestView
+    num_tokens: int
+    num_computed_before: int
+    """Tokens in KV before the step; for a request admitted in this step, its prefix-cache hit."""
+    kind: str
+    """"running", "admitted" (first admission) or "resumed" (admission after a preemption)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One formed step, expanded entry by entry; only made when somebody watches."""
+
+    step_index: int
+    replicaset: str
+    replica_id: ReplicaId
+    formed_at: float
+    chunks: Sequence[ScheduledChunk]
+    preempted: Sequence[tuple[RequestView, str]]
+    """(request, mode) in the order of preemption."""
+    shape: BatchShape
+    free_blocks: int
+    """Right after the step was formed."""
+    num_waiting: int
+    num_running: int
+    """Left waiting, and running, after the step was formed."""
+    notes: Mapping[str, Mapping[str, float | int | str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """What came back from a step."""
+
+    step_index: int
+    replicaset: str
+    replica_id: ReplicaId
+    formed_at: float
+    ended_at: float
+    finished: Sequence[tuple[RequestView, EndReason]]
+    free_blocks: int
+    shape: BatchShape
+    num_waiting: int
+    num_running: int
+    num_preempted: int
+    """Free blocks, waiting and running requests right after the step was formed, and how many gave way for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """Steps that ran one after another without anything changing but the length of what decodes; all sequences are as long."""
+
+    replicaset: str
+    replica_id: ReplicaId
+    first_step_index: int
+    formed_at: float
+    """Of the first step; each further one was formed when the one before it ended."""
+    ended_at: Sequence[float]
+    num_decodes: int
+    first_context_tokens: int
+    """Tokens in KV before the first step; each step adds `num_decodes`."""
+    free_blocks: Sequence[int]
+    """Right after each step was formed."""
+    num_waiting: Sequence[int]
+    num_running: int
+
+
+class Observer:
+    """Optional callbacks; override what you need. Methods must not change anything that they are shown.
+
+    This is the one base class of the contract, so that an observer written today survives new events.
+    `wants_steps` says whether steps are to be expanded entry by entry (`on_step_begin`), which costs time per entry;
+    `wants_step_ends` whether `on_step_end` and `on_step_run` are to be called. Both are read once, before the run.
+    """
+
+    wants_steps: bool = False
+    wants_step_ends: bool = True
+
+    def on_arrival(self, request: RequestView, now: float) -> None:
+        """A request was accepted."""
+
+    def on_assigned(self, request: RequestView, replica_id: ReplicaId | None, now: float) -> None:
+        """A request was bound to a replica's queue, or left in the shared queue (None)."""
+
+    def on_admitted(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """A request got its memory (again): its first chunk is in the step being formed."""
+
+    def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
+        """A running request lost its memory or was swapped out."""
+
+    def on_first_token(self, request: RequestView, now: float) -> None:
+        """A request's client saw its first token."""
+
+    def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
+        """A request left for good."""
+
+    def on_step_begin(self, step: StepRecord) -> None:
+        """A step was formed; only with `wants_steps`."""
+
+    def on_step_end(self, step: StepEnd) -> None:
+        """A step came back."""
+
+    def on_step_run(self, run: StepRun) -> None:
+        """Several steps of the same decodes came back; by default told one by one through `on_step_end`."""
+        formed_at = run.formed_at
+        context = run.first_context_tokens
+        figures = zip(run.ended_at, run.free_blocks, run.num_waiting, strict=True)
+        for position, (ended_at, free_blocks, num_waiting) in enumerate(figures):
+            self.on_step_end(
+                StepEnd(
+                    run.first_step_index + position,
+                    run.replicaset,
+                    run.replica_id,
+                    formed_at,
+                    ended_at,
+                    (),
+                    free_blocks,
+                    BatchShape(num_decodes=run.num_decodes, decode_context_tokens=context),
+                    num_waiting,
+                    run.num_running,
+                    0,
+                )
+            )
+            formed_at = ended_at
+            context += run.num_decodes
+
+    def on_run_end(self, now: float) -> None:
+        """Nothing more will happen."""

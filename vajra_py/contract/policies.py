@@ -1,0 +1,173 @@
+"""The three questions that policies answer: how urgent, which replica, and what runs in this step.
+
+Protocols, not base classes: any object with these methods will do. One policy object serves simulator and engine alike.
+Policies read views, get `now` as an argument (seconds on the run's clock) and named random streams from their
+`PolicyContext`; they never read a clock, draw from a global generator, sleep, allocate memory or touch tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from vajra_py.contract.batch import BatchBuilder
+from vajra_py.contract.requests import ReplicaId, RequestView
+from vajra_py.contract.views import QueueView, ReplicaState, ReplicaView
+
+Key: TypeAlias = float | tuple[float, ...]
+"""What a prioritizer returns: a finite number, or a tuple of finite numbers of one length. Lower is more urgent."""
+
+
+class Layer(Enum):
+    """The three places where a policy can be plugged in; the values are the keys of `scheduling:` in YAML."""
+
+    REQUEST_PRIORITIZER = "request_prioritizer"
+    REPLICASET_SCHEDULER = "replicaset_scheduler"
+    REPLICA_SCHEDULER = "replica_scheduler"
+
+
+class KeyMotion(Enum):
+    """How a request's key moves while it waits. A truthful declaration is what keeps queues exact and cheap."""
+
+    STATIC = "static"
+    """Fixed when the request arrives."""
+    PROGRESS = "progress"
+    """Changes only when the request itself computes, generates or is preempted; re-read at those moments."""
+    TIME_LINEAR = "time_linear"
+    """intercept + slope * now between two such moments (`TimeLinearPrioritizer.line`); order is exact at every time."""
+    ARBITRARY = "arbitrary"
+    """May change with anything; re-read for every waiting request at every step."""
+
+
+@runtime_checkable
+class RequestPrioritizer(Protocol):
+    """How urgent is this request now? One instance serves a whole replicaset; the same key orders admission and victims."""
+
+    @property
+    def key_motion(self) -> KeyMotion:
+        """How keys move; read once, when the policy is built."""
+
+    def key(self, request: RequestView, now: float) -> Key:
+        """The request's key at `now`; lower is more urgent. Ties go to the earlier arrival, then the lower index."""
+
+
+@runtime_checkable
+class TimeLinearPrioritizer(RequestPrioritizer, Protocol):
+    """A prioritizer whose keys are straight lines in time; needed with `KeyMotion.TIME_LINEAR`."""
+
+    def line(self, request: RequestView) -> tuple[float, float]:
+        """(intercept, slope), with key(request, now) = intercept + slope * now until the request's next progress."""
+
+
+@runtime_checkable
+class ReplicasetScheduler(Protocol):
+    """Which replica's queue takes this request, or may this replica take one now?"""
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaView], now: float) -> ReplicaId | None:
+        """Early binding: the replica (one that is up) whose queue takes the arriving request.
+
+        None leaves it in the shared queue, from which replicas pull (late binding).
+        """
+
+    def pull(self, replica: ReplicaView, queued: QueueView, now: float) -> Iterable[str]:
+        """Ids of shared-queue requests that the replica may admit in the step it is about to form, in any lazy form.
+
+        Asked each time the replica forms a step while the shared queue is not empty. A request stays in the queue until
+        the replica's scheduler really admits it.
+        """
+
+
+@runtime_checkable
+class ReplicaScheduler(Protocol):
+    """Which requests run in this step, with how many tokens each, and who gives way when memory is short?"""
+
+    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+        """Fill `batch`. An empty batch means that nothing can run until something changes."""
+
+
+@runtime_checkable
+class ChunksLonePrompts(Protocol):
+    """What a replica scheduler adds so that prefill times of its own chunking can be predicted (EDF and LRS need them)."""
+
+    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+        """Tokens of the next chunk of a prompt that has the replica to itself; at least 1."""
+
+
+@runtime_checkable
+class RefusesRequests(Protocol):
+    """What a replica scheduler adds that could never run some requests, for reasons of its own.
+
+    What can never fit into KV memory, or exceeds the model's length, is refused without asking.
+    """
+
+    def refuses(self, request: RequestView) -> str | None:
+        """Why the request, if it were taken in, might wait for ever or keep others waiting for ever; None when it cannot.
+
+        Asked once, before the request is queued anywhere; the answer goes to the client. It may rest on the request's
+        facts and on the scheduler's limits, not on load. A request that is preempted must be able to come back: think
+        of its longest length, `num_prompt_tokens + max_tokens - 1` tokens to compute.
+        """
+
+
+class SteadyState(Enum):
+    """A situation in which every step computes all decodes of the replica and nothing else."""
+
+    NOTHING_WAITS = "nothing waits"
+    """All running requests decode, all are in the batch, and neither the own nor the shared queue holds anything."""
+    BATCH_FULL = "the batch is full"
+    """All running requests decode, and they fill the batch; whatever waits."""
+
+
+@runtime_checkable
+class RepeatsDecodes(Protocol):
+    """What a replica scheduler may declare so that a simulator need not ask it at every step.
+
+    The declaration says: after a step of all decodes in such a situation, every further step is decided the same way,
+    whatever the time, until a request arrives (with `NOTHING_WAITS`), a request ends, or a decode lacks a block. It
+    is a claim about the policy, tested by comparing both ways; without it the policy is asked every step.
+    """
+
+    @property
+    def repeats_decodes(self) -> frozenset[SteadyState]:
+        """The situations for which the claim holds; read once, when the policy is built."""
+
+
+@runtime_checkable
+class ReadsNoLoad(Protocol):
+    """What a replicaset scheduler may declare so that a simulator need not bring every replica up to date for it."""
+
+    @property
+    def reads_load(self) -> bool:
+        """False: `assign` looks at nothing of the replicas but `replica_id` and `is_up`; read once."""
+
+
+@runtime_checkable
+class WorkConserving(Protocol):
+    """What a replica or replicaset scheduler may declare: no replica stands idle while there is work that it could do.
+
+    For a replica scheduler: with blocks to spare, steps follow one another until every request has ended. For a
+    replicaset scheduler: with blocks to spare, no replica is idle while a request waits anywhere in the replicaset.
+    A claim that the conformance suite tests by simulation; nothing else depends on it.
+    """
+
+    @property
+    def is_work_conserving(self) -> bool:
+        """Whether the claim is made."""
+
+
+@runtime_checkable
+class ListensToRequests(Protocol):
+    """What any policy may add to keep state per request (attained service, fairness counters); all optional, batched."""
+
+    def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
+        """Requests that have just been accepted."""
+
+    def on_step_end(self, requests: Sequence[RequestView], now: float) -> None:
+        """Requests that took part in the step that has just ended, their counters already moved."""
+
+    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
+        """Requests that have left for good: finished, aborted or expired."""
+
+
+SchedulingPolicy: TypeAlias = RequestPrioritizer | ReplicasetScheduler | ReplicaScheduler

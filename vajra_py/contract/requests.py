@@ -1,0 +1,118 @@
+"""What a policy may know about a request: facts of its arrival and its progress, never its true output length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, TypeAlias
+
+RequestId: TypeAlias = str
+ReplicaId: TypeAlias = int
+
+
+class RequestView(Protocol):
+    """Read-only facts about one request.
+
+    A request is a counter of computed tokens that catches up with its known tokens (prompt plus generated so far).
+    Prefill and decode are views of that counter: a request with one token left to compute decodes.
+    Two views are the same request exactly when they are the same object; requests are hashable by identity.
+    """
+
+    @property
+    def request_id(self) -> RequestId:
+        """The name that the client or the workload gave."""
+
+    @property
+    def index(self) -> int:
+        """Submission order over the whole run, from 0; the last tie-break of every order."""
+
+    @property
+    def arrived_at(self) -> float:
+        """Arrival, seconds on the run's clock."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most output tokens that this request may generate (what the client allowed, capped by the model's length)."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far; kept through preemption."""
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt plus generated tokens."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Leading tokens whose KV is in memory, or is being written by a step in flight."""
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Known tokens not computed yet; 1 for a request that decodes."""
+
+    @property
+    def num_remaining_prompt_tokens(self) -> int:
+        """Prompt tokens not computed yet (0 once the prompt is done, unless the request is being recomputed)."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache spared at the first admission."""
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often this request lost its memory or was swapped out."""
+
+    @property
+    def preempted_index(self) -> int:
+        """Position of its latest preemption in the replica's sequence of preemptions, from 1; 0 if never preempted."""
+
+    @property
+    def admitted_index(self) -> int:
+        """Position of its latest admission in the replica's sequence of admissions, from 1; 0 if never admitted."""
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether it holds KV blocks on its replica (is running)."""
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether its KV lies in host memory, to be brought back when it is next added to a batch."""
+
+    @property
+    def is_prefill_complete(self) -> bool:
+        """Whether every known token but the newest one is computed."""
+
+    @property
+    def priority(self) -> int:
+        """The user's priority; lower is more urgent, 0 by default."""
+
+    @property
+    def tenant(self) -> str:
+        """Who sent it; empty when unknown."""
+
+    @property
+    def slo_class(self) -> str:
+        """Name of its class of service; empty when none."""
+
+    @property
+    def ttft_slo_s(self) -> float | None:
+        """Promised time to first token, seconds from arrival."""
+
+    @property
+    def tpot_slo_s(self) -> float | None:
+        """Promised mean time per output token after the first, seconds."""
+
+    @property
+    def deadline_at(self) -> float | None:
+        """Promised end, seconds on the run's clock."""
+
+    @property
+    def session_id(self) -> str:
+        """The conversation that it belongs to; empty when none."""
+
+    @property
+    def metadata(self) -> Mapping[str, str | int | float]:
+        """Whatever else the workload or the client attached."""

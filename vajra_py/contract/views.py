@@ -1,0 +1,143 @@
+"""What policies may read about replicas: the scheduler's own replica in full, other replicas as loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from vajra_py.contract.requests import ReplicaId, RequestView
+
+PriorityKey: TypeAlias = tuple[Any, float, int]
+"""A total order: (the prioritizer's key, arrival, submission index); smaller is more urgent."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLimits:
+    """Sizes that a replica is built with; they do not change during a run."""
+
+    block_size: int
+    num_blocks: int
+    max_batch_size: int
+    max_batch_tokens: int | None
+    max_model_len: int
+    pipeline_stages: int = 1
+    kv_parallel_groups: int = 1
+    kv_group_tokens: int | None = None
+    """Tokens of one request that one KV-parallel group may hold; None without KV parallelism."""
+    bytes_per_block: int = 0
+    host_blocks: int = 0
+
+
+class ReplicaState(Protocol):
+    """A replica as its own replica scheduler sees it while it forms a step. Reading changes nothing."""
+
+    @property
+    def replica_id(self) -> ReplicaId:
+        """Which replica of the replicaset this is, from 0."""
+
+    @property
+    def limits(self) -> ReplicaLimits:
+        """Its sizes."""
+
+    @property
+    def free_blocks(self) -> int:
+        """Free KV blocks, cached idle ones included."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold KV blocks: decodes and partial prefills, in flight or not."""
+
+    @property
+    def num_decodes(self) -> int:
+        """Running requests with one token left to compute, not in flight."""
+
+    @property
+    def num_partial_prefills(self) -> int:
+        """Running requests with more than one token left to compute, not in flight."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that this replica could admit: its own queue and what it may pull from the shared one."""
+
+    def running(self) -> Sequence[RequestView]:
+        """Every running request that is not in flight, in order of (latest) admission."""
+
+    def decodes(self) -> Sequence[RequestView]:
+        """Running requests with one token left, in order of admission."""
+
+    def partial_prefills(self) -> Sequence[RequestView]:
+        """Running requests with more than one token left, most urgent first by the prioritizer's key now."""
+
+    def waiting(self) -> Iterator[RequestView]:
+        """Requests not admitted yet (preempted ones among them), most urgent first; lazy, so the head is cheap.
+
+        Reflects the queue when called; a request that is added to the batch or preempted meanwhile does not upset it.
+        """
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """KV blocks that `num_tokens` tokens occupy."""
+
+    def urgency(self, request: RequestView) -> PriorityKey:
+        """The prioritizer's key of the request now, ties broken: what orders admission and victims alike."""
+
+
+class ReplicaView(Protocol):
+    """A replica as the replicaset scheduler sees it: load signals, perhaps some time old."""
+
+    @property
+    def replica_id(self) -> ReplicaId:
+        """Which replica this is, from 0."""
+
+    @property
+    def role(self) -> str:
+        """What it serves: "mixed" unless the replicaset is disaggregated."""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it takes requests."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold KV blocks."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests assigned to it and not admitted yet."""
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens left to prefill over its waiting and running requests."""
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens whose KV it holds for running requests."""
+
+    @property
+    def free_blocks(self) -> int:
+        """Free KV blocks, cached idle ones included."""
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks in all."""
+
+    @property
+    def max_batch_size(self) -> int:
+        """Requests that it can run in one step."""
+
+    def prefix_hit_tokens(self, request: RequestView) -> int:
+        """Leading prompt tokens that its prefix cache holds now."""
+
+    @property
+    def age_s(self) -> float:
+        """How old these figures are, seconds; 0 for a live view."""
+
+
+class QueueView(Protocol):
+    """The shared queue of a replicaset, as a pulling replica sees it."""
+
+    def __len__(self) -> int:
+        """Requests in it."""
+
+    def __iter__(self) -> Iterator[RequestView]:
+        """Most urgent first; lazy."""

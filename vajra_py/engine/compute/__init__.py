@@ -1,0 +1,50 @@
+"""How is one step's batch computed on a device: weights, paged KV tensors, attention, sampling?
+
+Importing this package, or its `interface` and `inspect`, loads no tensor library; `load_runner` does.
+"""
+
+from __future__ import annotations
+
+from vajra_py.engine.compute.inspect import inspect_model
+from vajra_py.engine.compute.interface import (
+    Chunk,
+    ModelFacts,
+    ModelRunner,
+    NewRow,
+    PendingStep,
+    RunnerOptions,
+    SamplingParams,
+    StepInput,
+    StepOutput,
+    TableUpdate,
+    TokenLogprobs,
+)
+
+__all__ = [
+    "Chunk",
+    "ModelFacts",
+    "ModelRunner",
+    "NewRow",
+    "PendingStep",
+    "RunnerOptions",
+    "SamplingParams",
+    "StepInput",
+    "StepOutput",
+    "TableUpdate",
+    "TokenLogprobs",
+    "load_runner",
+]
+
+
+def load_runner(options: RunnerOptions) -> ModelRunner:
+    """A model on a device, weights loaded and checked, KV memory not yet allocated.
+
+    Raises:
+        ConfigError: the model directory is missing or broken, the architecture does not keep to the attention interface,
+            the model does not fit, or the device is absent; one problem a line.
+    """
+    # Before tensor libraries, whose import takes seconds.
+    inspect_model(options.model, options.random_weights)
+    from vajra_py.engine.compute.runner import TorchRunner
+
+    return TorchRunner.load(options)

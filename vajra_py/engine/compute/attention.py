@@ -1,0 +1,152 @@
+"""How does a transformers model attend over paged KV memory, and what do its layers ask of attention?
+
+The function registered in transformers' attention interface reads the step that is under way from this module, not from
+its arguments: some decoder layers drop unknown keyword arguments on the way to attention.
+
+Invariants:
+    - A step's keys and values are written before its queries attend, layer by layer.
+    - What a layer asks for (scale, window, soft cap, sinks) is taken from what the interface passes, at every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from vajra_kernels import AttentionMetadata, paged_attention, write_kv
+
+PLAIN = "vajra_paged"
+"""The attention that sees no mask from transformers: windows come as arguments."""
+MASKED = "vajra_paged_windows"
+"""The same for models that tell the window through the mask alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """What one attention layer asks for: heads and widths, and factor, window and cap of its scores."""
+
+    layer_index: int
+    num_query_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    has_sinks: bool
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of K and V that one token leaves in this layer."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskSpec:
+    """What stands for a mask where transformers makes one: nothing but the window."""
+
+    window: int | None
+    shape: tuple[int, ...] = (1, 1, 1, 1)
+
+
+@dataclass(slots=True)
+class PagedStep:
+    """A step under way: its batch, and each layer's (K cache, V cache) [num_blocks, block_size, Hkv, D]."""
+
+    metadata: AttentionMetadata
+    caches: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(slots=True)
+class Probe:
+    """Instead of a step: collects what layers ask for."""
+
+    layers: dict[int, LayerFacts]
+    problem: str | None = None
+
+
+_current: PagedStep | Probe | None = None
+
+
+@contextmanager
+def under_way(step: PagedStep | Probe) -> Iterator[None]:
+    """Within it, models attend for this step."""
+    global _current
+    before = _current
+    _current = step
+    try:
+        yield
+    finally:
+        _current = before
+
+
+def register() -> None:
+    """Make both attentions known to transformers. May be called again."""
+    for name in (PLAIN, MASKED):
+        AttentionInterface.register(name, _attend)
+    AttentionMaskInterface.register(MASKED, _mask)
+
+
+def _mask(*_: Any, local_size: int | None = None, **__: Any) -> MaskSpec:
+    return MaskSpec(local_size)
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | MaskSpec | None = None,
+    **asked: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of query [1, Hq, T, D] on the step's paged KV after writing key, value [1, Hkv, T, D]: [1, T, Hq, Dv]."""
+    window = asked.get("sliding_window")
+    if window is None and isinstance(attention_mask, MaskSpec):
+        window = attention_mask.window
+    scale, softcap, sinks = asked.get("scaling"), asked.get("softcap"), asked.get("s_aux")
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    if isinstance(_current, Probe):
+        index = getattr(module, "layer_idx", None)
+        facts = LayerFacts(
+            layer_index=-1 if index is None else index,
+            num_query_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            key_dim=key.shape[3],
+            value_dim=value.shape[3],
+            scale=float(scale),
+            window=window,
+            softcap=softcap,
+            has_sinks=sinks is not None,
+        )
+        return _record(_current, facts, asked, query)
+    if _current is None:
+        raise RuntimeError("paged attention was called outside a step")
+    metadata = _current.metadata
+    k_cache, v_cache = _current.caches[int(module.layer_idx)]  # type: ignore[arg-type]
+    write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), k_cache, v_cache, metadata.slot_mapping)
+    rows = query[0].transpose(0, 1)
+    if sinks is None:
+        out = paged_attention(rows, k_cache, v_cache, metadata, scale=scale, window=window, softcap=softcap)
+        return out[None], None
+    out, lse = paged_attention(
+        rows, k_cache, v_cache, metadata, scale=scale, window=window, softcap=softcap, return_lse=True
+    )
+    # A sink is one more score without a value: it takes its share of the probability.
+    return (out * torch.sigmoid(lse - sinks.float()).unsqueeze(-1).to(out.dtype))[None], None
+
+
+def _record(probe: Probe, facts: LayerFacts, asked: dict[str, Any], query: torch.Tensor) -> tuple[torch.Tensor, None]:
+    if facts.layer_index in probe.layers or facts.layer_index < 0:
+        probe.problem = "its layers are not numbered one by one (some share keys and values, or carry no number)"
+    if asked.get("position_bias") is not None:
+        probe.problem = "its attention adds a bias to the scores"
+    if asked.get("is_causal") is False:
+        probe.problem = "its attention is not causal"
+    probe.layers[facts.layer_index] = facts
+    return query.new_zeros((1, query.shape[2], query.shape[1], facts.value_dim)), None

@@ -1,0 +1,179 @@
+"""The parts of a fused decoder: products, norms, rotary embeddings and MLPs over rearranged weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+Rotation = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Product:
+    """x @ weight + bias; weight [inputs, outputs]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, outputs] of x [T, inputs]."""
+        return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+
+
+class Norm:
+    """Root-mean-square norm over the last dimension, times a weight unless that went into what follows."""
+
+    __slots__ = ("_eps", "_native", "eps", "weight", "width")
+
+    def __init__(self, weight: torch.Tensor | None, eps: float, width: int) -> None:
+        self.weight = weight
+        self.eps = eps
+        self.width = width
+        self._eps = torch.tensor(eps)
+        self._native = weight is not None and (weight.dtype != torch.float32 or weight.device.type != "cpu")
+
+    @classmethod
+    def of(cls, module: Any) -> Norm:
+        """The norm that a transformers module computes, found by trying it: Gemma's weights count from 1."""
+        weight: torch.Tensor = module.weight.detach()
+        eps = getattr(module, "variance_epsilon", None)
+        if eps is None:
+            eps = module.eps
+        ones = torch.ones((1, weight.shape[-1]), dtype=weight.dtype, device=weight.device)
+        full = module(ones)[0] * (1.0 + float(eps)) ** 0.5
+        plain = (full - weight).abs().max() <= (full - weight - 1.0).abs().max()
+        return cls(weight if plain else (weight.float() + 1.0).to(weight.dtype), float(eps), weight.shape[-1])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """X [..., width], normalised."""
+        if self._native and self.weight is not None:
+            if self.weight.dim() == 1:
+                return functional.rms_norm(x, (self.width,), self.weight, self.eps)
+            return functional.rms_norm(x, (self.width,), None, self.eps) * self.weight
+        # Fewer passes over x than the general function makes on a CPU.
+        length = torch.linalg.vector_norm(x, 2, -1, True)
+        x = x * torch.addcmul(self._eps, length, length, value=1.0 / self.width).rsqrt_()
+        return x if self.weight is None else x.mul_(self.weight)
+
+
+class Rope:
+    """Rotary embedding of one kind of layer, in place where it is a complex product."""
+
+    __slots__ = ("_tables", "dim", "is_complex", "kind", "rotary_dim")
+
+    def __init__(self, tables: RopeTables, kind: str | None, dim: int, is_complex: bool) -> None:
+        self._tables = tables
+        self.kind = kind
+        self.dim = dim
+        self.is_complex = is_complex
+        self.rotary_dim = tables.rotary_dim(kind)
+
+    def reorder(self, rows: torch.Tensor, dim: int) -> torch.Tensor:
+        """Rows [heads * dim, ...] of W_q or W_k with the two members of each rotated pair next to each other."""
+        if not self.is_complex:
+            return rows
+        half = self.rotary_dim // 2
+        pairs = torch.arange(half).repeat_interleave(2)
+        pairs[1::2] += half
+        order = torch.cat((pairs, torch.arange(self.rotary_dim, dim)))
+        return rows.view(-1, dim, *rows.shape[1:])[:, order].reshape(rows.shape)
+
+    def at(self, positions: torch.Tensor, num_positions: int) -> Rotation:
+        """The rotations of positions int64 [T] below `num_positions`, shaped for `apply`."""
+        cos, sin, both = self._tables.get(self.kind, num_positions, self.is_complex)
+        if both is not None:
+            return both[positions].unsqueeze(1)
+        return cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+
+    def apply(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """X [T, heads, dim], rotated."""
+        if isinstance(rotation, torch.Tensor):
+            pairs = x[..., : self.rotary_dim].view(*x.shape[:2], self.rotary_dim // 2, 2)
+            torch.view_as_complex(pairs).mul_(rotation)
+            return x
+        cos, sin = rotation
+        first, second = x[..., : self.rotary_dim].chunk(2, -1)
+        parts = [first * cos - second * sin, second * cos + first * sin]
+        if self.rotary_dim < self.dim:
+            parts.append(x[..., self.rotary_dim :])
+        return torch.cat(parts, -1)
+
+
+class RopeTables:
+    """Rotations by position, from the model's own module, made once and grown when longer sequences come."""
+
+    __slots__ = ("_dtype", "_module", "_ropes", "_tables", "_takes_kind")
+
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        self._module = module
+        self._dtype = dtype
+        self._takes_kind = "layer_type" in inspect.signature(module.forward).parameters
+        self._tables: dict[str | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
+        self._ropes: dict[str | None, Rope] = {}
+
+    def rope(self, kind: str | None, dim: int, is_complex: bool) -> Rope:
+        """The rotary embedding of layers of this kind."""
+        kind = kind if self._takes_kind else None
+        if kind not in self._ropes:
+            self._ropes[kind] = Rope(self, kind, dim, is_complex)
+        return self._ropes[kind]
+
+    def rotary_dim(self, kind: str | None) -> int:
+        """How many of a head's dimensions are rotated."""
+        return 2 * self.get(kind, 1, False)[0].shape[-1]
+
+    def get(
+        self, kind: str | None, num_positions: int, is_complex: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(cos, sin, both as complex numbers) [positions, rotary_dim / 2] for at least so many positions."""
+        found = self._tables.get(kind)
+        if found is not None and found[0].shape[0] >= num_positions and (found[2] is not None or not is_complex):
+            return found
+        count = max(1024, 1 << (num_positions - 1).bit_length())
+        buffer = next(self._module.buffers())
+        positions = torch.arange(count, device=buffer.device)[None]
+        like = torch.zeros((), dtype=self._dtype, device=buffer.device)
+        extra = {"layer_type": kind} if self._takes_kind else {}
+        cos, sin = (part[0, :, : part.shape[-1] // 2].contiguous() for part in self._module(like, positions, **extra))
+        both = torch.complex(cos, sin) if is_complex else None
+        self._tables[kind] = (cos, sin, both)
+        return self._tables[kind]
+
+
+@dataclass(slots=True)
+class Mlp:
+    """down(act(gate(x)) * up(x)), without the last product."""
+
+    gate_up: Product
+    down: Product
+    act: Callable[[torch.Tensor], torch.Tensor]
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, inner] of x [T, h]."""
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.act(gate).mul_(up)
+
+
+@dataclass(slots=True)
+class ModuleMlp:
+    """A mixture of experts: transformers' module."""
+
+    module: Any
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, h] of x [T, h]."""
+        out = self.module(x[None])
+        result: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return result[0]
+
+
+def activation_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The activation function; SiLU in place, since its argument is ours."""
+    if type(module).__name__ in ("SiLU", "SiLUActivation"):
+        return lambda gate: functional.silu(gate, inplace=True)
+    return module  # type: ignore[no-any-return]

@@ -1,0 +1,288 @@
+"""What passes between a controller, which decides, and a worker, which computes?
+
+The worker remembers what it was told (block tables, sampling parameters, the last sampled token, how far each row is),
+so a step carries only what changed: a request in steady decode costs one small integer.
+
+Invariants:
+    - Everything here is plain data without tensors: it can be pickled to another process and recorded.
+    - A `slot` is a small integer that names a request inside the worker, in [0, `RunnerOptions.max_requests`), from the step
+      that lists it in `new` until the step that lists it in `freed`. A slot freed in a step may be reused in the same step.
+    - Within a step the worker acts in this order: `freed`, `new`, `tables`, `copies` (in their own order), compute, sample.
+    - A sampled token depends on the request alone (its tokens, its parameters, its seed), not on what else was in the batch,
+      up to the last bits of the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from vajra_py.runtime.kv import BlockCopy
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How are a request's tokens chosen, and when does it end? Values are checked where they come in, not here.
+
+    The order is that of transformers' generation: penalties, temperature, top-k, top-p, min-p.
+
+    Attributes:
+        max_tokens: output tokens at most. The controller's business.
+        temperature: logits are divided by it; 0 takes the largest logit (greedy).
+        top_k: only the k largest logits, or all (None).
+        top_p: the fewest tokens, largest first, whose probabilities reach this; in (0, 1].
+        min_p: only tokens with at least this fraction of the largest probability; in [0, 1].
+        presence_penalty: taken from the logit of every token that was put out already.
+        frequency_penalty: the same, times how often.
+        repetition_penalty: positive logits of tokens in prompt or output are divided by it, negative ones multiplied.
+        seed: of the request's own random stream; None lets the controller draw one.
+        logprobs: how many of the most likely tokens to report with each token (0: the token alone), or None for none.
+        stop: strings that end the request. The controller's business.
+        stop_token_ids: tokens that end the request, besides the model's own.
+        min_tokens: no token that would end the request is sampled before this many output tokens.
+        ignore_eos: the model's own end-of-sequence tokens do not end the request.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A request takes a slot.
+
+    Attributes:
+        slot: its name from now on.
+        sampling: how its tokens are chosen.
+        seed: of its random stream: `sampling.seed`, or one that the controller drew.
+        prompt_token_ids: its prompt; read only when `needs_history(sampling)`, may be empty otherwise.
+        output_token_ids: what it has put out already (a request that lost its slot and got another); read likewise.
+        num_output_tokens: how many that are; always read (`min_tokens`, the place in the random stream).
+    """
+
+    slot: int
+    sampling: SamplingParams
+    seed: int
+    prompt_token_ids: Sequence[int] = ()
+    output_token_ids: Sequence[int] = ()
+    num_output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TableUpdate:
+    """A slot's block table changed: from entry `start` on it is `block_ids` (entries before stay)."""
+
+    slot: int
+    start: int
+    block_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens to compute whose ids the worker does not know: part of a prompt, or of what is computed again.
+
+    Attributes:
+        slot: whose they are.
+        token_ids: one or more.
+        num_computed: position of the first of them: tokens of this request that are in KV memory already.
+        samples: whether the last token's logits give a token (the chunk reaches the end of what is known).
+    """
+
+    slot: int
+    token_ids: Sequence[int]
+    num_computed: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One step's batch, as changes to what the worker knows.
+
+    Attributes:
+        chunks: rows whose tokens are given.
+        decodes: slots that go on as they were: compute the token that was sampled last, at the next position, and sample.
+        new: slots taken.
+        freed: slots given back, before `new`.
+        tables: block tables that grew or changed.
+        copies: KV blocks to move between device and host before computing, in this order.
+    """
+
+    chunks: Sequence[Chunk] = ()
+    decodes: Sequence[int] = ()
+    new: Sequence[NewRow] = ()
+    freed: Sequence[int] = ()
+    tables: Sequence[TableUpdate] = ()
+    copies: Sequence[BlockCopy] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log-probabilities under the model's own distribution (before penalties, temperature and truncation).
+
+    Attributes:
+        logprob: of the sampled token.
+        rank: how many tokens are more likely, plus 1.
+        top: (token id, log-probability) of the most likely ones, best first.
+    """
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step gave.
+
+    Attributes:
+        slots: rows that sampled: the step's `decodes` in order, then its sampling `chunks` in order.
+        token_ids: their tokens.
+        duration_s: from the step's start on the device to its sampled tokens on the host.
+        logprobs: by slot, for the requests that asked.
+    """
+
+    slots: Sequence[int]
+    token_ids: Sequence[int]
+    duration_s: float
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """What is loaded, and where?
+
+    Attributes:
+        model: directory of a Hugging Face model.
+        random_weights: make weights from the directory's config.json and `seed` instead of reading them.
+        seed: of random weights.
+        device: "cpu", "cuda" or "cuda:N".
+        dtype: "auto" (the checkpoint's; float32 on the CPU), "float32", "float16" or "bfloat16".
+        block_size: tokens of a KV block.
+        max_model_len: longest sequence, or None for the model's own.
+        max_requests: slots.
+        max_step_tokens: most tokens of one step (for the memory profile and buffers).
+        num_threads: threads of CPU computation, or None to leave them as they are.
+        tensor_parallel_size: ranks that share every layer.
+        tensor_parallel_rank: which of them this is.
+        rendezvous: address at which ranks meet (`tcp://host:port` or `file:///path`), with more than one.
+        self_check: compare with transformers' own attention while loading.
+        fused: use this package's own forward pass where the model is of a kind that it knows (faster), else transformers'.
+    """
+
+    model: str
+    random_weights: bool = False
+    seed: int = 0
+    device: str = "cpu"
+    dtype: str = "auto"
+    block_size: int = 16
+    max_model_len: int | None = None
+    max_requests: int = 256
+    max_step_tokens: int = 2048
+    num_threads: int | None = None
+    tensor_parallel_size: int = 1
+    tensor_parallel_rank: int = 0
+    rendezvous: str | None = None
+    self_check: bool = True
+    fused: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a loaded model is, on this rank.
+
+    Attributes:
+        model_type: transformers' name of the architecture.
+        num_parameters: of the whole model.
+        weight_bytes: on this rank.
+        num_layers: attention layers.
+        num_query_heads: on this rank, of the first layer.
+        num_kv_heads: likewise.
+        head_dim: of keys, likewise.
+        kv_bytes_per_token: K and V of all layers, on this rank.
+        block_size: tokens of a KV block.
+        max_model_len: longest sequence.
+        vocab_size: rows of the output layer.
+        eos_token_ids: the model's own end-of-sequence tokens.
+        dtype: name of the computing type.
+        device: name of the device.
+        forward: "fused" (this package's forward pass) or "transformers".
+    """
+
+    model_type: str
+    num_parameters: int
+    weight_bytes: int
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kv_bytes_per_token: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
+    forward: str
+
+
+class PendingStep(Protocol):
+    """A step under way; on a CPU it is done already."""
+
+    def result(self) -> StepOutput:
+        """Wait for it. To be called once, in the order of submission."""
+
+
+class ModelRunner(Protocol):
+    """One device's model. Not thread-safe."""
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What was loaded."""
+
+    def profile_num_blocks(self, memory_fraction: float) -> int:
+        """How many KV blocks fit, leaving room for a step of `max_step_tokens`?
+
+        `memory_fraction` in (0, 1] is the share of the device's (on a CPU: of the free) memory that weights, a step's
+        buffers and KV memory take together.
+
+        Raises:
+            ConfigError: not one sequence of `max_model_len` fits.
+        """
+
+    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """Make KV memory, and host memory to swap to. Once, before the first step.
+
+        Raises:
+            ExecutorError: it does not fit.
+        """
+
+    def submit(self, step: StepInput) -> PendingStep:
+        """Start a step. On a GPU the next one may be submitted before the result of this one is taken.
+
+        Raises:
+            ExecutorError: the device failed or ran out of memory, or the step contradicts what went before.
+        """
+
+    def run(self, step: StepInput) -> StepOutput:
+        """`submit(step).result()`."""
+
+    def close(self) -> None:
+        """Give back memory and leave the group of ranks. May be called twice."""
+
+
+def needs_history(sampling: SamplingParams) -> bool:
+    """Must `NewRow` carry the prompt and what was put out before?"""
+    return sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or sampling.repetition_penalty != 1.0

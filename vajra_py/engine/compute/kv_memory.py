@@ -1,0 +1,80 @@
+"""Where do keys and values live, on the device and on the host they are swapped to?
+
+Invariants:
+    - All layers use the same block ids; block b of every layer moves together.
+    - A copy happens before anything that was asked for later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+
+from vajra_kernels import allocate_kv_cache, allocate_swap_space, copy_blocks
+from vajra_py.engine.compute.attention import LayerFacts
+from vajra_py.errors import ExecutorError
+from vajra_py.runtime.kv import BlockCopy, CopyDirection
+
+
+class KvMemory:
+    """KV tensors of all layers, and their host counterparts."""
+
+    __slots__ = ("_device", "_host", "caches", "num_blocks", "num_host_blocks")
+
+    def __init__(
+        self,
+        layers: Sequence[LayerFacts],
+        sizes: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocates; `sizes` is (num_blocks, num_host_blocks, block_size)."""
+        self.num_blocks, self.num_host_blocks, block_size = sizes
+        self._device: list[torch.Tensor] = []
+        self._host: list[torch.Tensor] = []
+        self.caches: list[tuple[torch.Tensor, torch.Tensor]] = [()] * len(layers)  # type: ignore[list-item]
+        """Each layer's (K, V), [num_blocks, block_size, Hkv, D]."""
+        for shape, members in _by_shape(layers).items():
+            num_kv_heads, key_dim, value_dim = shape
+            keys, values = self._stacked(len(members), (block_size, num_kv_heads, key_dim), dtype, device)
+            if value_dim != key_dim:
+                _, values = self._stacked(len(members), (block_size, num_kv_heads, value_dim), dtype, device)
+            for place, index in enumerate(members):
+                self.caches[index] = (keys[place], values[place])
+            self._device += [keys, values]
+            if self.num_host_blocks:
+                self._host += [allocate_swap_space(cache, self.num_host_blocks) for cache in (keys, values)]
+
+    def _stacked(
+        self, num_layers: int, block_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return allocate_kv_cache(num_layers, self.num_blocks, block_shape, dtype, device)
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks, in order."""
+        for direction, group in groupby(copies, key=lambda one: one.direction):
+            pairs = [(one.source, one.target) for one in group]
+            to_host = direction is CopyDirection.TO_HOST
+            self._check(pairs, to_host)
+            moved = torch.tensor(pairs, dtype=torch.int64)
+            for device, host in zip(self._device, self._host, strict=True):
+                copy_blocks(*((device, host) if to_host else (host, device)), moved)
+
+    def _check(self, pairs: list[tuple[int, int]], to_host: bool) -> None:
+        limits = (self.num_blocks, self.num_host_blocks) if to_host else (self.num_host_blocks, self.num_blocks)
+        for pair in pairs:
+            if not all(0 <= block < limit for block, limit in zip(pair, limits, strict=True)):
+                way = "device to host" if to_host else "host to device"
+                raise ExecutorError(
+                    f"swap: there is no such block (copy {pair[0]} -> {pair[1]}, {way}). "
+                    f"The device has {self.num_blocks} and the host {self.num_host_blocks}."
+                )
+
+
+def _by_shape(layers: Sequence[LayerFacts]) -> dict[tuple[int, int, int], list[int]]:
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    for facts in layers:
+        groups.setdefault((facts.num_kv_heads, facts.key_dim, facts.value_dim), []).append(facts.layer_index)
+    return groups

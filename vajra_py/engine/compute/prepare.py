@@ -1,0 +1,159 @@
+"""What happens between a model's loading and its first step: probing, choosing a forward pass, checking it?
+
+Invariants:
+    - With the self-check on (the default), no forward pass is used that was not compared with transformers' own on the same
+      weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from vajra_py.engine.compute.attention import MASKED, LayerFacts
+from vajra_py.engine.compute.forward import Forward, TransformersForward, probe_layers, unsupported
+from vajra_py.engine.compute.fused import KNOWN_TYPES, FusedForward
+from vajra_py.engine.compute.interface import ModelFacts, RunnerOptions
+from vajra_py.engine.compute.loading import LoadedModel, find_device, load_model
+from vajra_py.engine.compute.selfcheck import SelfCheck
+from vajra_py.engine.compute.shard import Shard
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model that can run steps: its forward pass, what this rank's layers ask for, and facts."""
+
+    forward: Forward
+    layers: list[LayerFacts]
+    facts: ModelFacts
+    config: Any
+    device: torch.device
+    dtype: torch.dtype
+
+
+def prepare(options: RunnerOptions, shard: Shard) -> PreparedModel:
+    """A checked model.
+
+    Raises:
+        ConfigError: see `load_runner`.
+    """
+    device = find_device(options.device)
+    # With several ranks, each takes its part from the host: no device ever holds the whole model.
+    loaded = load_model(options if shard.size == 1 else replace(options, device="cpu", dtype=_dtype_name(options)))
+    where = f"model {loaded.where}"
+    layers = probe_layers(loaded.model, where)
+    counts = _count(loaded.model)
+    if shard.size > 1:
+        _check_divisible(loaded, layers, shard, where)
+    elif options.self_check:
+        layers = _check_modules(loaded, layers, where)
+    local = [shard.layer(one) for one in layers]
+    forward: Forward | None = None
+    if options.fused and loaded.config.model_type in KNOWN_TYPES:
+        forward, difference = _fuse(loaded, local, shard, options.self_check, device)
+        if forward is None and shard.size > 1:
+            raise unsupported(where, loaded.model, f"its division among {shard.size} ranks failed: {difference}")
+        if forward is None:
+            _log.warning("%s: runs on transformers' modules, since %s", where, difference)
+            return prepare(replace(options, fused=False), shard)
+    if forward is None:
+        forward = TransformersForward(loaded.model)
+    facts = _facts(loaded, forward.name, local, options, counts)
+    return PreparedModel(forward, local, facts, loaded.config, device, loaded.dtype)
+
+
+def _dtype_name(options: RunnerOptions) -> str:
+    # On the host "auto" would mean float32; on the device the ranks run on it means what the checkpoint has.
+    return options.dtype if options.dtype != "auto" or options.device == "cpu" else "bfloat16"
+
+
+def _check_divisible(loaded: LoadedModel, layers: list[LayerFacts], shard: Shard, where: str) -> None:
+    if loaded.config.model_type not in KNOWN_TYPES:
+        known = ", ".join(sorted(KNOWN_TYPES))
+        raise unsupported(where, loaded.model, f"tensor parallelism divides these types alone: {known}")
+    inner = getattr(loaded.config, "moe_intermediate_size", None) or loaded.config.intermediate_size
+    problem = shard.problem(layers, int(inner))
+    if problem is not None:
+        raise unsupported(where, loaded.model, problem)
+
+
+def _check_modules(loaded: LoadedModel, layers: list[LayerFacts], where: str) -> list[LayerFacts]:
+    """What layers ask for, once transformers' modules with paged attention have passed the check."""
+    model: Any = loaded.model
+    check = SelfCheck(loaded)
+    difference = check.difference(TransformersForward(model), check.layers, loaded.device)
+    if difference is None:
+        return layers
+    # Some models tell their window through the mask alone.
+    model.set_attn_implementation(MASKED)
+    check = SelfCheck(loaded)
+    if check.difference(TransformersForward(model), check.layers, loaded.device) is not None:
+        raise unsupported(where, model, difference)
+    return probe_layers(model, where)
+
+
+def _fuse(
+    loaded: LoadedModel, layers: list[LayerFacts], shard: Shard, checks: bool, device: torch.device
+) -> tuple[Forward | None, str | None]:
+    """(the fused forward pass, None), or (None, what is wrong with it)."""
+    check = SelfCheck(loaded) if checks else None
+    try:
+        with torch.inference_mode():
+            forward = FusedForward(loaded.model, layers, shard, device)
+    except (AttributeError, ValueError, RuntimeError, AssertionError) as error:
+        return None, f"its modules are not what {loaded.config.model_type} has ({error})"
+    if check is not None:
+        narrow = [shard.layer(one) for one in check.layers]
+        forward.set_layers(narrow)
+        difference = check.difference(forward, narrow, device)
+        forward.set_layers(layers)
+        if difference is not None:
+            return None, difference
+    return forward, None
+
+
+def _count(model: torch.nn.Module) -> tuple[int, int]:
+    """(parameters, their bytes)."""
+    parameters = list(model.parameters())
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return sum(parameter.numel() for parameter in parameters), num_bytes
+
+
+def _facts(
+    loaded: LoadedModel, forward: str, layers: list[LayerFacts], options: RunnerOptions, counts: tuple[int, int]
+) -> ModelFacts:
+    first = layers[0]
+    kv_elements = sum(layer.kv_elements for layer in layers)
+    device = find_device(options.device)
+    return ModelFacts(
+        model_type=str(loaded.config.model_type),
+        num_parameters=counts[0],
+        weight_bytes=counts[1] // options.tensor_parallel_size,
+        num_layers=len(layers),
+        num_query_heads=first.num_query_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.key_dim,
+        kv_bytes_per_token=kv_elements * loaded.dtype.itemsize,
+        block_size=options.block_size,
+        max_model_len=loaded.max_model_len,
+        vocab_size=int(loaded.config.vocab_size),
+        eos_token_ids=_eos_tokens(loaded),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        forward=forward,
+    )
+
+
+def _eos_tokens(loaded: LoadedModel) -> tuple[int, ...]:
+    generation: Any = getattr(loaded.model, "generation_config", None)
+    value = getattr(generation, "eos_token_id", None)
+    if value is None:
+        value = getattr(loaded.config, "eos_token_id", None)
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (int(value),)

@@ -1,0 +1,198 @@
+"""How does a worker compute a step: from changes of the batch to sampled tokens?
+
+Invariants:
+    - Whatever of a step depends on the host alone is done before the device is touched; nothing waits for the device
+      before `PendingStep.result`, except log-probabilities.
+    - After an exception the runner is not to be used again: device and host may disagree.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from vajra_py.engine.compute.batch import BatchInputs, BatchState, Ints
+from vajra_py.engine.compute.interface import (
+    ModelFacts,
+    NewRow,
+    PendingStep,
+    RunnerOptions,
+    StepInput,
+    StepOutput,
+    TokenLogprobs,
+)
+from vajra_py.engine.compute.kv_memory import KvMemory
+from vajra_py.engine.compute.memory import step_bytes, usable_bytes
+from vajra_py.engine.compute.prepare import PreparedModel, prepare
+from vajra_py.engine.compute.sampler import Sampler
+from vajra_py.engine.compute.shard import join_group, leave_group
+from vajra_py.errors import ConfigError, ExecutorError, Problem
+
+
+@dataclass(slots=True)
+class TorchStep:
+    """A step of `TorchRunner` under way."""
+
+    slots: Ints
+    tokens: torch.Tensor
+    logprobs: dict[int, TokenLogprobs]
+    started: float | torch.cuda.Event
+    done: torch.cuda.Event | None
+    duration_s: float = 0.0
+
+    def result(self) -> StepOutput:
+        """See `PendingStep`."""
+        if self.done is not None:
+            assert isinstance(self.started, torch.cuda.Event)
+            try:
+                self.done.synchronize()
+            except RuntimeError as error:
+                raise ExecutorError(f"the device failed in a step ({error})") from error
+            self.duration_s = self.started.elapsed_time(self.done) / 1000
+        return StepOutput(self.slots.tolist(), self.tokens.tolist(), self.duration_s, self.logprobs)
+
+
+class TorchRunner:
+    """A `ModelRunner` in this process."""
+
+    def __init__(self, model: PreparedModel, options: RunnerOptions) -> None:
+        self._model = model
+        self._options = options
+        facts, device = model.facts, model.device
+        self._memory: KvMemory | None = None
+        self._state = BatchState(options.max_requests, facts.max_model_len, options.block_size, device)
+        self._sampler = Sampler(options.max_requests, facts.vocab_size, facts.eos_token_ids, device)
+
+    @classmethod
+    def load(cls, options: RunnerOptions) -> TorchRunner:
+        """See `load_runner`."""
+        _check_options(options)
+        if options.num_threads is not None:
+            torch.set_num_threads(options.num_threads)
+        return cls(prepare(options, join_group(options)), options)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What was loaded."""
+        return self._model.facts
+
+    def profile_num_blocks(self, memory_fraction: float) -> int:
+        """See `ModelRunner`."""
+        if not 0.0 < memory_fraction <= 1.0:
+            raise ConfigError(
+                Problem("memory fraction", f"out of range ({memory_fraction})", "Allowed: above 0, up to 1")
+            )
+        facts, device = self._model.facts, self._model.device
+        needed = step_bytes(facts, self._model.config, self._options)
+        usable = usable_bytes(device, memory_fraction, facts.weight_bytes) - needed
+        num_blocks = max(0, usable) // (facts.kv_bytes_per_token * facts.block_size)
+        longest = -(-facts.max_model_len // facts.block_size)
+        if num_blocks < longest:
+            raise ConfigError(
+                Problem(
+                    "KV memory",
+                    f"{max(0, usable)} bytes of {device} are left for it, which is {num_blocks} blocks, and one sequence "
+                    f"of {facts.max_model_len} tokens takes {longest}",
+                    "Use a shorter max_model_len, a larger memory fraction or a smaller model",
+                )
+            )
+        # More than every slot at full length is never used.
+        return int(min(num_blocks, longest * self._options.max_requests))
+
+    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """See `ModelRunner`."""
+        if self._memory is not None:
+            raise ExecutorError("KV memory: allocated already. A runner allocates once.")
+        if num_blocks < 1 or num_host_blocks < 0:
+            raise ExecutorError(
+                f"KV memory: {num_blocks} device and {num_host_blocks} host blocks. One device block or more."
+            )
+        sizes = (num_blocks, num_host_blocks, self._options.block_size)
+        try:
+            self._memory = KvMemory(self._model.layers, sizes, self._model.dtype, self._model.device)
+        except (RuntimeError, MemoryError) as error:
+            raise ExecutorError(
+                f"KV memory: {num_blocks} device and {num_host_blocks} host blocks do not fit ({error})"
+            ) from error
+
+    @torch.inference_mode()
+    def submit(self, step: StepInput) -> PendingStep:
+        """See `ModelRunner`."""
+        if self._memory is None:
+            raise ExecutorError("step: there is no KV memory yet. Call `allocate` first.")
+        on_cuda = self._model.device.type == "cuda"
+        started: float | torch.cuda.Event = time.perf_counter()
+        if on_cuda:
+            started = _event()
+            started.record()
+        try:
+            self._take_changes(step, self._memory)
+            inputs = self._state.take(step)
+            tokens, logprobs = self._compute(inputs, self._memory)
+            if not on_cuda:
+                duration_s = time.perf_counter() - float(started)  # type: ignore[arg-type]
+                return TorchStep(inputs.slots, tokens, logprobs, started, None, duration_s)
+            on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            on_host.copy_(tokens, non_blocking=True)
+            done = _event()
+            done.record()
+            return TorchStep(inputs.slots, on_host, logprobs, started, done)
+        except torch.cuda.OutOfMemoryError as error:
+            raise ExecutorError(f"step: out of memory on {self._model.device} ({error})") from error
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise ExecutorError(f"step: {type(error).__name__} on {self._model.device} ({error})") from error
+
+    def run(self, step: StepInput) -> StepOutput:
+        """See `ModelRunner`."""
+        return self.submit(step).result()
+
+    def close(self) -> None:
+        """See `ModelRunner`."""
+        self._memory = None
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        leave_group()
+
+    def _take_changes(self, step: StepInput, memory: KvMemory) -> None:
+        for slot in step.freed:
+            self._sampler.remove(slot)
+        for new in step.new:
+            self._check_new(new)
+            self._sampler.add(new)
+        if step.tables:
+            self._state.update_tables(step.tables, memory.num_blocks)
+        if step.copies:
+            memory.copy(step.copies)
+
+    def _check_new(self, new: NewRow) -> None:
+        if not 0 <= new.slot < self._options.max_requests:
+            raise ExecutorError(f"step: no such slot ({new.slot}). Slots are 0 to {self._options.max_requests - 1}.")
+
+    def _compute(self, inputs: BatchInputs, memory: KvMemory) -> tuple[torch.Tensor, dict[int, TokenLogprobs]]:
+        logits = self._model.forward(inputs.token_ids, inputs.positions, inputs.rows, inputs.metadata, memory.caches)
+        if not inputs.slots.size:
+            return torch.empty(0, dtype=torch.int64), {}
+        tokens, logprobs = self._sampler.sample(logits, inputs.slots)
+        self._state.last_tokens.index_copy_(0, inputs.slots_on_device, tokens)
+        return tokens, logprobs
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _check_options(options: RunnerOptions) -> None:
+    problems = []
+    if options.block_size < 1:
+        problems.append(Problem("block_size", f"not positive ({options.block_size})", "Allowed: 16 to 128 tokens"))
+    if options.max_requests < 1:
+        problems.append(Problem("max_requests", f"not positive ({options.max_requests})", "Allowed: 1 or more"))
+    if options.num_threads is not None and options.num_threads < 1:
+        problems.append(Problem("num_threads", f"not positive ({options.num_threads})", "Allowed: 1 or more"))
+    if not 0 <= options.tensor_parallel_rank < options.tensor_parallel_size:
+        ranks = f"rank {options.tensor_parallel_rank} of {options.tensor_parallel_size}"
+        problems.append(Problem("tensor_parallel_rank", f"no such rank ({ranks})", "Ranks count from 0"))
+    if problems:
+        raise ConfigError(problems)

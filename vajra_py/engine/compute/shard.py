@@ -1,0 +1,121 @@
+"""Which part of each layer does a rank of a tensor-parallel group hold, and how are the parts put together?
+
+Heads and the MLP's inner width are divided; each rank's attention and MLP give a part of the sum that is added to the
+residual (Megatron-LM, Shoeybi et al. 2019). The residual, the norms and the embedding are on every rank.
+
+Invariants:
+    - A group of one does nothing.
+    - Every rank ends every step with the same logits, and so samples the same tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import distributed
+
+from vajra_py.engine.compute.attention import LayerFacts
+from vajra_py.engine.compute.fused_parts import Norm, Product
+from vajra_py.engine.compute.interface import RunnerOptions
+from vajra_py.errors import ConfigError, Problem
+
+
+class Shard:
+    """Rank `rank` of `size`."""
+
+    __slots__ = ("rank", "size")
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank = rank
+        self.size = size
+
+    def layer(self, facts: LayerFacts) -> LayerFacts:
+        """What a layer asks for on one rank."""
+        return replace(
+            facts,
+            num_query_heads=facts.num_query_heads // self.size,
+            num_kv_heads=facts.num_kv_heads // self.size,
+        )
+
+    def problem(self, layers: list[LayerFacts], inner: int) -> str | None:
+        """Why a model of these layers and this inner width cannot be divided, or None."""
+        for what, count in (("KV heads", min(one.num_kv_heads for one in layers)), ("inner width", inner)):
+            if count % self.size:
+                return f"{what} ({count}) cannot be divided among {self.size} ranks"
+        return None
+
+    def rows(self, weight: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the first dimension: outputs of a product."""
+        return weight.chunk(self.size)[self.rank] if self.size > 1 else weight
+
+    def columns(self, weight: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the second dimension: inputs of a product."""
+        return weight.chunk(self.size, 1)[self.rank] if self.size > 1 else weight
+
+    def once(self, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """A bias that is added to a sum over ranks: on one of them."""
+        return bias if self.rank == 0 else None
+
+    def vocabulary_rows(self, weight: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the output layer, where it can be divided evenly."""
+        return self.rows(weight) if weight.shape[0] % self.size == 0 else weight
+
+    def experts(self, module: Any) -> Any:
+        """A mixture of experts with this rank's part of every expert's inner width."""
+        if self.size > 1:
+            experts = module.experts
+            gate, up = experts.gate_up_proj.chunk(2, 1)
+            inner = torch.cat((gate.chunk(self.size, 1)[self.rank], up.chunk(self.size, 1)[self.rank]), 1)
+            experts.gate_up_proj = torch.nn.Parameter(inner.contiguous(), requires_grad=False)
+            down = experts.down_proj.chunk(self.size, 2)[self.rank].contiguous()
+            experts.down_proj = torch.nn.Parameter(down, requires_grad=False)
+        return module
+
+    def add_product(self, hidden: torch.Tensor, x: torch.Tensor, product: Product, norm: Norm | None) -> torch.Tensor:
+        """Hidden + norm(sum over ranks of product(x)), in place of `hidden`."""
+        if self.size > 1 or norm is not None:
+            return self.add(hidden, product(x), norm)
+        if product.bias is not None:
+            hidden += product.bias
+        return hidden.addmm_(x, product.weight)
+
+    def add(self, hidden: torch.Tensor, part: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        """Hidden + norm(sum over ranks of part), in place of `hidden`."""
+        if self.size > 1:
+            distributed.all_reduce(part)
+        return hidden.add_(part if norm is None else norm(part))
+
+    def gather_columns(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """Logits [R, vocab] from every rank's columns, where they were divided."""
+        if logits.shape[1] == vocab_size:
+            return logits
+        parts = [torch.empty_like(logits) for _ in range(self.size)]
+        distributed.all_gather(parts, logits.contiguous())
+        return torch.cat(parts, -1)
+
+
+def join_group(options: RunnerOptions) -> Shard:
+    """This rank's shard, after meeting the other ranks (a group of one meets nobody).
+
+    Raises:
+        ConfigError: no rendezvous, or the ranks do not meet.
+    """
+    rank, size = options.tensor_parallel_rank, options.tensor_parallel_size
+    if size == 1:
+        return Shard()
+    if options.rendezvous is None:
+        raise ConfigError(Problem("rendezvous", f"missing for {size} ranks", "Give tcp://host:port or file:///path"))
+    backend = "nccl" if options.device.startswith("cuda") else "gloo"
+    try:
+        distributed.init_process_group(backend, init_method=options.rendezvous, rank=rank, world_size=size)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(Problem("rendezvous", f"rank {rank} of {size} does not meet the others ({error})")) from error
+    return Shard(rank, size)
+
+
+def leave_group() -> None:
+    """Leave the group of ranks, if there is one."""
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()

@@ -1,0 +1,139 @@
+"""What may be said under `backend: {engine: …}`: which model, on which device, in how many processes?
+
+Importing this loads no tensor library.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from vajra_py.config import ReplicaConfig, TypedChoice, register_backend
+from vajra_py.config.schema import Count, PositiveCount, Seconds, Section, Switch, Text
+from vajra_py.engine.compute import RunnerOptions
+from vajra_py.engine.compute.interface import SamplingParams
+from vajra_py.engine.params import check_sampling
+from vajra_py.errors import ConfigError, Problem
+
+Number: TypeAlias = Annotated[float, Field(strict=True)]
+SLOTS_PER_BATCH_ENTRY = 2
+"""Requests that a worker remembers, as a multiple of the largest batch: some sit a step out, and come back cheaply."""
+
+MAX_STEP_TOKENS = 8192
+"""Tokens of a step that memory is set aside for where the settings give no limit."""
+
+
+class SamplingConfig(Section):
+    """How tokens are chosen in an experiment; greedy unless said otherwise."""
+
+    temperature: Number = Field(0.0, description="Logits are divided by it; 0: the likeliest token.")
+    top_k: PositiveCount | None = Field(None, description="Only the k likeliest tokens; null: all.")
+    top_p: Number = Field(1.0, description="The fewest tokens whose probabilities reach this, fraction.")
+    min_p: Number = Field(0.0, description="Only tokens with at least this part of the largest probability, fraction.")
+    presence_penalty: Number = Field(0.0, description="Taken from the logit of every token that was put out already.")
+    frequency_penalty: Number = Field(0.0, description="The same, times how often.")
+    repetition_penalty: Number = Field(1.0, description="Divides the logits of tokens that occurred.")
+    ignore_eos: Switch = Field(
+        True,
+        description=(
+            "Outputs are as long as the workload says, whatever the model puts out; false: a request ends with the model's "
+            "end-of-sequence token, or at the workload's length."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> SamplingConfig:
+        try:
+            check_sampling(self.params(1), "sampling")
+        except ConfigError as error:
+            raise ValueError("; ".join(one.message for one in error.problems)) from None
+        return self
+
+    def params(self, max_tokens: int) -> SamplingParams:
+        """The same for one request."""
+        return SamplingParams(max_tokens=max_tokens, **self.model_dump())
+
+
+class EngineConfig(Section):
+    """Compute steps with a real model instead of predicting how long they take."""
+
+    model: Text = Field(description="Directory of a Hugging Face model; `vajra model tiny DIR` writes a small one.")
+    random_weights: Switch = Field(
+        False, description="Make weights from the directory's config.json and weights_seed instead of reading them."
+    )
+    weights_seed: Count = Field(0, description="Seed of random weights.")
+    device: Annotated[str, Field(strict=True, pattern=r"^(cpu|cuda(:\d+)?)$")] = Field(
+        "cpu", description="cpu, cuda (replicas take the devices in turn) or cuda:N."
+    )
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        "auto", description="Computing type; auto: the checkpoint's, float32 on a CPU."
+    )
+    num_threads: PositiveCount | None = Field(
+        None, description="Threads of a replica's CPU computation; null: the cores divided among the replicas."
+    )
+    tensor_parallel: PositiveCount = Field(1, description="Devices (on a CPU: processes) that share every layer.")
+    workers: Literal["in_process", "process"] = Field(
+        "in_process", description="Where a replica computes; with tensor_parallel it is always a process for each rank."
+    )
+    self_check: Switch = Field(True, description="Compare with transformers' own attention while loading.")
+    fused: Switch = Field(True, description="Use this package's own forward pass where it knows the model.")
+    sampling: SamplingConfig = Field(
+        default_factory=lambda: SamplingConfig(), description="How tokens are chosen, and when a request ends."
+    )
+    time_scale: Annotated[float, Field(strict=True, gt=0)] = Field(
+        1.0, description="Arrival and think times of the workload are multiplied by this."
+    )
+    latency: TypedChoice | None = Field(
+        None, description="Latency model that policies ask for predictions; null: those that ask cannot be used."
+    )
+    output_length: TypedChoice = Field(
+        default_factory=lambda: TypedChoice(type="none"), description="What policies are told about output lengths."
+    )
+    warmup_s: Seconds = Field(0.0, description="Requests that arrive earlier are served and not counted, seconds.")
+    warmup_requests: Count = Field(0, description="So many first requests are served and not counted.")
+
+    @field_validator("model")
+    @classmethod
+    def _seen_from_base_folder(cls, model: str, info: ValidationInfo) -> str:
+        folder = info.context.get("base_folder") if isinstance(info.context, dict) else None
+        if folder is not None and not Path(model).is_absolute() and (Path(folder) / model).exists():
+            return str(Path(folder) / model)
+        return model
+
+    def runner_options(self, replica: ReplicaConfig, num_threads: int | None) -> RunnerOptions:
+        """What a replica's worker loads, on the first device."""
+        return RunnerOptions(
+            model=self.model,
+            random_weights=self.random_weights,
+            seed=self.weights_seed,
+            device=self.device,
+            dtype=self.dtype,
+            block_size=replica.memory.block_size,
+            max_model_len=replica.max_model_len,
+            max_requests=SLOTS_PER_BATCH_ENTRY * replica.max_batch_size,
+            max_step_tokens=replica.max_batch_tokens or MAX_STEP_TOKENS,
+            num_threads=num_threads,
+            tensor_parallel_size=self.tensor_parallel,
+            self_check=self.self_check,
+            fused=self.fused,
+        )
+
+
+def check_replica(where: str, replica: ReplicaConfig) -> list[Problem]:
+    """What of a replica's settings the engine cannot carry out."""
+    problems = []
+    if replica.kv_parallel.groups > 1:
+        message = f"the engine computes without KV parallelism (got {replica.kv_parallel.groups})"
+        problems.append(Problem(f"{where}.kv_parallel.groups", message, "Allowed: 1"))
+    if (replica.pipeline_stages or 1) > 1:
+        message = f"the engine computes without pipeline stages (got {replica.pipeline_stages})"
+        problems.append(Problem(f"{where}.pipeline_stages", message, "Allowed: 1"))
+    if replica.memory.prefix_cache.enabled and replica.memory.prefix_cache.unscheduled == "keep":
+        message = "would let requests read KV blocks that were never computed ('keep')"
+        problems.append(Problem(f"{where}.memory.prefix_cache.unscheduled", message, "Allowed: withdraw"))
+    return problems
+
+
+register_backend("engine", EngineConfig)

@@ -1,0 +1,1 @@
+"""Text and templates shipped with the engine."""

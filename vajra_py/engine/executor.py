@@ -1,0 +1,167 @@
+"""How does a plan become what a worker has to be told, and a worker's answer what the mechanism has to know?
+
+The worker remembers slots, block tables and last tokens, so a step names only what changed. A request keeps its slot
+through preemptions; when slots run short, one that is not in the step loses its own and gets another one later.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from vajra_py.engine.compute import Chunk, NewRow, StepInput, StepOutput, TableUpdate
+from vajra_py.engine.compute.interface import needs_history
+from vajra_py.engine.outputs import Submission
+from vajra_py.runtime.executor import PlannedChunk, StepPlan, StepResult
+from vajra_py.runtime.kv import AnyKvMemory
+from vajra_py.runtime.request import Request
+
+
+@dataclass(slots=True)
+class _Row:
+    """What the worker knows of a request."""
+
+    slot: int
+    num_blocks: int = 0
+    """Leading entries of its block table."""
+    goes_on: bool = False
+    """Whether it has the request's newest token, so that the next step need not name it."""
+
+
+@dataclass(slots=True)
+class _Changes:
+    """A step's input while it is put together."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    decodes: list[int] = field(default_factory=list)
+    new: list[NewRow] = field(default_factory=list)
+    tables: list[TableUpdate] = field(default_factory=list)
+
+
+class EngineExecutor:
+    """One replica's side of the protocol with its worker."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._submissions: dict[Request, Submission] = {}
+        self._rows: dict[Request, _Row] = {}
+        self._free = list(range(num_slots))
+        self._freed: list[int] = []
+        self._by_slot: dict[int, Request] = {}
+
+    # What the mechanism asks
+
+    def known_output_tokens(self, request: Request) -> int | None:
+        """After how many tokens the request ends, where its submission says so."""
+        return self._submissions[request].num_output_tokens
+
+    def release(self, request: Request) -> None:
+        """Forget a request that has left."""
+        if self._submissions.pop(request, None) is not None:
+            self._drop_row(request)
+
+    # What the loop asks
+
+    def expect(self, request: Request, submission: Submission) -> None:
+        """A request that may run here."""
+        self._submissions[request] = submission
+
+    def submission(self, request: Request) -> Submission:
+        """What the request was submitted as."""
+        return self._submissions[request]
+
+    def step_input(self, plan: StepPlan, memory: AnyKvMemory) -> StepInput:
+        """What the worker has to be told to compute the plan."""
+        changes = _Changes()
+        members = plan.pool or ()
+        self._make_room(plan)
+        self._by_slot = {}
+        for entry in plan.chunks:
+            self._add_chunk(entry, memory, changes)
+        for request in members:
+            row = self._row(request, changes)
+            if row.goes_on:
+                self._tell_table(request, row, memory, changes)
+                changes.decodes.append(row.slot)
+                self._by_slot[row.slot] = request
+            else:
+                entry = PlannedChunk(request, 1, request.num_computed_tokens - 1, "running")
+                self._add_chunk(entry, memory, changes)
+        freed, self._freed = self._freed, []
+        return StepInput(changes.chunks, changes.decodes, changes.new, freed, changes.tables, plan.copies)
+
+    def step_result(self, output: StepOutput) -> StepResult:
+        """What the mechanism has to know of a worker's answer; requests' outputs are brought up to date."""
+        tokens: list[tuple[Request, int]] = []
+        stopped: list[Request] = []
+        by_slot, logprobs = self._by_slot, output.logprobs
+        for slot, token in zip(output.slots, output.token_ids, strict=True):
+            request = by_slot[slot]
+            tokens.append((request, token))
+            if self._submissions[request].collected.append(token, logprobs.get(slot)):
+                stopped.append(request)
+        return StepResult(tokens, frozenset(stopped))
+
+    # Inside
+
+    def _add_chunk(self, entry: PlannedChunk, memory: AnyKvMemory, changes: _Changes) -> None:
+        request, num_tokens, start, kind = entry
+        row = self._row(request, changes)
+        if kind != "running":
+            row.num_blocks = 0
+        self._tell_table(request, row, memory, changes)
+        end = start + num_tokens
+        samples = end == request.num_known_tokens
+        changes.chunks.append(Chunk(row.slot, self._tokens(request, start, end), start, samples))
+        row.goes_on = samples
+        if samples:
+            self._by_slot[row.slot] = request
+
+    def _tokens(self, request: Request, start: int, end: int) -> list[int]:
+        """Known tokens of a request at positions `start` .. `end` - 1."""
+        submission = self._submissions[request]
+        prompt, num_prompt = submission.prompt_token_ids, request.num_prompt_tokens
+        if end <= num_prompt:
+            return list(prompt[start:end])
+        outputs = submission.collected.token_ids[max(0, start - num_prompt) : end - num_prompt]
+        return [*prompt[start:num_prompt], *outputs]
+
+    def _tell_table(self, request: Request, row: _Row, memory: AnyKvMemory, changes: _Changes) -> None:
+        known = row.num_blocks
+        if memory.held_blocks(request) != known:
+            table = memory.table(request)
+            changes.tables.append(TableUpdate(row.slot, known, list(table[known:])))
+            row.num_blocks = len(table)
+
+    def _row(self, request: Request, changes: _Changes) -> _Row:
+        row = self._rows.get(request)
+        if row is None:
+            row = self._rows[request] = _Row(heapq.heappop(self._free))
+            changes.new.append(self._new_row(request, row.slot))
+        return row
+
+    def _new_row(self, request: Request, slot: int) -> NewRow:
+        submission = self._submissions[request]
+        sampling, outputs = submission.collected.sampling, submission.collected.token_ids
+        if not needs_history(sampling):
+            return NewRow(slot, sampling, submission.seed, num_output_tokens=len(outputs))
+        prompt = list(submission.prompt_token_ids)
+        return NewRow(slot, sampling, submission.seed, prompt, list(outputs), len(outputs))
+
+    def _make_room(self, plan: StepPlan) -> None:
+        """Free the slots of the longest-known requests that this step does not need, when it would run out of them."""
+        entries = {entry.request for entry in plan.chunks}
+        if plan.pool is not None:
+            entries.update(plan.pool)
+        num_lacking = sum(request not in self._rows for request in entries) - len(self._free)
+        if num_lacking <= 0:
+            return
+        victims = [request for request in self._rows if request not in entries]
+        victims.sort(key=lambda request: request.is_resident)  # stable: those without memory first
+        for request in victims[:num_lacking]:
+            self._drop_row(request)
+
+    def _drop_row(self, request: Request) -> None:
+        row = self._rows.pop(request, None)
+        if row is not None:
+            heapq.heappush(self._free, row.slot)
+            self._freed.append(row.slot)

@@ -1,0 +1,297 @@
+"""How does a program get text from a model: a list of prompts at once, or one request as it is written?
+
+    llm = LLM("models/tiny")
+    for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+        output.text
+
+The policies that schedule it are those of an experiment: `config` takes the same keys (scheduling, preset, replica,
+num_replicas, …) from a mapping or a YAML file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from numbers import Integral
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+from vajra_py.config import ExperimentConfig, config_from_mapping
+from vajra_py.config.nodes import plain
+from vajra_py.config.yaml_file import read_yaml
+from vajra_py.contract import EndReason
+from vajra_py.engine.assembly import Engine
+from vajra_py.engine.compute import SamplingParams, TokenLogprobs
+from vajra_py.engine.config import EngineConfig
+from vajra_py.engine.outputs import Collected, Submission
+from vajra_py.engine.params import check_prompt, check_sampling
+from vajra_py.engine.prompts import request_seed
+from vajra_py.engine.services import engine_services
+from vajra_py.engine.tokenizer import HubTokenizer, TextStream, Tokenizer, has_tokenizer
+from vajra_py.errors import ConfigError, ExecutorError, Problem
+from vajra_py.plugins import load_registry
+from vajra_py.runtime.request import Request, RequestFacts
+
+Prompt: TypeAlias = str | Sequence[int]
+"""Text, or token ids."""
+
+NO_WORKLOAD: Mapping[str, Any] = {
+    "type": "synthetic",
+    "arrivals": {"type": "at_once"},
+    "num_requests": 1,
+    "prompt_tokens": {"type": "constant", "value": 1},
+    "output_tokens": {"type": "constant", "value": 1},
+}
+"""Stands in an experiment whose requests come from a program."""
+DEFAULT_SCHEDULING: Mapping[str, Any] = {
+    "request_prioritizer": "fcfs",
+    "replicaset_scheduler": "round_robin",
+    "replica_scheduler": "fixed_chunk",
+}
+CPU_MEMORY_FRACTION = 0.25
+"""Of a host's free memory: it has other uses than KV blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds on the engine's clock; None: they did not."""
+
+    arrived_at: float
+    admitted_at: float | None
+    first_token_at: float | None
+    ended_at: float | None
+    num_cached_tokens: int
+    num_preemptions: int
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to the first token."""
+        return None if self.first_token_at is None else self.first_token_at - self.arrived_at
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What a request gave.
+
+    Attributes:
+        request_id: the engine's name for it.
+        prompt_token_ids: its prompt.
+        token_ids: what was generated, the token that ended it included.
+        text: the same as text, without special tokens and without the stop string that ended it; empty without a tokenizer.
+        finish_reason: "stop", "length", "aborted", "rejected", "failed" or "expired".
+        detail: why, for the last four.
+        stopped_by: the stop string or token that ended it.
+        logprobs: of each token, when asked for.
+        metrics: when it happened.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    token_ids: Sequence[int]
+    text: str
+    finish_reason: str
+    detail: str
+    stopped_by: str | int | None
+    logprobs: Sequence[TokenLogprobs] | None
+    metrics: RequestMetrics
+
+
+def output_of(submission: Submission, request: Request, reason: EndReason) -> RequestOutput:
+    """The output of a request that has ended."""
+    collected = submission.collected
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt_token_ids=submission.prompt_token_ids,
+        token_ids=collected.token_ids,
+        text=collected.text,
+        finish_reason=reason.value,
+        detail=request.detail,
+        stopped_by=collected.stopped_by,
+        logprobs=None if collected.sampling.logprobs is None else collected.logprobs,
+        metrics=RequestMetrics(
+            request.arrived_at,
+            request.admitted_at,
+            request.first_token_at,
+            request.ended_at,
+            request.num_cached_tokens,
+            request.num_preemptions,
+        ),
+    )
+
+
+def llm_config(
+    model: str | Path, config: Mapping[str, Any] | str | Path | None = None, overrides: Sequence[str] = ()
+) -> ExperimentConfig:
+    """The experiment that an LLM runs: `config` with the model in it, and defaults where it says nothing.
+
+    Raises `ConfigError`.
+    """
+    given: dict[str, Any] = dict(plain(read_yaml(config)) if isinstance(config, str | Path) else config or {})
+    backend = given.pop("backend", None) or {}
+    if set(backend) - {"engine"}:
+        raise ConfigError(Problem("backend", f"an LLM needs the engine (got {', '.join(backend)})", "Allowed: engine"))
+    engine = {**(backend.get("engine") or {}), "model": str(model)}
+    given.pop("workload", None)
+    mapping = {"version": 1, "name": "llm", **given, "workload": NO_WORKLOAD, "backend": {"engine": engine}}
+    if "preset" not in mapping and "replicasets" not in mapping:
+        mapping.setdefault("scheduling", DEFAULT_SCHEDULING)
+    if engine.get("device", "cpu") == "cpu" and "replicasets" not in mapping:
+        replica = {**(mapping.get("replica") or {})}
+        replica["memory"] = {"memory_fraction": CPU_MEMORY_FRACTION, **(replica.get("memory") or {})}
+        mapping["replica"] = replica
+    return config_from_mapping(mapping, overrides)
+
+
+class RequestMaker:
+    """Makes submissions of prompts, and says what is wrong with them before anything is computed."""
+
+    def __init__(self, config: ExperimentConfig, engine: Engine, tokenizer: Tokenizer | None) -> None:
+        self._seed = config.seed
+        self._facts = engine.facts
+        self._limits = engine.prompt_limits()
+        self._tokenizer = tokenizer
+        self._numbers = count()
+
+    def make(self, prompt: Prompt, params: SamplingParams, where: str = "prompt") -> Submission:
+        """One request. Raises `ConfigError`."""
+        check_sampling(params, "sampling", self._limits.vocab_size)
+        if params.stop and self._tokenizer is None:
+            raise ConfigError(Problem("sampling.stop", "needs a tokenizer, and the model has none"))
+        tokens = self._tokens(prompt, where)
+        check_prompt(tokens, self._limits, where)
+        name = f"request-{next(self._numbers)}"
+        eos = () if params.ignore_eos else self._facts.eos_token_ids
+        stream = None if self._tokenizer is None else TextStream(self._tokenizer)
+        return Submission(
+            facts=RequestFacts(
+                name, len(tokens), min(params.max_tokens, self._limits.max_request_tokens - len(tokens))
+            ),
+            prompt_token_ids=tokens,
+            seed=request_seed(self._seed, name) if params.seed is None else params.seed,
+            collected=Collected(params, frozenset((*eos, *params.stop_token_ids)), stream),
+        )
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The prompt of a conversation. Raises `ConfigError`."""
+        if self._tokenizer is None:
+            raise ConfigError(Problem("messages", "need a tokenizer, and the model has none", "Give token ids"))
+        return self._tokenizer.apply_chat_template(messages)
+
+    def _tokens(self, prompt: Prompt, where: str) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            given: Sequence[object] = prompt
+            if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in given):
+                raise ConfigError(Problem(where, "is neither text nor token ids", "Allowed: str, or a list of int"))
+            return [int(token) for token in prompt]
+        if self._tokenizer is None:
+            raise ConfigError(Problem(where, "is text, and the model has no tokenizer", "Give token ids"))
+        if not prompt:
+            raise ConfigError(Problem(where, "is empty", "Allowed: one character or more"))
+        return self._tokenizer.encode(prompt)
+
+
+def load_tokenizer(model: str | Path) -> Tokenizer | None:
+    """The tokenizer of a model's directory; None when it has none."""
+    return HubTokenizer(model) if has_tokenizer(model) else None
+
+
+class LLM:
+    """A model that computes the prompts of a list together, scheduled by the policies of its configuration.
+
+    Not to be used from several threads. `replaced` sets parts of the engine otherwise, for tests and tools.
+    """
+
+    def __init__(
+        self, model: str | Path, config: Mapping[str, Any] | str | Path | None = None, **replaced: Any
+    ) -> None:
+        self.config = llm_config(model, config)
+        settings: EngineConfig = self.config.backend.settings
+        services = engine_services(self.config, load_registry(), {}, **replaced)
+        self._engine: Engine | None = Engine.load(self.config, services)
+        self.tokenizer = load_tokenizer(settings.model)
+        self._requests = RequestMaker(self.config, self._engine, self.tokenizer)
+        self._loop = self._engine.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give memory and processes back; may be called twice."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+    ) -> list[RequestOutput]:
+        """The outputs in the order of the prompts; with `n` above 1, n of each prompt after one another.
+
+        `params` go for all prompts, or one for each. With `n` above 1 the outputs of a prompt have seeds that follow one
+        another. Raises `ConfigError` for anything wrong with any prompt or its parameters, before the first is computed;
+        `PolicyError` when a policy breaks the contract, after which the LLM is closed. A request that ends otherwise
+        (its replica failed) has the reason in its output.
+        """
+        return self._run(list(self._made(_listed(prompts), params, n)))
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *, n: int = 1
+    ) -> list[RequestOutput]:
+        """Answers to a conversation, by the model's chat template. Raises like `generate`."""
+        return self.generate([self._requests.chat(messages)], params, n=n)
+
+    def _made(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, n: int
+    ) -> Iterator[Submission]:
+        if n < 1:
+            raise ConfigError(Problem("n", f"is out of range ({n})", "Allowed: 1 or more"))
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(prompts):
+            message = f"are not one for each prompt ({len(each)} for {len(prompts)})"
+            raise ConfigError(Problem("sampling parameters", message, "Allowed: one for all, or one for each"))
+        problems: dict[str, Problem] = {}
+        made: list[Submission] = []
+        for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+            for turn in range(n):
+                seeded = one if one.seed is None else replace(one, seed=one.seed + turn)
+                try:
+                    made.append(self._requests.make(prompt, seeded, f"prompts[{index}]"))
+                except ConfigError as error:
+                    problems |= {str(problem): problem for problem in error.problems}
+        if problems:
+            raise ConfigError(problems.values())
+        yield from made
+
+    def _run(self, submissions: Sequence[Submission]) -> list[RequestOutput]:
+        if self._engine is None:
+            raise ExecutorError("LLM: it is closed. Make another one.")
+        done: dict[str, RequestOutput] = {}
+        loop = self._loop
+        loop.on_ended = lambda submission, request, reason: done.update(
+            {request.request_id: output_of(submission, request, reason)}
+        )
+        for submission in submissions:
+            loop.submit(submission)
+        try:
+            loop.run()
+        except BaseException:  # what is half done cannot be taken up again
+            self.close()
+            raise
+        return [done[submission.facts.request_id] for submission in submissions]
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Several prompts: one that is given alone becomes a list of one."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]

@@ -1,0 +1,382 @@
+"""In which order does an engine let things happen, so that a simulator can let them happen again?
+
+One thread, in turns. A turn reads the clock once and stamps everything with that tick: at most one step that came back (or
+one replica that was lost), then arrivals, expiries and aborts, then the steps of the replicas that these woke, in the order
+in which they were woken. Each turn's tick is above the last one's. This is the order of the simulator's events of one tick
+(`vajra_py.sim.events.Phase`), so what was decided here is decided there.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import TypeAlias
+
+from sortedcontainers import SortedDict
+
+from vajra_py.contract import EndReason
+from vajra_py.engine.clock import TICKS_PER_NANOSECOND, EngineClock
+from vajra_py.engine.executor import EngineExecutor
+from vajra_py.engine.outputs import Submission
+from vajra_py.engine.worker import Finished, ReplicaKey, Worker, lost
+from vajra_py.errors import PolicyError
+from vajra_py.runtime.clock import NEVER, to_seconds, to_ticks
+from vajra_py.runtime.controller import EXPIRED, TAKEN_BACK, Controller
+from vajra_py.runtime.executor import StepPlan
+from vajra_py.runtime.input_log import Abort, Arrival, Expiry, Failure, Input
+from vajra_py.runtime.kv import BlockKeys, PrivateKeys, SegmentKeys, TokenKeys
+from vajra_py.runtime.replica import Replica
+from vajra_py.runtime.request import Request, RequestState
+
+
+@dataclass(frozen=True, slots=True)
+class TakeBack:
+    """A client takes its request back."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """No more is wanted: finish the turn and return."""
+
+
+Message: TypeAlias = Submission | TakeBack | Finished | Stop
+
+
+@dataclass(eq=False, slots=True)
+class Unit:
+    """One replica with what computes for it."""
+
+    replica: Replica
+    executor: EngineExecutor
+    worker: Worker
+    plan: StepPlan | None = None
+    """The step in flight."""
+    is_lost: bool = False
+    form_pending: bool = False
+    compute_s: float = 0.0
+    """What its steps took on the device, in all."""
+    busy_ticks: int = 0
+    """What they took from forming them to taking their results in."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopOptions:
+    """Rules of one run of the loop."""
+
+    serves: bool = False
+    """Whether to go on waiting for requests when there are none left, until told to stop."""
+    tenant_salt: bool = False
+    check_every_steps: int = 0
+    """Check conservation every so many steps; 0: never."""
+
+
+class EngineLoop:
+    """Serves requests on the replicas of a controller. `submit`, `abort` and `stop` may be called from any thread."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        units: Mapping[ReplicaKey, Unit],
+        clock: EngineClock,
+        options: LoopOptions | None = None,
+        note: Callable[[Input], None] | None = None,
+    ) -> None:
+        self.controller = controller
+        self.now = 0
+        self.num_steps = 0
+        self.inbox: SimpleQueue[Message] = SimpleQueue()
+        self.on_ended: Callable[[Submission, Request, EndReason], None] | None = None
+        """Told of every request that ended, before its own `on_progress` is."""
+        self.last_loss = ""
+        """Why the replica that failed last did."""
+        self._units = dict(units)
+        self._clock = clock
+        self._options = options or LoopOptions()
+        self._note = note
+        self._timed: list[tuple[int, int, Callable[[], Submission]]] = []
+        self._num_timed = 0
+        self._expiries: list[tuple[int, int, Request]] = []
+        self._arrived: list[Submission] = []
+        self._taken_back: list[str] = []
+        self._finished: deque[Finished] = deque()
+        self._stops = False
+        self._pending: list[Unit | str] = []
+        self._offers: set[str] = set()
+        self._submissions: dict[Request, Submission] = {}
+        self._idle: dict[str, SortedDict[int, Unit]] = {name: SortedDict() for name in controller.replicasets}
+        for unit in self._units.values():
+            self._idle[unit.replica.replicaset][unit.replica.replica_id] = unit
+
+    # From any thread
+
+    def submit(self, submission: Submission) -> None:
+        """Take a request in with the next turn."""
+        self.inbox.put(submission)
+
+    def abort(self, request_id: str) -> None:
+        """Take a request back with the next turn; nothing happens to one that is unknown or has ended."""
+        self.inbox.put(TakeBack(request_id))
+
+    def stop(self) -> None:
+        """Let `run` return after the present turn."""
+        self.inbox.put(Stop())
+
+    # From the loop's own thread
+
+    def submit_at(self, tick: int, make: Callable[[], Submission]) -> None:
+        """Take a request in when the clock says so; it is made then, since its prompt may depend on others' outputs."""
+        self._num_timed += 1
+        heapq.heappush(self._timed, (tick, self._num_timed, make))
+
+    @property
+    def num_lost(self) -> int:
+        """Replicas that failed."""
+        return sum(unit.is_lost for unit in self._units.values())
+
+    def run(self) -> None:
+        """Serve until nothing is left (or, when serving, until `stop`).
+
+        Raises `PolicyError` when a policy breaks the contract or leaves requests standing for ever.
+        """
+        while self._wait():
+            self._turn()
+
+    def alive(self) -> Iterator[tuple[Request, Submission]]:
+        """Requests taken in and not ended."""
+        yield from list(self._submissions.items())
+
+    def never_taken_in(self) -> list[Submission]:
+        """Submissions that no turn has got to."""
+        self._receive()
+        left, self._arrived = self._arrived, []
+        return left
+
+    # Waiting
+
+    def _wait(self) -> bool:
+        """Wait until there is something to do; False when there will not be."""
+        self._receive()
+        while not (self._finished or self._arrived or self._taken_back):
+            if self._stops:
+                return False
+            due = self._next_due()
+            if due <= self._clock.now():
+                return True
+            if due == NEVER and not self._num_in_flight and not self._options.serves:
+                self._check_stalled()
+                return False
+            message = self._clock.wait(self.inbox, due)
+            if message is not None:
+                self._sort(message)
+                self._receive()
+        return True
+
+    @property
+    def _num_in_flight(self) -> int:
+        return sum(unit.plan is not None for unit in self._units.values())
+
+    def _next_due(self) -> int:
+        while self._expiries and self._expiries[0][2].state is not RequestState.WAITING:
+            heapq.heappop(self._expiries)
+        return min(
+            self._timed[0][0] if self._timed else NEVER,
+            self._expiries[0][0] if self._expiries else NEVER,
+        )
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                self._sort(self.inbox.get_nowait())
+            except Empty:
+                return
+
+    def _sort(self, message: Message) -> None:
+        if isinstance(message, Finished):
+            self._finished.append(message)
+        elif isinstance(message, Submission):
+            self._arrived.append(message)
+        elif isinstance(message, TakeBack):
+            self._taken_back.append(message.request_id)
+        else:
+            self._stops = True
+
+    def _check_stalled(self) -> None:
+        if not self.controller.num_alive:
+            return
+        request = self.controller.alive()[0]
+        replicaset = self.controller.replicasets[request.replicaset]
+        replica = self.controller.replica_of(request)
+        what = f"although {self.controller.num_alive} requests remain and nothing else will happen"
+        if replica is None and not any(replicaset.offers(one, self.now) for one in range(len(replicaset.replicas))):
+            message = f"offers no replica anything of the shared queue {what}"
+            raise PolicyError(replicaset.scheduler_name, message, request_id=request.request_id)
+        replica = replica or replicaset.replicas[0]
+        message = f"scheduled nothing {what}"
+        raise PolicyError(replica.parts.policy_name, message, request_id=request.request_id, step=replica.num_steps)
+
+    # A turn
+
+    def _turn(self) -> None:
+        self.now = now = max(self._clock.now(), self.now + TICKS_PER_NANOSECOND)
+        touched: dict[Request, None] = {}
+        if self._finished:
+            self._take_result(self._finished.popleft(), touched)
+        arrived, self._arrived = self._arrived, []
+        while self._timed and self._timed[0][0] <= now:
+            tick, _, make = heapq.heappop(self._timed)
+            submission = make()
+            submission.sent_at = tick
+            arrived.append(submission)
+        for submission in arrived:
+            self._arrive(submission)
+        while self._expiries and self._expiries[0][0] <= now:
+            request = heapq.heappop(self._expiries)[2]
+            if request.state is RequestState.WAITING:
+                self._tell(Expiry(now, request.request_id))
+                self._end_early(request, EndReason.EXPIRED, EXPIRED)
+        taken_back, self._taken_back = self._taken_back, []
+        for request_id in taken_back:
+            found = self.controller.find(request_id)
+            if found is not None:
+                self._tell(Abort(now, request_id))
+                self._end_early(found, EndReason.ABORTED, TAKEN_BACK)
+        pending, self._pending = self._pending, []
+        for one in pending:
+            self._form(one)
+        for request in touched:  # after the next steps are on their way
+            progressed = self._submissions.get(request)
+            if progressed is not None and progressed.on_progress is not None:
+                progressed.on_progress(progressed, request, None)
+
+    def _tell(self, entry: Input) -> None:
+        if self._note is not None:
+            self._note(entry)
+
+    # Arrivals and departures
+
+    def _arrive(self, submission: Submission) -> None:
+        facts, sent_at = submission.facts, submission.sent_at
+        arrived_at = to_seconds(self.now if sent_at is None else sent_at)
+        if self._note is not None:
+            self._note(self._arrival(submission, arrived_at))
+        request, replicaset, replica = self.controller.submit(
+            facts, lambda size: self._keys(submission, size), self.now, arrived_at
+        )
+        self._submissions[request] = submission
+        if request.state is RequestState.ENDED:
+            assert request.end_reason is not None
+            self._ended(request, request.end_reason)
+            return
+        for one in replicaset.replicas if replica is None else (replica,):
+            self._unit(one).executor.expect(request, submission)
+        if request.expires_at is not None:
+            heapq.heappush(self._expiries, (to_ticks(request.expires_at), request.index, request))
+        if replica is not None:
+            self._wake(self._unit(replica))
+        elif replicaset.name not in self._offers:
+            self._offers.add(replicaset.name)
+            self._pending.append(replicaset.name)
+
+    def _arrival(self, submission: Submission, arrived_at: float) -> Arrival:
+        by_tokens = submission.shares and submission.content is None
+        tokens = tuple(submission.prompt_token_ids) if by_tokens else None
+        return Arrival(self.now, arrived_at, submission.facts, submission.content, tokens, submission.num_output_tokens)
+
+    def _keys(self, submission: Submission, block_size: int) -> BlockKeys:
+        facts = submission.facts
+        salt = facts.tenant if self._options.tenant_salt else ""
+        if submission.content is not None:
+            return SegmentKeys(submission.content, facts.request_id, block_size, salt)
+        if submission.shares:
+            return TokenKeys(submission.prompt_token_ids, block_size, salt)
+        return PrivateKeys(facts.request_id)
+
+    def _end_early(self, request: Request, reason: EndReason, detail: str) -> None:
+        replica = self.controller.replica_of(request)
+        if not self.controller.end_early(request.request_id, reason, self.now, detail):
+            return
+        self._ended(request, reason)
+        if replica is not None:
+            self._wake(self._unit(replica))
+
+    def _ended(self, request: Request, reason: EndReason) -> None:
+        submission = self._submissions.pop(request)
+        for one in self.controller.replicasets[request.replicaset].replicas:
+            self._unit(one).executor.release(request)
+        submission.collected.finish()
+        if self.on_ended is not None:
+            self.on_ended(submission, request, reason)
+        if submission.on_progress is not None:
+            submission.on_progress(submission, request, reason)
+
+    # Steps
+
+    def _unit(self, replica: Replica) -> Unit:
+        return self._units[replica.replicaset, replica.replica_id]
+
+    def _wake(self, unit: Unit) -> None:
+        if not (unit.form_pending or unit.plan is not None or unit.is_lost):
+            unit.form_pending = True
+            self._pending.append(unit)
+
+    def _form(self, one: Unit | str) -> None:
+        if isinstance(one, Unit):
+            one.form_pending = False
+            self._start(one)
+            return
+        self._offers.discard(one)
+        shared = self.controller.replicasets[one].shared
+        idle = self._idle[one]
+        for replica_id in list(idle):
+            if not len(shared):
+                return
+            if replica_id in idle and not idle[replica_id].form_pending:
+                self._start(idle[replica_id])
+
+    def _start(self, unit: Unit) -> None:
+        replica = unit.replica
+        idle = self._idle[replica.replicaset]
+        plan = replica.next_plan(self.now)
+        if plan is None:
+            idle[replica.replica_id] = unit
+            return
+        idle.pop(replica.replica_id, default=None)
+        self.num_steps += 1
+        unit.plan = plan
+        unit.worker.submit(unit.executor.step_input(plan, replica.memory))
+
+    def _take_result(self, finished: Finished, touched: dict[Request, None]) -> None:
+        unit = self._units[finished.replica]
+        if unit.is_lost:
+            return
+        if finished.output is None:
+            self._lose(unit, lost(finished.replica, finished.error or "its worker is gone"))
+            return
+        plan, unit.plan = unit.plan, None
+        assert plan is not None
+        unit.compute_s += finished.output.duration_s
+        unit.busy_ticks += self.now - plan.formed_at
+        result = unit.executor.step_result(finished.output)
+        touched.update(dict.fromkeys(request for request, _ in result.tokens or ()))
+        ended = unit.replica.complete_step(plan, result, self.now)
+        if ended:
+            self.controller.settle(ended, self.now)
+            for request, reason in ended:
+                self._ended(request, reason)
+        every = self._options.check_every_steps
+        if every and self.num_steps % every == 0:
+            self.controller.check_conservation()
+        self._wake(unit)
+
+    def _lose(self, unit: Unit, detail: str) -> None:
+        replica = unit.replica
+        unit.is_lost, unit.plan, self.last_loss = True, None, detail
+        self._idle[replica.replicaset].pop(replica.replica_id, None)
+        self._tell(Failure(self.now, replica.replicaset, replica.replica_id, detail))
+        for request, reason in self.controller.fail_replica(replica, detail, self.now):
+            self._ended(request, reason)

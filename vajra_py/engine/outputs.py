@@ -1,0 +1,116 @@
+"""What has come out of a request so far, and does it end here?
+
+One object per request collects tokens, log-probabilities and, where there is a tokenizer, text. It finds the end that a
+controller cannot know in advance: the model's end-of-sequence token, a stop token, a stop string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from vajra_py.contract import EndReason
+from vajra_py.engine.compute import SamplingParams, TokenLogprobs
+from vajra_py.engine.tokenizer import TextStream
+from vajra_py.runtime.request import Request, RequestFacts
+from vajra_py.workload import SegmentId
+
+
+@dataclass(slots=True)
+class Collected:
+    """The output of one request.
+
+    Attributes:
+        token_ids: every token, the one that ended it included.
+        logprobs: of each token, for requests that asked.
+        text: what a client may see: without the stop string that ended it; complete once the request has ended.
+        stopped_by: the stop string or token that ended it.
+    """
+
+    sampling: SamplingParams
+    stop_token_ids: Collection[int]
+    stream: TextStream | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    text: str = ""
+    stopped_by: str | int | None = None
+    _held: str = ""
+    """Text that might be the beginning of a stop string."""
+
+    def append(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
+        """Take a token in; whether it ends the request."""
+        self.token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        may_stop = len(self.token_ids) >= self.sampling.min_tokens
+        if may_stop and token_id in self.stop_token_ids:
+            self.stopped_by = token_id
+            return True
+        if self.stream is None:
+            return False
+        self._held += self.stream.push(token_id)
+        return self._match(may_stop)
+
+    def _match(self, may_stop: bool) -> bool:
+        """Look for a stop string in what is held, and let go of what cannot be part of one."""
+        stops = self.sampling.stop
+        if may_stop:
+            found = [(place, stop) for stop in stops if (place := self._held.find(stop)) >= 0]
+            if found:
+                place, self.stopped_by = min(found)
+                self.text += self._held[:place]
+                self._held = ""
+                return True
+        keep = _longest_beginning(self._held, stops)
+        self.text += self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
+        return False
+
+    def finish(self) -> None:
+        """No more tokens come: what was held back is text after all."""
+        if self.stream is not None and not isinstance(self.stopped_by, str):
+            self.text += self._held + self.stream.rest()
+        self._held = ""
+
+
+def _longest_beginning(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of the text that a stop string begins with."""
+    longest = 0
+    for stop in stops:
+        for length in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:length]):
+                longest = length
+                break
+    return longest
+
+
+OnProgress: TypeAlias = Callable[["Submission", Request, EndReason | None], None]
+"""Called after each step that gave the request a token, and when it has ended (with the reason)."""
+
+
+@dataclass(eq=False, slots=True)
+class Submission:
+    """One request on its way through the engine.
+
+    Attributes:
+        facts: what the client said.
+        prompt_token_ids: the prompt.
+        seed: of its random stream.
+        collected: what comes out.
+        content: segments that identify the prompt in the prefix cache; None: its tokens do.
+        shares: whether its prompt's blocks may be shared at all.
+        num_output_tokens: after how many tokens it ends, where that is known beforehand.
+        sent_at: when its client sent it, in ticks; None: when it is taken in.
+        on_progress: who is told.
+    """
+
+    facts: RequestFacts
+    prompt_token_ids: Sequence[int]
+    seed: int
+    collected: Collected
+    content: tuple[tuple[SegmentId, int], ...] | None = None
+    shares: bool = True
+    num_output_tokens: int | None = None
+    sent_at: int | None = None
+    on_progress: OnProgress | None = None

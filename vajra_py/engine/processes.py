@@ -1,0 +1,179 @@
+"""How does a replica compute in processes of its own, one for each rank that shares its layers?
+
+The controller sends every rank the same steps through pipes and takes the tokens of the first; all ranks sample alike, so
+the others' answers are only waited for. A rank that dies takes the replica with it, and nothing else.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from dataclasses import replace
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from vajra_py.engine.compute import ModelFacts, RunnerOptions, StepInput, load_runner
+from vajra_py.engine.worker import Deliver, Finished, LoadRunner, ReplicaKey, calm_threads, placed, said
+from vajra_py.errors import ExecutorError
+
+_JOIN_S = 10.0
+
+
+def serve_steps(pipe: Connection, options: RunnerOptions, ordinal: int, load: LoadRunner) -> None:
+    """A worker process: load, then answer what comes through the pipe until it is closed."""
+    calm_threads()
+    try:
+        runner = load(placed(options, ordinal))
+    except BaseException as error:
+        _send(pipe, error)
+        return
+    _send(pipe, runner.facts)
+    try:
+        while (message := pipe.recv()) is not None:
+            name, arguments = message
+            try:
+                answer = getattr(runner, name)(*arguments)
+            except Exception as error:
+                _send(pipe, error)
+            else:
+                pipe.send(answer)
+    except (EOFError, KeyboardInterrupt):
+        pass
+    finally:
+        runner.close()
+
+
+def _send(pipe: Connection, answer: Any) -> None:
+    try:
+        pipe.send(answer)
+    except Exception:  # an error that cannot be pickled
+        pipe.send(ExecutorError(said(answer)))
+
+
+class ProcessWorker:
+    """The processes of one replica. They load side by side: make all workers, then `wait_loaded` for each."""
+
+    def __init__(
+        self, replica: ReplicaKey, options: RunnerOptions, first_ordinal: int, load: LoadRunner = load_runner
+    ) -> None:
+        self._replica = replica
+        self._rendezvous: str | None = None
+        self._facts: ModelFacts | None = None
+        self._deliver: Deliver | None = None
+        self._receiver: threading.Thread | None = None
+        self._closing = False
+        ranks = options.tensor_parallel_size
+        if ranks > 1:
+            self._rendezvous = tempfile.mkdtemp(prefix="vajra-ranks-")
+            options = replace(options, rendezvous=f"file://{Path(self._rendezvous) / 'store'}")
+        context = get_context("spawn")
+        calm_threads()
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=serve_steps,
+                args=(theirs, replace(options, tensor_parallel_rank=rank), first_ordinal + rank, load),
+                name=f"vajra-worker-{replica[1]}-{rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def wait_loaded(self) -> None:
+        """Wait until every rank has its weights. Raises what loading raised, `ExecutorError` when a process died."""
+        self._facts = self._answers()[0]
+
+    @property
+    def facts(self) -> ModelFacts:
+        """See `Worker`."""
+        assert self._facts is not None
+        return self._facts
+
+    def profile_num_blocks(self, memory_fraction: float) -> int:
+        """See `Worker`: the fewest that any rank has room for."""
+        return int(min(self._call("profile_num_blocks", memory_fraction)))
+
+    def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
+        """See `Worker`."""
+        self._call("allocate", num_blocks, num_host_blocks)
+        self._deliver = deliver
+        self._receiver = threading.Thread(target=self._receive, name=f"vajra-pipe-{self._replica[1]}", daemon=True)
+        self._receiver.start()
+
+    def submit(self, step: StepInput) -> None:
+        """See `Worker`."""
+        for pipe in self._pipes:
+            try:
+                pipe.send(("run", (step,)))
+            except OSError:
+                return  # the process died; the receiver finds that out and says so
+
+    def close(self) -> None:
+        """See `Worker`."""
+        self._closing = True
+        for pipe in self._pipes:
+            try:
+                pipe.send(None)
+            except OSError:
+                continue
+        for process in self._processes:
+            process.join(_JOIN_S)
+            if process.is_alive():
+                process.terminate()
+                process.join()
+        if self._receiver is not None:
+            self._receiver.join()
+            self._receiver = None
+        for pipe in self._pipes:
+            pipe.close()
+        if self._rendezvous is not None:
+            shutil.rmtree(self._rendezvous, ignore_errors=True)
+
+    def _call(self, name: str, *arguments: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((name, arguments))
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        """One answer of each rank; raises the first error among them."""
+        answers: dict[int, Any] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while waiting:
+            for ready in connection.wait(list(waiting)):
+                rank = waiting.pop(ready)  # type: ignore[call-overload]
+                try:
+                    answer = self._pipes[rank].recv()
+                except (EOFError, OSError):
+                    answer = ExecutorError(self._died(rank))
+                if isinstance(answer, BaseException):  # other ranks may wait for this one for ever
+                    raise answer
+                answers[rank] = answer
+        return [answers[rank] for rank in range(len(self._pipes))]
+
+    def _died(self, rank: int) -> str:
+        process = self._processes[rank]
+        process.join(_JOIN_S)
+        code = process.exitcode
+        how = "is gone" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        of = f", rank {rank} of {len(self._pipes)}" if len(self._pipes) > 1 else ""
+        return f"worker process {process.pid}{of} {how}"
+
+    def _receive(self) -> None:
+        """Deliver steps as they come back, until a rank is lost or the worker is closed."""
+        assert self._deliver is not None
+        while True:
+            try:
+                answers = self._answers()
+            except Exception as error:
+                if not self._closing:
+                    self._deliver(Finished(self._replica, None, said(error)))
+                return
+            self._deliver(Finished(self._replica, answers[0]))

@@ -1,0 +1,44 @@
+"""What do the policies of an engine get that ask how long a step will take, or how long an output will be?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vajra_py.config import ExperimentConfig
+from vajra_py.contract import LatencyModel, OutputLengthPredictor
+from vajra_py.engine.assembly import EngineServices
+from vajra_py.engine.config import EngineConfig
+from vajra_py.latency.unknown import NoPredictions
+from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
+from vajra_py.runtime.seeds import SeedTree
+
+
+def predictions(settings: EngineConfig, registry: Registry) -> LatencyModel:
+    """What policies ask how long a step will take."""
+    if settings.latency is None:
+        return NoPredictions("backend.engine.latency")
+    return build_latency_model(settings.latency.type, settings.latency.params, registry)
+
+
+def length_predictor(
+    settings: EngineConfig, seeds: SeedTree, lengths: Mapping[str, int], registry: Registry
+) -> OutputLengthPredictor:
+    """What policies ask how long an output will be; `lengths` is the truth, for oracles."""
+    truth = Truth(seeds.child("output_lengths").stream, dict(lengths))
+    return build_output_lengths(settings.output_length.type, settings.output_length.params, truth, registry)
+
+
+def engine_services(
+    config: ExperimentConfig, registry: Registry, lengths: Mapping[str, int], **replaced: Any
+) -> EngineServices:
+    """The services of a run; `replaced` are fields of `EngineServices` to set otherwise."""
+    settings: EngineConfig = config.backend.settings
+    seeds = SeedTree(config.seed).child("policies")
+    return EngineServices(
+        registry,
+        predictions(settings, registry),
+        length_predictor(settings, seeds, lengths, registry),
+        seeds,
+        **replaced,
+    )

@@ -1,0 +1,176 @@
+"""Where does a replica compute: in the controller's thread, in a thread of its own, or in processes, one for each rank?
+
+Invariants:
+    - A worker gets one step at a time and delivers one `Finished` for each, never before `submit` was called.
+    - After a `Finished` with an error the worker is not used again; a process that dies delivers one, whenever it dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Protocol, TypeAlias
+
+from vajra_py.engine.compute import ModelFacts, ModelRunner, RunnerOptions, StepInput, StepOutput, load_runner
+from vajra_py.errors import ExecutorError, VajraError
+
+_log = logging.getLogger(__name__)
+
+LoadRunner: TypeAlias = Callable[[RunnerOptions], ModelRunner]
+"""How a runner is made; a function of a module, so that it can be named to another process."""
+ReplicaKey: TypeAlias = tuple[str, int]
+"""(replicaset, replica)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A step came back, or its worker is lost: one of `output` and `error` is given."""
+
+    replica: ReplicaKey
+    output: StepOutput | None
+    error: str | None = None
+
+
+Deliver: TypeAlias = Callable[[Finished], None]
+
+
+class Worker(Protocol):
+    """Computes the steps of one replica."""
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What was loaded."""
+
+    def profile_num_blocks(self, memory_fraction: float) -> int:
+        """See `ModelRunner.profile_num_blocks`."""
+
+    def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
+        """Make KV memory and be ready for steps. Raises `ExecutorError`."""
+
+    def submit(self, step: StepInput) -> None:
+        """Compute a step; its result is delivered."""
+
+    def close(self) -> None:
+        """Give everything back; may be called twice."""
+
+
+def calm_threads() -> None:
+    """Let idle OpenMP threads sleep instead of spinning: with other work on the cores they would slow it many times over.
+
+    Has an effect on what is loaded later, so it is called before a tensor library is.
+    """
+    if "torch" not in sys.modules:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def placed(options: RunnerOptions, ordinal: int) -> RunnerOptions:
+    """The options with one of the machine's devices in place of `cuda`: they are taken in turn."""
+    if options.device != "cuda":
+        return options
+    import torch
+
+    count = torch.cuda.device_count()
+    return replace(options, device=f"cuda:{ordinal % count}") if count else options
+
+
+def _run(runner: ModelRunner, step: StepInput) -> tuple[StepOutput | None, str | None]:
+    try:
+        return runner.run(step), None
+    except Exception as error:  # whatever it was, this worker's requests end with it and the others go on
+        _log.warning("a step failed", exc_info=True)
+        return None, said(error)
+
+
+def said(error: BaseException) -> str:
+    """An error on one line."""
+    text = str(error) if isinstance(error, VajraError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())
+
+
+class InlineWorker:
+    """Computes in the thread that submits: nothing is handed over, and nothing else happens meanwhile."""
+
+    def __init__(self, replica: ReplicaKey, runner: ModelRunner) -> None:
+        self._replica = replica
+        self._runner = runner
+        self._deliver: Deliver | None = None
+
+    @property
+    def facts(self) -> ModelFacts:
+        """See `Worker`."""
+        return self._runner.facts
+
+    def profile_num_blocks(self, memory_fraction: float) -> int:
+        """See `Worker`."""
+        return self._runner.profile_num_blocks(memory_fraction)
+
+    def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
+        """See `Worker`."""
+        self._runner.allocate(num_blocks, num_host_blocks)
+        self._deliver = deliver
+
+    def submit(self, step: StepInput) -> None:
+        """See `Worker`."""
+        assert self._deliver is not None
+        self._deliver(Finished(self._replica, *_run(self._runner, step)))
+
+    def close(self) -> None:
+        """See `Worker`."""
+        self._runner.close()
+
+
+class ThreadWorker(InlineWorker):
+    """Computes in a thread of its own, so that several replicas of one process do so at once."""
+
+    def __init__(self, replica: ReplicaKey, runner: ModelRunner) -> None:
+        super().__init__(replica, runner)
+        self._steps: SimpleQueue[StepInput | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"vajra-worker-{replica[1]}", daemon=True)
+
+    def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
+        """See `Worker`."""
+        super().start(num_blocks, num_host_blocks, deliver)
+        self._thread.start()
+
+    def submit(self, step: StepInput) -> None:
+        """See `Worker`."""
+        self._steps.put(step)
+
+    def _work(self) -> None:
+        while (step := self._steps.get()) is not None:
+            super().submit(step)
+
+    def close(self) -> None:
+        """See `Worker`."""
+        if self._thread.is_alive():
+            self._steps.put(None)
+            self._thread.join()
+        super().close()
+
+
+def load_in_process(
+    replica: ReplicaKey, options: RunnerOptions, ordinal: int, threaded: bool, load: LoadRunner = load_runner
+) -> Worker:
+    """A worker of this process. Raises what loading the model raises."""
+    calm_threads()
+    runner = load(placed(options, ordinal))
+    return ThreadWorker(replica, runner) if threaded else InlineWorker(replica, runner)
+
+
+def lost(replica: ReplicaKey, what: str) -> str:
+    """Why a replica's requests ended."""
+    return f"replica {replica[1]} of {replica[0]} failed: {what}"
+
+
+def checked_facts(workers: list[Worker]) -> ModelFacts:
+    """What all workers loaded; they are alike. Raises `ExecutorError` when they are not."""
+    first = workers[0].facts
+    for worker in workers[1:]:
+        if worker.facts.num_parameters != first.num_parameters or worker.facts.eos_token_ids != first.eos_token_ids:
+            raise ExecutorError("workers: replicas loaded different models. Every replica loads the same directory.")
+    return first

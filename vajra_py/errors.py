@@ -1,0 +1,196 @@
+"""What can go wrong, and what does the command line return then?
+
+The tree, with the exit code of the process in brackets:
+
+    VajraError [1]
+    ├── ConfigError [2]             what the user wrote is wrong: all its problems at once
+    │   └── WorkloadError [2]       a trace or length file is broken: file and line
+    ├── PluginError [2]             an installed package fails to import, clashes with another, or breaks the hooks
+    ├── UnknownNameError [2]        no installed package offers that name
+    ├── PolicyError [3]             a policy broke the contract: policy, request and step
+    ├── ExecutorError [4]           a step could not be executed or predicted
+    ├── RunError [1]                a run, or its files, cannot be used as asked
+    └── RunInterrupted [130]        the user stopped the run; what was written stays readable
+
+Problems read `where: what is wrong (got). what is allowed.`, one line each. A refusal that a policy can meet in normal operation is a
+value of the contract, not one of these.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+__all__ = [
+    "ConfigError",
+    "ExecutorError",
+    "PluginError",
+    "PolicyError",
+    "Problem",
+    "RunError",
+    "RunInterrupted",
+    "UnknownNameError",
+    "VajraError",
+    "WorkloadError",
+    "did_you_mean",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong at one place?
+
+    `where` is a place the user can go to (`file.yaml:12 scheduling.replica_scheduler.policy`, `trace.csv:7`, `--set seed`); `message` is
+    what is wrong with the value given in brackets; `allowed` is a full sentence without its closing stop, or None when nothing helps.
+    """
+
+    where: str
+    message: str
+    allowed: str | None = None
+
+    def __str__(self) -> str:
+        """The problem on one line, whatever line breaks its parts carry."""
+        parts = [f"{self.where}: {self.message.rstrip('.')}."]
+        if self.allowed:
+            parts.append(f"{self.allowed.rstrip('.')}.")
+        return " ".join(" ".join(parts).split())
+
+
+class VajraError(Exception):
+    """The root of everything this package raises on purpose: its text is made for the user, without a stack trace."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(VajraError):
+    """What the user wrote is wrong; carries every problem found, in the order of the file."""
+
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, problems: Problem | Iterable[Problem]) -> None:
+        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        if not self.problems:
+            raise ValueError("a ConfigError needs at least one problem")
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        """One line per problem."""
+        return "\n".join(map(str, self.problems))
+
+
+class WorkloadError(ConfigError):
+    """A trace or length file is broken at a known line (1 is the first line of the file; None means the file as a whole)."""
+
+    def __init__(self, file: str | Path, line: int | None, message: str, allowed: str | None = None) -> None:
+        self.file = Path(file)
+        self.line = line
+        where = str(file) if line is None else f"{file}:{line}"
+        super().__init__(Problem(where, message, allowed))
+        self._arguments = (file, line, message, allowed)
+
+    def __reduce__(self) -> tuple[type[WorkloadError], tuple[str | Path, int | None, str, str | None]]:
+        """Rebuilt from its own arguments when it crosses a process boundary."""
+        return (type(self), self._arguments)
+
+
+class PluginError(VajraError):
+    """An installed package fails to import, clashes with another, or does not implement the hooks as specified.
+
+    `plugin` names the package or entry point, with its version where known.
+    """
+
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, plugin: str, message: str) -> None:
+        self.plugin = plugin
+        self.message = message
+        super().__init__(plugin, message)
+
+    def __str__(self) -> str:
+        """The plug-in, then what is wrong with it."""
+        return f"plug-in {self.plugin}: {self.message}"
+
+
+class UnknownNameError(VajraError):
+    """No installed package offers something of this kind (`replica scheduler`, `latency model`, …) by this name."""
+
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, kind: str, name: str, choices: Iterable[str]) -> None:
+        self.kind = kind
+        self.name = name
+        self.choices: tuple[str, ...] = tuple(sorted(choices))
+        super().__init__(kind, name, self.choices)
+
+    def __str__(self) -> str:
+        """The name, the nearest installed one, and all of them."""
+        message = f"no installed package offers that name ({self.name!r})"
+        return str(Problem(self.kind, message, did_you_mean(self.name, self.choices)))
+
+
+class PolicyError(VajraError):
+    """A policy broke the contract: a non-finite key, more tokens than remain, an unknown request, an exception of its own.
+
+    `policy` is the registered name; `request_id` and `step` say where, None when the breach is not tied to one.
+    """
+
+    exit_code: ClassVar[int] = 3
+
+    def __init__(
+        self, policy: str, message: str, *, request_id: str | int | None = None, step: int | None = None
+    ) -> None:
+        self.policy = policy
+        self.message = message
+        self.request_id = request_id
+        self.step = step
+        super().__init__(policy, message)
+
+    @classmethod
+    def caused_by(
+        cls, policy: str, error: Exception, *, request_id: str | int | None = None, step: int | None = None
+    ) -> PolicyError:
+        """The error for an exception that escaped from a policy; raise it `from` that exception."""
+        return cls(policy, f"{type(error).__name__}: {error}", request_id=request_id, step=step)
+
+    def __str__(self) -> str:
+        """The policy, where it happened, and what it did."""
+        places = [f"policy {self.policy}"]
+        if self.request_id is not None:
+            places.append(f"request {self.request_id}")
+        if self.step is not None:
+            places.append(f"step {self.step}")
+        return f"{', '.join(places)}: {self.message}"
+
+
+class ExecutorError(VajraError):
+    """A step could not be executed (a worker died, a kernel failed) or its duration could not be predicted."""
+
+    exit_code: ClassVar[int] = 4
+
+
+class RunError(VajraError):
+    """A run cannot start, resume or be read as asked: its folder is taken, incomplete, or written by another version."""
+
+
+class RunInterrupted(VajraError):
+    """The user stopped the run; the tables written so far are whole, and the manifest says that the run was interrupted."""
+
+    exit_code: ClassVar[int] = 130
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """Which of `choices` did the user mean by `name`, and what are they all? One sentence without its stop, made for `Problem.allowed`.
+
+    >>> did_you_mean("fcsf", ["edf", "fcfs"])
+    "Did you mean 'fcfs'? Allowed: edf, fcfs"
+    """
+    known: Sequence[str] = sorted(choices)
+    if not known:
+        return "There are none to choose from"
+    lowered = {choice.lower().replace("-", "_"): choice for choice in known}
+    nearest = difflib.get_close_matches(name.lower().replace("-", "_"), lowered, n=1, cutoff=0.6)
+    allowed = f"Allowed: {', '.join(known)}"
+    return f"Did you mean {lowered[nearest[0]]!r}? {allowed}" if nearest else allowed

@@ -1,0 +1,1 @@
+"""How is one configuration, or a grid of them, run, resumed and compared?"""

@@ -1,0 +1,482 @@
+"""How long do steps of every shape take on this model and device, and what formula predicts them?
+
+First a grid of batches is computed again and again in random order, so that what else the machine does falls on all of them
+alike; then the engine serves requests for a while, which shows what forming a step costs and what steps cost in the midst of
+everything else. All of it is fitted at once. Measurements are kept in a file as they are made: a profile that was broken off
+goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from vajra_py import __version__
+from vajra_py.config import ExperimentConfig
+from vajra_py.contract import BatchShape, Observer, StepEnd
+from vajra_py.engine.assembly import Engine
+from vajra_py.engine.compute import (
+    Chunk,
+    ModelFacts,
+    ModelRunner,
+    NewRow,
+    PendingStep,
+    RunnerOptions,
+    SamplingParams,
+    StepInput,
+    StepOutput,
+    TableUpdate,
+    load_runner,
+)
+from vajra_py.engine.compute.inspect import inspect_model
+from vajra_py.engine.config import EngineConfig
+from vajra_py.engine.llm import llm_config
+from vajra_py.engine.outputs import Collected, Submission
+from vajra_py.engine.prompts import request_seed
+from vajra_py.engine.services import engine_services
+from vajra_py.engine.worker import LoadRunner, calm_threads, placed
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.latency.fitting import Measured, errors_of, fit_steps, held_out_errors
+from vajra_py.latency.profiled import Profile
+from vajra_py.plugins import load_registry
+from vajra_py.runtime.kv import BlockCopy, CopyDirection
+from vajra_py.runtime.request import RequestFacts
+from vajra_py.runtime.seeds import SeedTree
+
+GREEDY = SamplingParams(temperature=0.0)
+_LIVE_WAVES = (1, 1, 2, 4, 8, 16, 32)
+_MAX_LIVE_STEPS = 600
+_HOST_BLOCKS = 64
+
+Report: TypeAlias = Callable[[int, int], None]
+"""Called with (measurements done, measurements in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileSettings:
+    """What is measured.
+
+    Attributes:
+        config: the engine and its replicas; see `profile_config`.
+        passes: how often each shape is measured, besides once to warm up.
+        num_random: shapes drawn at random, besides the grid.
+        seed: of the shapes and their order.
+    """
+
+    config: ExperimentConfig
+    passes: int = 3
+    num_random: int = 40
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One batch to measure: contexts of its decodes, (tokens, context) of its chunks, and blocks swapped."""
+
+    decodes: tuple[int, ...] = ()
+    chunks: tuple[tuple[int, int], ...] = ()
+    num_swapped: int = 0
+
+    def shape(self, bytes_per_block: int) -> BatchShape:
+        """Its features."""
+        shape = BatchShape(swap_bytes=self.num_swapped * bytes_per_block)
+        shape = shape.with_decodes(len(self.decodes), sum(self.decodes))
+        for num_tokens, context in self.chunks:
+            shape = shape.with_chunk(num_tokens, context)
+        return shape
+
+    def num_blocks(self, block_size: int) -> int:
+        """KV blocks of all its rows."""
+        ends = [*(context + 1 for context in self.decodes), *(tokens + context for tokens, context in self.chunks)]
+        return sum(-(-end // block_size) for end in ends)
+
+
+def profile_config(
+    model: str | Path, config: Mapping[str, Any] | str | Path | None = None, overrides: Sequence[str] = ()
+) -> ExperimentConfig:
+    """The settings of a profile: those of an LLM (`vajra_py.engine.llm.llm_config`). Raises `ConfigError`."""
+    made = llm_config(model, config, overrides)
+    settings: EngineConfig = made.backend.settings
+    if made.replicasets:
+        message = f"a profile is of one replica ({len(made.replicasets)} replicasets)"
+        raise ConfigError(Problem("replicasets", message, "Allowed: none"))
+    if settings.tensor_parallel > 1:
+        message = f"a profile is made in one process (got {settings.tensor_parallel})"
+        raise ConfigError(Problem("backend.engine.tensor_parallel", message, "Allowed: 1"))
+    return made
+
+
+def profile_model(
+    settings: ProfileSettings, output: Path, report: Report | None = None, load: LoadRunner = load_runner
+) -> Profile:
+    """Measure, fit, and write the profile to `output`; measurements are kept beside it until it is written.
+
+    Raises what loading the model raises.
+    """
+    config = settings.config
+    replica = config.replica
+    engine: EngineConfig = config.backend.settings
+    inspect_model(engine.model, engine.random_weights)
+    calm_threads()
+    options = placed(engine.runner_options(replica, engine.num_threads), 0)
+    runner = load(options)
+    try:
+        num_blocks = replica.memory.num_blocks or runner.profile_num_blocks(replica.memory.memory_fraction)
+        runner.allocate(num_blocks, max(_HOST_BLOCKS, replica.memory.host_blocks))
+        facts = _facts(runner.facts, options, num_blocks)
+        batches = list(_batches(settings, runner.facts, options, num_blocks))
+        journal = _Journal(output.with_suffix(".measured.jsonl"), facts, batches)
+        total = len(batches) * settings.passes
+        bench = _Bench(runner, options, num_blocks)
+        grid = _measure_grid(settings, batches, bench, journal, report)
+        live = _serve_a_while(config, _Allocated(runner, num_blocks, bench.taken))
+    finally:
+        runner.close()
+    if report is not None:
+        report(total, total)
+    profile = _fitted(grid, live, facts, settings.seed)
+    profile.write(output)
+    journal.remove()
+    return profile
+
+
+def _facts(facts: ModelFacts, options: RunnerOptions, num_blocks: int) -> dict[str, Any]:
+    return {
+        **{name: value for name, value in asdict(facts).items() if name != "eos_token_ids"},
+        "model": options.model,
+        "num_threads": options.num_threads,
+        "max_batch_size": options.max_requests,
+        "num_blocks": num_blocks,
+        "machine": platform.machine(),
+        "processor": platform.processor() or platform.machine(),
+        "vajra_py": __version__,
+    }
+
+
+def _fitted(grid: Sequence[Measured], live: Sequence[_LiveStep], facts: Mapping[str, Any], seed: int) -> Profile:
+    """One formula for the step as the engine's clock sees it.
+
+    Forming a step costs about as much whatever its chunks are, so its price (base, per decode, per chunk) is taken from the
+    steps of the running engine and added to the grid's.
+    """
+    overhead = fit_steps([Measured(_counts_only(one.shape), one.overhead_s) for one in live]) if live else None
+    whole = [
+        Measured(one.shape, one.time_s + (overhead.time_s(_counts_only(one.shape)) if overhead else 0.0))
+        for one in grid
+    ]
+    whole += [Measured(one.shape, one.time_s) for one in live]
+    fit = fit_steps(whole)
+    errors = held_out_errors(whole, SeedTree(seed).stream("held out"))
+    errors["grid"] = errors_of(fit.time_s, whole[: len(grid)])["all"]
+    if live:
+        errors["live"] = errors_of(fit.time_s, whole[len(grid) :])["all"]
+    return Profile(fit, facts, errors, len(whole))
+
+
+def _counts_only(shape: BatchShape) -> BatchShape:
+    return BatchShape(num_decodes=shape.num_decodes, num_prefills=shape.num_prefills)
+
+
+# Which batches
+
+
+def _batches(settings: ProfileSettings, facts: ModelFacts, options: RunnerOptions, num_blocks: int) -> Iterator[Batch]:
+    """The grid and some random batches, all of which fit."""
+    stream = SeedTree(settings.seed).stream("batches")
+    replica = settings.config.replica
+    sizes = _Sizes(
+        max_rows=replica.max_batch_size,
+        max_tokens=options.max_step_tokens,
+        max_len=facts.max_model_len,
+        num_blocks=num_blocks,
+        block_size=facts.block_size,
+    )
+    seen: set[tuple[Any, ...]] = set()
+    for batch in (*_grid(sizes, stream), *(_random_batch(sizes, stream) for _ in range(settings.num_random))):
+        key = (len(batch.decodes), sum(batch.decodes), batch.chunks, batch.num_swapped)
+        if batch.num_blocks(facts.block_size) <= num_blocks and key not in seen:
+            seen.add(key)
+            yield batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    max_rows: int
+    max_tokens: int
+    max_len: int
+    num_blocks: int
+    block_size: int
+
+
+def _powers(low: int, high: int, factor: int) -> list[int]:
+    """`low`, `low * factor`, … and `high`."""
+    values = []
+    while low < high:
+        values.append(low)
+        low *= factor
+    return [*values, high]
+
+
+def _grid(sizes: _Sizes, stream: np.random.Generator) -> Iterator[Batch]:
+    longest_context = max(1, sizes.max_len - 2)
+    longest_chunk = max(1, min(sizes.max_tokens, sizes.max_len - 1))
+    contexts = _powers(16, longest_context, 4)
+    for rows in _powers(1, sizes.max_rows, 2):
+        for context in contexts:
+            yield Batch(_ragged(rows, context, longest_context, stream))
+    for tokens in _powers(2, longest_chunk, 2):
+        for context in (0, *contexts):
+            if tokens + context < sizes.max_len:
+                yield Batch((), ((tokens, context),))
+    for rows in _powers(2, sizes.max_rows, 4):
+        for tokens in _powers(8, longest_chunk, 4):
+            if rows * tokens <= sizes.max_tokens:
+                yield Batch((), ((tokens, 0),) * rows)
+    for rows in _powers(2, max(2, sizes.max_rows - 1), 4):
+        for context in contexts[::2]:
+            for tokens in _powers(8, longest_chunk, 4):
+                if rows + tokens <= sizes.max_tokens:
+                    yield Batch(_ragged(rows, context, longest_context, stream), ((tokens, 0),))
+    for moved in (4, 16, _HOST_BLOCKS):
+        yield Batch(_ragged(2, 16, longest_context, stream), (), min(moved, sizes.num_blocks))
+
+
+def _ragged(rows: int, context: int, longest: int, stream: np.random.Generator) -> tuple[int, ...]:
+    """Contexts around a mean, as different as those of requests that arrived one by one."""
+    drawn = stream.uniform(0.25, 1.75, rows) * context
+    return tuple(int(one) for one in np.clip(drawn, 1, longest))
+
+
+def _random_batch(sizes: _Sizes, stream: np.random.Generator) -> Batch:
+    """Any batch that a step may be: sizes spread evenly over orders of magnitude."""
+
+    def log_uniform(low: int, high: int) -> int:
+        return int(np.exp(stream.uniform(np.log(low), np.log(max(low, high) + 1))))
+
+    longest = max(1, sizes.max_len - 2)
+    num_rows = log_uniform(1, sizes.max_rows)
+    num_chunks = int(stream.integers(0, min(4, num_rows) + 1))
+    decodes = _ragged(num_rows - num_chunks, log_uniform(8, longest), longest, stream)
+    chunks: list[tuple[int, int]] = []
+    left = sizes.max_tokens - len(decodes)
+    for _ in range(num_chunks):
+        tokens = min(log_uniform(1, longest), max(1, left))
+        left -= tokens
+        context = 0 if stream.random() < 0.5 else log_uniform(1, longest - tokens) if longest > tokens else 0
+        if left >= 0 and tokens + context < sizes.max_len:
+            chunks.append((tokens, context))
+    return Batch(decodes, tuple(chunks)) if decodes or chunks else Batch((1,))
+
+
+# Measuring
+
+
+class _Bench:
+    """Computes batches on a runner and takes the time."""
+
+    def __init__(self, runner: ModelRunner, options: RunnerOptions, num_blocks: int) -> None:
+        self._runner = runner
+        self._size = options.block_size
+        self._num_blocks = num_blocks
+        self._vocab_size = runner.facts.vocab_size
+        self._stream = SeedTree(0).stream("tokens")
+        self.bytes_per_block = runner.facts.kv_bytes_per_token * options.block_size
+        self.taken: list[int] = []
+        """Slots that the runner has not been told are free again."""
+
+    def time_s(self, batch: Batch) -> float:
+        """Seconds of one step of the batch."""
+        ends = [*(context + 1 for context in batch.decodes), *(tokens + context for tokens, context in batch.chunks)]
+        blocks = self._stream.permutation(self._num_blocks)
+        new, tables, at = [], [], 0
+        for slot, end in enumerate(ends):
+            count = -(-end // self._size)
+            tables.append(TableUpdate(slot, 0, blocks[at : at + count].tolist()))
+            new.append(NewRow(slot, GREEDY, slot))
+            at += count
+        freed, self.taken = self.taken, list(range(len(ends)))
+        decodes = range(len(batch.decodes))
+        if decodes:  # the worker has to have sampled a token of each before it can go on with it
+            before = [Chunk(slot, self._tokens(1), batch.decodes[slot] - 1, samples=True) for slot in decodes]
+            self._runner.run(StepInput(before, new=new, freed=freed, tables=tables))
+            new, freed, tables = [], [], []
+        chunks = [
+            Chunk(len(decodes) + place, self._tokens(tokens), context, samples=True)
+            for place, (tokens, context) in enumerate(batch.chunks)
+        ]
+        copies = [BlockCopy(block, block, CopyDirection.TO_HOST) for block in range(batch.num_swapped)]
+        step = StepInput(chunks, list(decodes), new, freed, tables, copies)
+        start = time.perf_counter()
+        self._runner.run(step)
+        return time.perf_counter() - start
+
+    def _tokens(self, count: int) -> list[int]:
+        tokens: list[int] = self._stream.integers(0, self._vocab_size, count).tolist()
+        return tokens
+
+
+class _Journal:
+    """Keeps measurements as they are made; a new one goes on with what an equal one left behind."""
+
+    def __init__(self, path: Path, facts: Mapping[str, Any], batches: Sequence[Batch]) -> None:
+        self._path = path
+        header = {"facts": dict(facts), "batches": [asdict(batch) for batch in batches]}
+        self.done: dict[tuple[int, int], float] = {}
+        """Seconds by (pass, position of the batch)."""
+        text = json.dumps(header)
+        if path.exists():
+            lines = path.read_text().splitlines()
+            if lines and lines[0] == text:
+                self._read(lines[1:])
+                return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+
+    def _read(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            try:
+                turn, index, seconds = json.loads(line)
+            except ValueError:  # the last line of a broken-off profile
+                continue
+            self.done[turn, index] = seconds
+
+    def note(self, turn: int, index: int, seconds: float) -> None:
+        """One more measurement."""
+        self.done[turn, index] = seconds
+        with self._path.open("a") as file:
+            file.write(json.dumps([turn, index, seconds]) + "\n")
+
+    def remove(self) -> None:
+        """The profile is written."""
+        self._path.unlink(missing_ok=True)
+
+
+def _measure_grid(
+    settings: ProfileSettings, batches: Sequence[Batch], bench: _Bench, journal: _Journal, report: Report | None
+) -> list[Measured]:
+    tree = SeedTree(settings.seed)
+    warm: set[int] = set()
+    total = len(batches) * settings.passes
+    for turn in range(settings.passes):
+        for index in tree.stream(f"pass {turn}").permutation(len(batches)).tolist():
+            if (turn, index) in journal.done:
+                continue
+            if index not in warm:
+                bench.time_s(batches[index])
+                warm.add(index)
+            journal.note(turn, index, bench.time_s(batches[index]))
+            if report is not None:
+                report(len(journal.done), total)
+    measured = []
+    for index, batch in enumerate(batches):
+        times = [journal.done[turn, index] for turn in range(settings.passes)]
+        measured.append(Measured(batch.shape(bench.bytes_per_block), float(np.median(times))))
+    return measured
+
+
+# The engine at work
+
+
+@dataclass(frozen=True, slots=True)
+class _LiveStep:
+    """A step of the running engine: from forming it to taking its tokens in, and how much of that was not computing."""
+
+    shape: BatchShape
+    time_s: float
+    overhead_s: float
+
+
+class _Allocated:
+    """A loaded runner whose KV memory is there already; the engine takes it for one that it has just loaded."""
+
+    def __init__(self, runner: ModelRunner, num_blocks: int, taken: Sequence[int]) -> None:
+        self._runner = runner
+        self._num_blocks = num_blocks
+        self._taken = list(taken)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """See `ModelRunner`."""
+        return self._runner.facts
+
+    def profile_num_blocks(self, memory_fraction: float) -> int:
+        """See `ModelRunner`."""
+        return self._num_blocks
+
+    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """It is done already."""
+
+    def submit(self, step: StepInput) -> PendingStep:
+        """See `ModelRunner`."""
+        return self._runner.submit(self._with_freed(step))
+
+    def run(self, step: StepInput) -> StepOutput:
+        """See `ModelRunner`."""
+        return self._runner.run(self._with_freed(step))
+
+    def close(self) -> None:
+        """It belongs to somebody else."""
+
+    def _with_freed(self, step: StepInput) -> StepInput:
+        if not self._taken:
+            return step
+        taken, self._taken = self._taken, []
+        return replace(step, freed=[*taken, *step.freed])
+
+
+class _Watch(Observer):
+    """Notes every step with what of it was not computing."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._units = list(engine.units.values())
+        self._compute_s = 0.0
+        self.steps: list[_LiveStep] = []
+
+    def on_step_end(self, step: StepEnd) -> None:
+        """See `Observer`."""
+        compute_s = sum(unit.compute_s for unit in self._units)
+        time_s = step.ended_at - step.formed_at
+        self.steps.append(_LiveStep(step.shape, time_s, max(1e-9, time_s - (compute_s - self._compute_s))))
+        self._compute_s = compute_s
+
+
+def _serve_a_while(config: ExperimentConfig, runner: _Allocated) -> list[_LiveStep]:
+    """Serve requests in waves, so that steps of few and of many come by."""
+    memory = config.replica.memory.model_copy(update={"num_blocks": runner.profile_num_blocks(1.0)})
+    replica = config.replica.model_copy(update={"memory": memory})
+    backend = config.backend.settings.model_copy(update={"workers": "in_process"})
+    config = config.model_copy(
+        update={
+            "replica": replica,
+            "num_replicas": 1,
+            "backend": config.backend.model_copy(update={"engine": backend}),
+        }
+    )
+    engine = Engine.load(config, engine_services(config, load_registry(), {}, load=lambda options: runner))
+    watch = _Watch(engine)
+    engine.controller.watch((watch,))
+    loop = engine.start()
+    stream = SeedTree(config.seed).stream("live")
+    longest = engine.prompt_limits().max_request_tokens
+    number = 0
+    for wave in _LIVE_WAVES:
+        for _ in range(wave):
+            num_tokens = int(stream.integers(1, max(2, min(256, longest // 2))))
+            num_outputs = int(stream.integers(1, max(2, min(48, longest // 4))))
+            prompt = stream.integers(0, engine.facts.vocab_size, num_tokens).tolist()
+            name = f"live-{number}"
+            number += 1
+            facts = RequestFacts(name, num_tokens, num_outputs)
+            loop.submit(Submission(facts, prompt, request_seed(0, name), Collected(GREEDY, ()), shares=False))
+        loop.run()
+    steps = watch.steps
+    if len(steps) > _MAX_LIVE_STEPS:
+        steps = [steps[index] for index in sorted(stream.permutation(len(steps))[:_MAX_LIVE_STEPS].tolist())]
+    return steps

@@ -1,0 +1,373 @@
+"""Does the simulator take the decisions that a run of the engine took?
+
+The run's requests go through the simulator at the ticks at which the engine took them in, and every step lasts as long as
+it lasted. The two decision logs must be equal, line for line: that is what "one policy runs in both worlds" means. A policy
+that reads anything but what it is given, or a mechanism of other sizes, decides otherwise and is found out.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from vajra_py.config import ExperimentConfig, load_config
+from vajra_py.contract import EndReason, Observer
+from vajra_py.errors import Problem, RunError, VajraError
+from vajra_py.experiment.engined import ENGINE_FILE, OUTPUTS_FILE, length_predictor, predictions
+from vajra_py.metrics.recorder import Recorder
+from vajra_py.metrics.run_data import RunData
+from vajra_py.plugins import Registry, load_registry
+from vajra_py.runtime.assembly import ModelFacts, Services, build_controller
+from vajra_py.runtime.clock import TICKS_PER_SECOND, to_seconds
+from vajra_py.runtime.controller import Controller
+from vajra_py.runtime.decision_log import DecisionLog
+from vajra_py.runtime.executor import StepPlan, StepResult
+from vajra_py.runtime.input_log import (
+    INPUTS_FILE,
+    Abort,
+    Arrival,
+    Expiry,
+    Input,
+    RecordedOutput,
+    read_inputs,
+    read_rows,
+)
+from vajra_py.runtime.replica import Replica
+from vajra_py.runtime.request import Request
+from vajra_py.runtime.seeds import SeedTree
+from vajra_py.sim.events import Phase
+from vajra_py.sim.executor import SimulatedExecutor
+from vajra_py.sim.runs import Ticks
+from vajra_py.sim.simulator import Acceptance, ReplicaFailure, SimulationOptions, Simulator
+
+DECISIONS_FILE = "decisions.jsonl.gz"
+_NANOSECOND = TICKS_PER_SECOND // 10**9
+_NEVER_CAME_BACK = 10**6 * TICKS_PER_SECOND
+"""How long a step takes that the recorded run did not see the end of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What a run of the engine left behind."""
+
+    path: Path
+    config: ExperimentConfig
+    inputs: Sequence[Input]
+    outputs: Mapping[int, RecordedOutput]
+    """By the request's index."""
+    durations: Mapping[tuple[str, int], Mapping[int, int]]
+    """Ticks of each step, by (replicaset, replica) and step index."""
+    ended_at: int
+    """Tick of the last thing that is recorded."""
+    engine: Mapping[str, Any]
+
+    @property
+    def knows_tokens(self) -> bool:
+        """Whether any request is known to the prefix cache by its tokens."""
+        return any(isinstance(one, Arrival) and one.prompt_token_ids is not None for one in self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """What a replay found.
+
+    Attributes:
+        num_steps: steps in the recorded decision log.
+        num_requests: requests that the run took in.
+        difference: the first difference between the decision logs; None: they are equal.
+        ahead: what came of the same replay with repeating steps worked out at once: a difference, or None.
+        ahead_skipped: why that was not tried.
+    """
+
+    num_steps: int
+    num_requests: int
+    difference: str | None
+    ahead: str | None = None
+    ahead_skipped: str | None = None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs."""
+        return self.difference is None and self.ahead is None
+
+
+def read_recording(path: Path, registry: Registry | None = None) -> Recording:
+    """A run's recording. Raises `RunError` when the folder does not hold one, `ConfigError` when its settings are broken."""
+    if not (path / "config.yaml").exists():
+        raise RunError(str(Problem(str(path), "is no run's folder (config.yaml is missing)")))
+    config = load_config(path / "config.yaml", registry=registry)
+    if config.backend.kind != "engine":
+        message = f"is a run of the {config.backend.kind}; only what the engine did can be replayed"
+        raise RunError(str(Problem(str(path), message, "Run it again to repeat it")))
+    if not config.output.decision_log:
+        raise RunError(
+            str(Problem(str(path), "has no decision log", "Allowed: runs with `output: {decision_log: true}`"))
+        )
+    inputs = read_inputs(path / INPUTS_FILE)
+    try:
+        engine = json.loads((path / ENGINE_FILE).read_text())
+        outputs = {
+            row["index"]: RecordedOutput(row["token_ids"], row["reason"]) for row in read_rows(path / OUTPUTS_FILE)
+        }
+        durations, last = _durations(read_rows(path / DECISIONS_FILE))
+    except (OSError, EOFError, ValueError, KeyError) as error:
+        raise RunError(str(Problem(str(path), f"its recording cannot be read ({error})"))) from error
+    last = max([last, *(one.tick for one in inputs)])
+    return Recording(path, config, inputs, outputs, durations, last, engine)
+
+
+def _durations(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[tuple[str, int], dict[int, int]], int]:
+    found: dict[tuple[str, int], dict[int, int]] = {}
+    last = 0
+    for row in rows:
+        formed = _ticks(row["formed_at"])
+        last = max(last, formed)
+        if row["chunks"] and row["ended_at"] is not None:
+            ended = _ticks(row["ended_at"])
+            last = max(last, ended)
+            found.setdefault((row["replicaset"], row["replica_id"]), {})[row["step"]] = ended - formed
+    return found, last
+
+
+def _ticks(seconds: float) -> int:
+    return round(seconds * 10**9) * _NANOSECOND
+
+
+def replay(path: Path, registry: Registry | None = None) -> ReplayReport:
+    """Let the simulator do what a run of the engine did, and compare. Raises like `read_recording`."""
+    registry = registry or load_registry()
+    recording = read_recording(path, registry)
+    with tempfile.TemporaryDirectory(prefix="vajra-replay-") as folder:
+        log = Path(folder) / DECISIONS_FILE
+        error = _replay_log(recording, registry, log)
+        difference = _compare_logs(path / DECISIONS_FILE, log)
+    if difference is None and error is not None and _finished(path):
+        difference = f"the replay ended otherwise than the run: {error}"
+    num_steps = sum(map(len, recording.durations.values()))
+    num_requests = sum(isinstance(one, Arrival) for one in recording.inputs)
+    ahead = None
+    skipped = _why_not_ahead(recording)
+    if difference is None and skipped is None:
+        ahead = _compare_tables(recording, registry)
+    return ReplayReport(num_steps, num_requests, difference, ahead, skipped)
+
+
+def _finished(path: Path) -> bool:
+    return bool(json.loads((path / "manifest.json").read_text()).get("status") == "finished")
+
+
+def _why_not_ahead(recording: Recording) -> str | None:
+    if recording.knows_tokens:
+        return "prompts are shared by their tokens, so every step may publish blocks"
+    if not recording.config.output.steps:
+        return "the run has no table of steps"
+    return None
+
+
+# The simulation
+
+
+class _RecordedTimer:
+    """Steps of one replica last as long as they did."""
+
+    def __init__(self, replica: Replica, ticks: Mapping[int, int]) -> None:
+        self._replica = replica
+        self._ticks = ticks
+
+    def stage_ticks(self, plan: StepPlan) -> int:
+        """See `StepTimer`."""
+        return self._ticks.get(plan.step_index, _NEVER_CAME_BACK)
+
+    def run_ticks(self, num_decodes: int, first_context_tokens: int, num_steps: int) -> Ticks:
+        """See `TimesRuns`: the step just formed and those after it."""
+        first = self._replica.num_steps - 1
+        known = [self._ticks.get(index, -1) for index in range(first, first + num_steps)]
+        if -1 in known:
+            end = known.index(-1)
+            known[end:] = [_NEVER_CAME_BACK] + [1] * (num_steps - end - 1)
+        return np.array(known, np.int64)
+
+
+class _RecordedExecutor(SimulatedExecutor):
+    """Requests put out the tokens that they put out, and end where they ended."""
+
+    def __init__(self, outputs: Mapping[int, RecordedOutput]) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self._nothing = RecordedOutput()
+
+    def known_output_tokens(self, request: Request) -> int | None:
+        """The recorded length of those that came to their end."""
+        output = self._outputs.get(request.index, self._nothing)
+        return len(output.token_ids) if output.reason in (EndReason.STOP.value, EndReason.LENGTH.value) else None
+
+    def result(self, plan: StepPlan) -> StepResult:
+        """The recorded tokens of every entry that was due one."""
+        tokens: list[tuple[Request, int]] = []
+        stopped: list[Request] = []
+        for request, num_tokens, computed_before, _ in plan.entries():
+            if computed_before + num_tokens < request.num_known_tokens:
+                continue
+            output, position = self._outputs.get(request.index, self._nothing), request.num_output_tokens
+            if position < len(output.token_ids):
+                tokens.append((request, output.token_ids[position]))
+                if output.reason == EndReason.STOP.value and position + 1 == len(output.token_ids):
+                    stopped.append(request)
+        return StepResult(tokens, frozenset(stopped))
+
+
+def _simulator(
+    recording: Recording, registry: Registry, observers: Sequence[Observer], *, runs_ahead: bool
+) -> Simulator:
+    controller, executor = _controller(recording, registry)
+    controller.watch(observers)
+    memories = [one.replica.memory for one in recording.config.effective_replicasets.values()]
+    options = SimulationOptions(
+        horizon_s=to_seconds(recording.ended_at) + 1.0,
+        drain=False,
+        tenant_salt=any(one.tenant_salt for one in memories),
+        runs_ahead=runs_ahead,
+        expires=False,
+    )
+    durations = recording.durations
+    simulator = Simulator(
+        controller,
+        executor,
+        lambda replica: _RecordedTimer(replica, durations.get((replica.replicaset, replica.replica_id), {})),
+        options,
+    )
+    for one in recording.inputs:
+        if isinstance(one, Arrival):
+            simulator.inject(one.tick, Phase.ARRIVAL, Acceptance(one.spec(), one.arrived_at))
+        elif isinstance(one, Expiry):
+            simulator.inject(one.tick, Phase.EXPIRY, one.request_id)
+        elif isinstance(one, Abort):
+            simulator.inject(one.tick, Phase.ABORT, one.request_id)
+        else:
+            simulator.inject(one.tick, Phase.FAILURE, ReplicaFailure(one.replicaset, one.replica_id, one.detail))
+    return simulator
+
+
+def _controller(recording: Recording, registry: Registry) -> tuple[Controller, _RecordedExecutor]:
+    config, engine = recording.config, recording.engine
+    settings = config.backend.settings
+    seeds = SeedTree(config.seed).child("policies")
+    lengths = {
+        one.facts.request_id: one.num_output_tokens
+        for one in recording.inputs
+        if isinstance(one, Arrival) and one.num_output_tokens is not None
+    }
+    executor = _RecordedExecutor(recording.outputs)
+    services = Services(
+        registry=registry,
+        latency=predictions(settings, registry),
+        output_lengths=length_predictor(settings, seeds, lengths, registry),
+        seeds=seeds,
+        facts=ModelFacts(None, engine["max_model_len"], engine["kv_bytes_per_token"]),
+        executor_of=lambda replicaset, replica_id: executor,
+    )
+    return build_controller(sized_config(config, engine["num_blocks"], engine["max_model_len"]), services), executor
+
+
+def sized_config(config: ExperimentConfig, num_blocks: Mapping[str, int], max_model_len: int) -> ExperimentConfig:
+    """The settings with the sizes written out that the engine found: KV blocks of each replicaset, the model's length."""
+    replicasets = {}
+    for name, one in config.effective_replicasets.items():
+        memory = one.replica.memory
+        if memory.num_blocks is None:
+            memory = memory.model_copy(update={"num_blocks": num_blocks[name]})
+        sizes = {"memory": memory, "max_model_len": one.replica.max_model_len or max_model_len}
+        replicasets[name] = one.model_copy(update={"replica": one.replica.model_copy(update=sizes)})
+    return config.model_copy(update={"replicasets": replicasets})
+
+
+def _replay_log(recording: Recording, registry: Registry, target: Path) -> VajraError | None:
+    log = DecisionLog(target)
+    try:
+        _simulator(recording, registry, (log,), runs_ahead=False).run(())
+    except VajraError as error:
+        return error
+    finally:
+        log.close()
+    return None
+
+
+# Comparison
+
+
+def _compare_logs(recorded: Path, replayed: Path) -> str | None:
+    """The first line that differs, said so that one can see what differs in it."""
+    pairs = zip_longest(read_rows(recorded), read_rows(replayed))
+    for number, (one, other) in enumerate(pairs, 1):
+        if one != other:
+            return f"line {number}: {_difference(one, other)}"
+    return None
+
+
+def _difference(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str:
+    if one is None or other is None:
+        row = one or other or {}
+        who = "the run" if other is None else "the replay"
+        return f"only {who} has step {row['step']} of replica {row['replica_id']} (formed at {row['formed_at']:.9f} s)"
+    where = f"step {one['step']} of replica {one['replica_id']}, formed at {one['formed_at']:.9f} s"
+    fields = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    said = "; ".join(
+        f"{name} {_short(one.get(name))} in the run, {_short(other.get(name))} in the replay" for name in fields
+    )
+    return f"{where}: {said}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+def _compare_tables(recording: Recording, registry: Registry) -> str | None:
+    """The first table in which the replay that works repeating steps out at once differs from the run."""
+    sizes: dict[str, int] = {}
+    recorder = Recorder(sizes.__getitem__)
+    simulator = _simulator(recording, registry, (recorder,), runs_ahead=True)
+    for name, replicaset in simulator.controller.replicasets.items():
+        sizes[name] = replicaset.replicas[0].memory.num_blocks
+    try:
+        simulator.run(())
+    except VajraError as error:
+        if _finished(recording.path):
+            return f"the replay ended otherwise than the run: {error}"
+    recorder.record_unfinished(simulator.controller.alive())
+    run = RunData.load(recording.path)
+    keys = ("replicaset", "replica_id", "step_index")
+    return _compare_table("steps", run.steps(), recorder.steps.to_table(), keys) or _compare_table(
+        "requests", run.requests(), recorder.requests.to_table(), ("index",)
+    )
+
+
+def _compare_table(name: str, recorded: pa.Table, replayed: pa.Table, keys: Sequence[str]) -> str | None:
+    if recorded.num_rows != replayed.num_rows:
+        return f"table of {name}: {recorded.num_rows} rows in the run, {replayed.num_rows} in the replay"
+    order = [(key, "ascending") for key in keys]
+    recorded, replayed = recorded.sort_by(order), replayed.sort_by(order)
+    for column in recorded.column_names:
+        pairs = zip(_values(recorded, column), _values(replayed, column), strict=True)
+        for row, (one, other) in enumerate(pairs):
+            if one != other:
+                where = ", ".join(f"{key} {recorded.column(key)[row].as_py()}" for key in keys)
+                return f"table of {name}, {where}: {column} {one} in the run, {other} in the replay"
+    return None
+
+
+def _values(table: pa.Table, column: str) -> Iterator[Any]:
+    """Values to the nanosecond; NaN as None."""
+    for value in table.column(column).to_pylist():
+        if isinstance(value, float):
+            yield None if value != value else round(value, 9)
+        else:
+            yield value

@@ -1,0 +1,103 @@
+"""How is an experiment simulated?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from vajra_py.contract import LatencyModel
+from vajra_py.experiment.backend import Outcome, Run
+from vajra_py.latency import ReplaysDurations, RooflineModel
+from vajra_py.plugins import Truth, build_latency_model, build_output_lengths
+from vajra_py.runtime.assembly import ModelFacts, Services, build_controller
+from vajra_py.runtime.clock import to_seconds
+from vajra_py.runtime.replica import Replica
+from vajra_py.sim.executor import PredictedTimer, RecordedTimer, SimulatedExecutor, StepTimer
+from vajra_py.sim.simulator import SimulationOptions, Simulator
+
+
+class SimulatedRun:
+    """An experiment on the discrete-event simulator."""
+
+    def __init__(self, run: Run) -> None:
+        settings = run.config.backend.settings
+        self._workload = run.workload
+        latency = build_latency_model(settings.latency.type, settings.latency.params, run.registry)
+        seeds = run.seeds.child("policies")
+        oracle = settings.output_length.type in ("oracle", "noisy_oracle")
+        lengths = {spec.request_id: spec.num_output_tokens for spec in run.workload} if oracle else {}
+        truth = Truth(seeds.child("output_lengths").stream, lengths)
+        predictor = build_output_lengths(
+            settings.output_length.type, settings.output_length.params, truth, run.registry
+        )
+        executor = SimulatedExecutor()
+        services = Services(
+            registry=run.registry,
+            latency=latency,
+            output_lengths=predictor,
+            seeds=seeds,
+            facts=model_facts(latency),
+            executor_of=lambda replicaset, replica_id: executor,
+        )
+        self.controller = build_controller(run.config, services)
+        memories = [one.replica.memory for one in run.config.effective_replicasets.values()]
+        options = SimulationOptions(
+            horizon_s=settings.horizon_s, drain=settings.drain, tenant_salt=any(one.tenant_salt for one in memories)
+        )
+        self._simulator = Simulator(
+            self.controller,
+            executor,
+            _timers(latency, settings.scheduling_overhead_s),
+            options,
+            _counting(run, len(run.workload)),
+        )
+
+    def prepare(self, folder: Path) -> None:
+        """Nothing of its own to record: a simulation is repeated by running it again."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def start(self) -> Outcome:
+        """Simulate the whole workload."""
+        simulator = self._simulator
+        simulator.run(self._workload)
+        return Outcome(to_seconds(simulator.now), simulator.num_steps)
+
+    def position(self) -> tuple[float, int]:
+        """Simulated seconds and steps so far."""
+        return to_seconds(self._simulator.now), self._simulator.num_steps
+
+
+def model_facts(latency: LatencyModel) -> ModelFacts:
+    """What a latency model knows about memory and lengths."""
+    if not isinstance(latency, RooflineModel):
+        return ModelFacts()
+    model = latency.deployment.model
+    return ModelFacts(
+        num_blocks=latency.kv_blocks,
+        max_model_len=model.max_model_len,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+    )
+
+
+def _timers(latency: LatencyModel, overhead_s: float) -> Callable[[Replica], StepTimer]:
+    if isinstance(latency, ReplaysDurations):
+        latency.restart()
+        return lambda replica: RecordedTimer(latency.next_duration_s)
+    timer = PredictedTimer(latency, overhead_s)
+    return lambda replica: timer
+
+
+def _counting(run: Run, total: int) -> Callable[[int, float], None] | None:
+    report = run.progress
+    if report is None:
+        return None
+    done = 0
+
+    def count(num_ended: int, now: float) -> None:
+        nonlocal done
+        done += num_ended
+        report(done, total, now)
+
+    return count

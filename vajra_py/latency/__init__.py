@@ -1,0 +1,61 @@
+"""How long will a step take on a given model and device?"""
+
+from __future__ import annotations
+
+from vajra_py.latency.catalog import device_names, load_model, model_names
+from vajra_py.latency.config import (
+    AffineConfig,
+    ConstantConfig,
+    ProfiledConfig,
+    RecordedConfig,
+    RooflineConfig,
+    TableConfig,
+)
+from vajra_py.latency.constant import AffineModel, ConstantModel
+from vajra_py.latency.deployment import Deployment, Parallelism, kv_blocks_that_fit
+from vajra_py.latency.devices import DeviceConfig, DeviceSpec, device_sources, load_device
+from vajra_py.latency.grid_table import GridTableModel
+from vajra_py.latency.model_spec import ModelSpec
+from vajra_py.latency.prefill_time import PrefillTimeTable
+from vajra_py.latency.profiled import Profile, ProfiledModel, read_profile
+from vajra_py.latency.recorded import RecordedDurations, RecordedModel
+from vajra_py.latency.roofline import RooflineModel
+from vajra_py.latency.runs import PredictsDecodeRuns, ReplaysDurations
+from vajra_py.latency.specs import BUILTIN_LATENCY_MODELS, BUILTIN_OUTPUT_LENGTHS
+from vajra_py.latency.table import OperatorTableModel, TableOptions
+
+__all__ = [
+    "BUILTIN_LATENCY_MODELS",
+    "BUILTIN_OUTPUT_LENGTHS",
+    "AffineConfig",
+    "AffineModel",
+    "ConstantConfig",
+    "ConstantModel",
+    "Deployment",
+    "DeviceConfig",
+    "DeviceSpec",
+    "GridTableModel",
+    "ModelSpec",
+    "OperatorTableModel",
+    "Parallelism",
+    "PredictsDecodeRuns",
+    "PrefillTimeTable",
+    "Profile",
+    "ProfiledConfig",
+    "ProfiledModel",
+    "RecordedConfig",
+    "RecordedDurations",
+    "RecordedModel",
+    "ReplaysDurations",
+    "RooflineConfig",
+    "RooflineModel",
+    "TableConfig",
+    "TableOptions",
+    "device_names",
+    "device_sources",
+    "kv_blocks_that_fit",
+    "load_device",
+    "load_model",
+    "model_names",
+    "read_profile",
+]

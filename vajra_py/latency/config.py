@@ -1,0 +1,315 @@
+"""What may be written under `latency:` and `output_length:`, and what object does it make?
+
+Each class is one `type`; its fields are the parameters, units in their names or descriptions. Relative paths are relative to the current
+folder, or to the folder given as `base_folder` in pydantic's validation context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+
+from vajra_py.contract.latency import LatencyModel, LengthEstimate
+from vajra_py.errors import ConfigError
+from vajra_py.latency.catalog import load_model
+from vajra_py.latency.constant import AffineModel, ConstantModel
+from vajra_py.latency.deployment import Deployment, Parallelism
+from vajra_py.latency.devices import DeviceConfig, DeviceSpec, load_device
+from vajra_py.latency.grid_table import GridTableModel
+from vajra_py.latency.model_spec import ModelSpec
+from vajra_py.latency.output_length import ConstantLengths, NoLengths, QuantileLengths
+from vajra_py.latency.profiled import ProfiledModel, read_profile
+from vajra_py.latency.recorded import RecordedDurations, RecordedModel
+from vajra_py.latency.roofline import RooflineModel
+from vajra_py.latency.table import OperatorTableModel, TableOptions
+
+Dtype = Literal["float32", "bfloat16", "float16", "fp8"]
+_Seconds = Annotated[float, Field(ge=0)]
+_Degree = Annotated[int, Field(ge=1)]
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+def _resolved(path: str, info: ValidationInfo) -> str:
+    """The path seen from `base_folder`, where the context names one and the file is there."""
+    folder = info.context.get("base_folder") if isinstance(info.context, dict) else None
+    if folder is not None and not Path(path).is_absolute():
+        candidate = Path(folder) / path
+        if candidate.exists():
+            return str(candidate)
+    return path
+
+
+def _or_complain(load: Callable[[], object], field: str = "") -> None:
+    """Run `load`, turning the problems of a `ConfigError` into the ValueError that pydantic reports with its place, `field`."""
+    try:
+        load()
+    except ConfigError as error:
+        raise ValueError("\n".join(str(problem).removeprefix(f"{field}: ") for problem in error.problems)) from error
+
+
+DeviceChoice = Annotated[
+    Annotated[str, Tag("name")] | Annotated[DeviceConfig, Tag("figures")],
+    Discriminator(lambda value: "name" if isinstance(value, str) else "figures"),
+]
+
+
+class RooflineConfig(_Config):
+    """`type: roofline`: from a model's config.json and a device's figures, without measurements of an engine."""
+
+    type: Literal["roofline"] = "roofline"
+    model: str = Field("Llama-3.1-8B", description="Name of a described model, or path of a config.json or its folder.")
+    device: DeviceChoice = Field(
+        "a100-80gb-sxm",
+        description="Name of a described device, or a device's figures (base: NAME changes a described one).",
+    )
+    tensor_parallel: _Degree = Field(1, description="Devices that share every layer.")
+    pipeline_parallel: _Degree = Field(1, description="Pipeline stages, each with its part of the layers.")
+    kv_parallel: _Degree = Field(1, description="Groups that one long request's KV cache may be spread over.")
+    dtype: Dtype | None = Field(None, description="Of the weights and products; the model's own when absent.")
+    kv_dtype: Dtype | None = Field(None, description="Of the KV cache; that of the activations when absent.")
+
+    @field_validator("model")
+    @classmethod
+    def _known_model(cls, value: str, info: ValidationInfo) -> str:
+        value = _resolved(value, info)
+        _or_complain(lambda: load_model(value), "model")
+        return value
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, value: str | DeviceConfig) -> str | DeviceConfig:
+        _or_complain(lambda: load_device(value), "device")
+        return value
+
+    @model_validator(mode="after")
+    def _can_be_split(self) -> RooflineConfig:
+        _or_complain(self.deployment)
+        return self
+
+    def model_spec(self) -> ModelSpec:
+        """The model, in the dtypes asked for."""
+        model = load_model(self.model)
+        dtype = self.dtype or model.dtype
+        kv_dtype = self.kv_dtype or ("bfloat16" if dtype == "fp8" else dtype)
+        return replace(model, dtype=dtype, kv_dtype=kv_dtype)
+
+    def device_spec(self) -> DeviceSpec:
+        """The device."""
+        return load_device(self.device)
+
+    def deployment(self) -> Deployment:
+        """The model on its devices: what memory is sized by.
+
+        Raises:
+            ConfigError: the model cannot be split that way.
+        """
+        split = Parallelism(self.tensor_parallel, self.pipeline_parallel, self.kv_parallel)
+        return Deployment(self.model_spec(), self.device_spec(), split)
+
+    def build(self) -> RooflineModel:
+        """The latency model."""
+        deployment = self.deployment()
+        return RooflineModel(deployment.model, deployment.device, deployment.parallelism)
+
+
+class TableConfig(_Config):
+    """`type: table`: measured times, of whole steps over a grid of features (`path`) or of a layer's operators (`operators`)."""
+
+    type: Literal["table"] = "table"
+    path: str | None = Field(None, description="CSV, JSON, npz or Parquet file with feature columns and time_s.")
+    operators: str | None = Field(
+        None, description="Folder with per_token_ops_ms.csv.gz and attention_ms.npz, milliseconds of one layer."
+    )
+    beyond: Literal["refuse", "clamp", "extrapolate"] = Field(
+        "refuse", description="What to do outside of the grid of `path`."
+    )
+    num_layers: Annotated[int, Field(ge=1)] = Field(
+        32, description="Layers that the operators' times are multiplied by."
+    )
+    token_grain: Annotated[int, Field(ge=1)] = Field(
+        8, description="Tokens are rounded up to a multiple of this (operators)."
+    )
+    context_grain: Annotated[int, Field(ge=1)] = Field(
+        64, description="Step of the tables' context axis, tokens (operators)."
+    )
+    attention_overhead: Annotated[float, Field(ge=1)] = Field(
+        1.1, description="Factor on the attention of several requests at once (operators)."
+    )
+    decode_context_includes_new_token: bool = Field(
+        True, description="Whether a decode's context counts the token that it computes, as in Vidur (operators)."
+    )
+
+    @field_validator("path", "operators")
+    @classmethod
+    def _resolve(cls, value: str | None, info: ValidationInfo) -> str | None:
+        return None if value is None else _resolved(value, info)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TableConfig:
+        if (self.path is None) == (self.operators is None):
+            raise ValueError("needs either path or operators (got both or neither). Allowed: exactly one of the two")
+        return self
+
+    def build(self) -> LatencyModel:
+        """The latency model.
+
+        Raises:
+            ConfigError: a file is missing or broken.
+        """
+        if self.path is not None:
+            return GridTableModel.from_file(self.path, beyond=self.beyond)
+        assert self.operators is not None
+        options = TableOptions(
+            num_layers=self.num_layers,
+            token_grain=self.token_grain,
+            context_grain=self.context_grain,
+            attention_overhead=self.attention_overhead,
+            decode_context_includes_new_token=self.decode_context_includes_new_token,
+        )
+        return OperatorTableModel.from_folder(self.operators, options)
+
+
+class ProfiledConfig(_Config):
+    """`type: profiled`: what `vajra profile` measured of a model on a device."""
+
+    type: Literal["profiled"] = "profiled"
+    path: str = Field(description="Profile that `vajra profile` wrote.")
+
+    @field_validator("path")
+    @classmethod
+    def _resolve(cls, value: str, info: ValidationInfo) -> str:
+        return _resolved(value, info)
+
+    def build(self) -> ProfiledModel:
+        """The latency model.
+
+        Raises:
+            ConfigError: the file is missing or broken.
+        """
+        return ProfiledModel(read_profile(self.path))
+
+
+class ConstantConfig(_Config):
+    """`type: constant`: every step takes the same time."""
+
+    type: Literal["constant"] = "constant"
+    step_time_s: Annotated[float, Field(gt=0)] = Field(0.02, description="Seconds of every step.")
+    num_stages: _Degree = Field(1, description="Pipeline stages that share the time equally.")
+
+    def build(self) -> ConstantModel:
+        """The latency model."""
+        return ConstantModel(self.step_time_s, self.num_stages)
+
+
+class AffineConfig(_Config):
+    """`type: affine`: a base, and so much per token, request and attended token."""
+
+    type: Literal["affine"] = "affine"
+    base_s: _Seconds = Field(0.01, description="Seconds of every step.")
+    per_token_s: _Seconds = Field(0.0, description="Seconds per query token.")
+    per_request_s: _Seconds = Field(0.0, description="Seconds per request in the batch.")
+    per_prefill_pair_s: _Seconds = Field(0.0, description="Seconds per query-key pair of prefill attention.")
+    per_decode_context_token_s: _Seconds = Field(0.0, description="Seconds per cached token that decodes attend to.")
+    per_swap_byte_s: _Seconds = Field(0.0, description="Seconds per byte swapped.")
+    num_stages: _Degree = Field(1, description="Pipeline stages that share the time equally.")
+
+    @model_validator(mode="after")
+    def _takes_time(self) -> AffineConfig:
+        if self.base_s == 0 and self.per_token_s == 0:
+            raise ValueError("a step would take no time (base_s and per_token_s are 0). Allowed: at least one above 0")
+        return self
+
+    def build(self) -> AffineModel:
+        """The latency model."""
+        return AffineModel(**self.model_dump(exclude={"type"}))
+
+
+Predictions = Annotated[
+    RooflineConfig | TableConfig | ProfiledConfig | ConstantConfig | AffineConfig, Field(discriminator="type")
+]
+
+
+class RecordedConfig(_Config):
+    """`type: recorded`: the step durations of an earlier run, in order."""
+
+    type: Literal["recorded"] = "recorded"
+    steps: str = Field(description="Steps table of the recorded run (columns replica_id, step_index, duration_s).")
+    predictions: Predictions | None = Field(
+        None, description="Latency model that policies ask; that of the recorded run, to replay its decisions."
+    )
+
+    @field_validator("steps")
+    @classmethod
+    def _resolve(cls, value: str, info: ValidationInfo) -> str:
+        return _resolved(value, info)
+
+    def build(self) -> RecordedModel:
+        """The latency model, its recording at the start.
+
+        Raises:
+            ConfigError: the table is missing or broken.
+        """
+        predictions = self.predictions.build() if self.predictions is not None else None
+        return RecordedModel(RecordedDurations.from_steps_table(self.steps), predictions)
+
+
+class NoLengthsConfig(_Config):
+    """`none`: no estimates."""
+
+    def build(self) -> NoLengths:
+        """The predictor."""
+        return NoLengths()
+
+
+class ConstantLengthsConfig(_Config):
+    """`constant`: one estimate for all requests."""
+
+    mean_tokens: Annotated[float, Field(gt=0)] = Field(256.0, description="Mean output length.")
+    p50_tokens: Annotated[float, Field(gt=0)] | None = Field(None, description="Median; the mean when absent.")
+    p90_tokens: Annotated[float, Field(gt=0)] | None = Field(None, description="90th percentile; the mean when absent.")
+
+    def build(self) -> ConstantLengths:
+        """The predictor."""
+        mean = self.mean_tokens
+        return ConstantLengths(LengthEstimate(mean, self.p50_tokens or mean, self.p90_tokens or mean))
+
+
+class QuantileLengthsConfig(_Config):
+    """`histogram`: lengths follow given quantiles, narrowed by what a request has generated."""
+
+    quantiles: dict[float, float] = Field(
+        default={0.0: 1.0, 0.25: 64.0, 0.5: 180.0, 0.75: 350.0, 0.9: 600.0, 0.99: 1200.0, 1.0: 2048.0},
+        description="Output tokens by fraction of requests; fractions from 0 to 1.",
+    )
+
+    @field_validator("quantiles")
+    @classmethod
+    def _a_distribution(cls, value: dict[float, float]) -> dict[float, float]:
+        fractions = sorted(value)
+        if len(fractions) < 2 or fractions[0] != 0.0 or fractions[-1] != 1.0:
+            raise ValueError(f"fractions do not reach from 0 to 1 (got {fractions}). Allowed: ascending from 0 to 1")
+        tokens = [value[fraction] for fraction in fractions]
+        if tokens[0] < 0 or tokens != sorted(tokens):
+            raise ValueError(f"tokens are negative or descend (got {tokens}). Allowed: not falling as fractions rise")
+        return value
+
+    def build(self) -> QuantileLengths:
+        """The predictor."""
+        return QuantileLengths(self.quantiles)
+
+
+class OracleLengthsConfig(_Config):
+    """`oracle`: the truth."""
+
+
+class NoisyOracleLengthsConfig(_Config):
+    """`noisy_oracle`: the truth, disturbed."""
+
+    sigma: Annotated[float, Field(ge=0)] = Field(0.3, description="Standard deviation of the logarithm of the error.")

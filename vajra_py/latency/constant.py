@@ -1,0 +1,65 @@
+"""How long does a step take when its time is a plain formula? For analytic tests, teaching, and fits with a handful of coefficients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vajra_py.contract.latency import BatchShape
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantModel:
+    """Every step takes `step_time_s`, whatever is in it; a batch passes `num_stages` stages of equal length."""
+
+    step_time_s: float
+    num_stages: int = 1
+
+    def stage_time_s(self, shape: BatchShape) -> float:
+        """Seconds in each stage."""
+        return self.step_time_s / self.num_stages
+
+    def batch_time_s(self, shape: BatchShape) -> float:
+        """Seconds in all stages."""
+        return self.step_time_s
+
+    def decode_run_times_s(
+        self, num_decodes: int, first_context_tokens: int, num_steps: int
+    ) -> npt.NDArray[np.float64]:
+        """The same time for every step."""
+        return np.full(num_steps, self.step_time_s)
+
+
+@dataclass(frozen=True, slots=True)
+class AffineModel:
+    """A step takes a base and so much per token, request and attended token; all in seconds."""
+
+    base_s: float
+    per_token_s: float = 0.0
+    per_request_s: float = 0.0
+    per_prefill_pair_s: float = 0.0
+    """Per query-key pair of prefill attention."""
+    per_decode_context_token_s: float = 0.0
+    per_swap_byte_s: float = 0.0
+    num_stages: int = 1
+
+    def stage_time_s(self, shape: BatchShape) -> float:
+        """Seconds in each stage: all stages are alike."""
+        return self.batch_time_s(shape) / self.num_stages
+
+    def batch_time_s(self, shape: BatchShape) -> float:
+        """Seconds in all stages."""
+        fixed = self.base_s + shape.num_tokens * self.per_token_s + shape.num_requests * self.per_request_s
+        fixed += shape.prefill_attention_pairs * self.per_prefill_pair_s + shape.swap_bytes * self.per_swap_byte_s
+        return fixed + shape.decode_context_tokens * self.per_decode_context_token_s
+
+    def decode_run_times_s(
+        self, num_decodes: int, first_context_tokens: int, num_steps: int
+    ) -> npt.NDArray[np.float64]:
+        """Seconds of each step of a run of decodes; see `PredictsDecodeRuns`."""
+        fixed = self.batch_time_s(BatchShape(num_decodes=num_decodes))
+        contexts = (first_context_tokens + num_decodes * np.arange(num_steps)).astype(np.float64)
+        times: npt.NDArray[np.float64] = fixed + contexts * self.per_decode_context_token_s
+        return times

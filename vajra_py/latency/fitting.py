@@ -1,0 +1,160 @@
+"""Which curves and coefficients describe measured step times best, and how wrong are they on steps they have not seen?
+
+Everything is a sum of functions that do not fall, so the fit is a least-squares problem with coefficients of 0 or more: slopes
+between the knots of curves, and prices per unit. Errors are relative, so that short steps count as much as long ones; a few
+measurements that something else on the machine disturbed are held to count less (Huber's weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from vajra_py.contract.latency import BatchShape
+from vajra_py.latency.profiled import COEFFICIENTS, CURVES, Curve, StepFit
+
+Floats = npt.NDArray[np.float64]
+
+_MAX_KNOTS = 12
+_POINTS_PER_SEGMENT = 3
+_HUBER = 0.15
+"""Relative error from which on a measurement counts less."""
+_ROUNDS = 8
+_HELD_OUT_PART = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A step's shape and how long it took, in seconds."""
+
+    shape: BatchShape
+    time_s: float
+
+    @property
+    def kind(self) -> str:
+        """What the step did: "decode", "prefill" or "mixed"."""
+        if not self.shape.num_prefills:
+            return "decode"
+        return "mixed" if self.shape.num_decodes else "prefill"
+
+
+def fit_steps(measured: Sequence[Measured]) -> StepFit:
+    """The best fit. `ValueError` without measurements."""
+    if not measured:
+        raise ValueError("fit: there are no measurements")
+    knots = {name: _knots([getattr(one.shape, name) for one in measured]) for name in CURVES}
+    columns = [np.ones(len(measured))]
+    for name in CURVES:
+        values = np.array([float(getattr(one.shape, name)) for one in measured])
+        columns += _segments(values, knots[name])
+    columns += [np.array([float(getattr(one.shape, name)) for one in measured]) for name in COEFFICIENTS]
+    matrix = np.stack(columns, axis=1)
+    times = np.array([one.time_s for one in measured])
+    solution = _robust(matrix / times[:, None])
+    base, at = float(solution[0]), 1
+    curves = {}
+    for name in CURVES:
+        slopes = solution[at : at + len(knots[name]) - 1]
+        at += len(slopes)
+        rises = slopes * np.diff(knots[name])
+        curves[name] = Curve(tuple(knots[name]), (0.0, *np.cumsum(rises).tolist()))
+    return StepFit(base, curves, dict(zip(COEFFICIENTS, solution[at:].tolist(), strict=True)))
+
+
+def held_out_errors(measured: Sequence[Measured], stream: np.random.Generator) -> dict[str, dict[str, float]]:
+    """Relative errors on a fifth of the shapes, of a fit to the others: by kind of step and over all.
+
+    For each: how many, the median and the 90th percentile of the error's size, and its mean with sign.
+    """
+    order = stream.permutation(len(measured))
+    num_held_out = max(1, len(measured) // _HELD_OUT_PART)
+    held_out = [measured[index] for index in order[:num_held_out]]
+    fit = fit_steps([measured[index] for index in order[num_held_out:]] or held_out)
+    return errors_of(fit.time_s, held_out)
+
+
+def errors_of(predict: Callable[[BatchShape], float], measured: Sequence[Measured]) -> dict[str, dict[str, float]]:
+    """Relative errors of predictions; see `held_out_errors`."""
+    found: dict[str, dict[str, float]] = {}
+    for kind in ("all", "decode", "prefill", "mixed"):
+        chosen = [one for one in measured if kind in ("all", one.kind)]
+        if chosen:
+            errors = np.array([predict(one.shape) / one.time_s - 1.0 for one in chosen])
+            size = np.abs(errors)
+            found[kind] = {
+                "num_shapes": float(len(chosen)),
+                "p50": float(np.quantile(size, 0.5)),
+                "p90": float(np.quantile(size, 0.9)),
+                "mean": float(errors.mean()),
+            }
+    return found
+
+
+def _knots(values: Sequence[int]) -> list[float]:
+    """0 and quantiles of the values that occur, so that every segment has several of them."""
+    distinct = sorted({float(value) for value in values if value > 0})
+    if not distinct:
+        return [0.0, 1.0]
+    num_knots = max(1, min(_MAX_KNOTS, len(distinct) // _POINTS_PER_SEGMENT))
+    chosen = {distinct[round((len(distinct) - 1) * (index + 1) / num_knots)] for index in range(num_knots)}
+    return [0.0, *sorted(chosen)]
+
+
+def _segments(values: Floats, knots: Sequence[float]) -> list[Floats]:
+    """How much of each value lies in each segment; the last one has no end."""
+    columns = []
+    for index, (low, high) in enumerate(pairwise(knots)):
+        top = np.inf if index == len(knots) - 2 else high
+        columns.append(np.clip(values, low, top) - low)
+    return columns
+
+
+def _robust(matrix: Floats) -> Floats:
+    """Coefficients >= 0 with matrix @ x near 1 in every row, rows far from it counting less."""
+    scale = np.abs(matrix).max(axis=0)
+    scale[scale == 0.0] = 1.0
+    scaled = matrix / scale
+    weights = np.ones(len(matrix))
+    solution = np.zeros(matrix.shape[1])
+    for _ in range(_ROUNDS):
+        root = np.sqrt(weights)
+        solution = non_negative_least_squares(scaled * root[:, None], root)
+        residuals = np.abs(scaled @ solution - 1.0)
+        weights = np.minimum(1.0, _HUBER / np.maximum(residuals, 1e-12))
+    return np.asarray(solution / scale, np.float64)
+
+
+def non_negative_least_squares(matrix: Floats, target: Floats) -> Floats:
+    """The x >= 0 with the least ||matrix @ x - target||.
+
+    Source: Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23.
+    """
+    num_columns = matrix.shape[1]
+    solution = np.zeros(num_columns)
+    passive = np.zeros(num_columns, bool)
+    tolerance = 1e-10 * max(1.0, float(np.abs(matrix.T @ target).max()))
+    for _ in range(10 * num_columns):
+        gradient = matrix.T @ (target - matrix @ solution)
+        gradient[passive] = -np.inf
+        best = int(np.argmax(gradient))
+        if passive.all() or gradient[best] <= tolerance:
+            break
+        passive[best] = True
+        while True:
+            trial = np.zeros(num_columns)
+            trial[passive] = np.linalg.lstsq(matrix[:, passive], target, rcond=None)[0]
+            if (trial[passive] > 0).all():
+                break
+            leaving = passive & (trial <= 0)
+            steps = solution[leaving] / np.maximum(solution[leaving] - trial[leaving], 1e-300)
+            solution = solution + float(steps.min()) * (trial - solution)
+            passive &= solution > 1e-15
+            solution[~passive] = 0.0
+            if not passive.any():
+                return solution
+        solution = trial
+    return solution

@@ -1,0 +1,88 @@
+"""How long does a prompt take that has a replica to itself, in the chunks that the replica scheduler would choose?
+
+Source: Vajra's scheduling architecture and Medha (arXiv:2409.17264): times are tabulated per 256 tokens, and what remains of a prompt is
+the difference of two entries. Entries are computed when first asked for, each once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vajra_py.contract.latency import BatchShape, LatencyModel
+from vajra_py.errors import ExecutorError
+
+GRAIN_TOKENS = 256
+_ENDLESS = 1 << 40
+
+LoneChunk = Callable[[int, int], int]
+"""Tokens of the next chunk of a lone prompt, from the tokens that are done and those that remain; at least 1."""
+
+
+class PrefillTimeTable:
+    """Predicted prefill times of lone prompts; implements `PrefillTime`.
+
+    A prompt's time is the sum of the predicted times of its chunks, each asked of `latency` once. `lone_chunk` is walked along one endless
+    prompt, so a chunk may depend on what remains only in that the last ones take what is left. With `num_stages` above 1 chunks
+    follow one another through the pipeline without waiting (sequence pipelining), and the time is divided by it.
+    """
+
+    def __init__(self, latency: LatencyModel, lone_chunk: LoneChunk, num_stages: int = 1) -> None:
+        self._latency = latency
+        self._lone_chunk = lone_chunk
+        self._stages = num_stages
+        self._table = [0.0]
+        # Start of the chunk that the table's last entry ends in, and when it starts; the same of the chunk before.
+        self._done = 0
+        self._done_s = 0.0
+        self._previous = (0, 0.0)
+        self._chunk = 0
+
+    def total_s(self, num_prompt_tokens: int) -> float:
+        """Seconds for the whole prompt, rounded up to 256 tokens."""
+        return self._entry(-(-num_prompt_tokens // GRAIN_TOKENS))
+
+    def remaining_s(self, num_prompt_tokens: int, num_done_tokens: int) -> float:
+        """Seconds for what is left: the prompt rounded up less what is done rounded down; never negative, 0 when all is done."""
+        if num_done_tokens >= num_prompt_tokens:
+            return 0.0
+        whole = self._entry(-(-num_prompt_tokens // GRAIN_TOKENS))
+        return max(0.0, whole - self._entry(num_done_tokens // GRAIN_TOKENS))
+
+    def _entry(self, index: int) -> float:
+        if index >= len(self._table):
+            self._extend(index)
+        return self._table[index]
+
+    def _extend(self, index: int) -> None:
+        table = self._table
+        while len(table) <= index:
+            num_tokens = len(table) * GRAIN_TOKENS
+            self._advance(num_tokens)
+            time = self._done_s + self._chunk_s(self._done, num_tokens - self._done)
+            start, start_s = self._previous
+            if num_tokens - self._done < GRAIN_TOKENS and start < self._done:
+                # So soon after a chunk's end a prompt may finish within that chunk, if the scheduler lets the last one be larger.
+                left = num_tokens - start
+                if self._lone_chunk(start, left) >= left:
+                    time = start_s + self._chunk_s(start, left)
+            table.append(time / self._stages)
+
+    def _advance(self, num_tokens: int) -> None:
+        """Move the start of the last chunk on until that chunk reaches `num_tokens`."""
+        while True:
+            if not self._chunk:
+                self._chunk = self._lone_chunk(self._done, _ENDLESS)
+                if self._chunk < 1:
+                    raise ExecutorError(
+                        f"prefill time: the replica scheduler gives a lone prompt {self._chunk} tokens after {self._done}. "
+                        "A prompt that has the replica to itself must get at least 1."
+                    )
+            if self._done + self._chunk >= num_tokens:
+                return
+            self._previous = (self._done, self._done_s)
+            self._done_s += self._chunk_s(self._done, self._chunk)
+            self._done += self._chunk
+            self._chunk = 0
+
+    def _chunk_s(self, num_context_tokens: int, num_tokens: int) -> float:
+        return self._latency.batch_time_s(BatchShape().with_chunk(num_tokens, num_context_tokens))

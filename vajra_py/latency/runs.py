@@ -1,0 +1,36 @@
+"""What may a latency model offer beyond the contract? Both are optional; callers look for them with `isinstance`."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+
+@runtime_checkable
+class PredictsDecodeRuns(Protocol):
+    """Predicts many steps at once while a batch does nothing but decode."""
+
+    def decode_run_times_s(
+        self, num_decodes: int, first_context_tokens: int, num_steps: int
+    ) -> npt.NDArray[np.float64]:
+        """Seconds of each of `num_steps` steps; contexts sum to `first_context_tokens` in the first, and each grows by 1 a step.
+
+        Must equal `batch_time_s` asked step by step, bit for bit, so that it makes no difference which one a simulator uses.
+        """
+
+
+@runtime_checkable
+class ReplaysDurations(Protocol):
+    """Knows how long each step took in a recorded run; a simulator then takes these durations in place of predictions."""
+
+    def next_duration_s(self, replica_id: int, step_index: int | None = None) -> float:
+        """Seconds of the replica's next step; `step_index`, when given, is checked against the recording.
+
+        Raises:
+            ExecutorError: the recording has no such replica, has run out, or is asked out of order.
+        """
+
+    def restart(self) -> None:
+        """Begin every replica's recording anew."""

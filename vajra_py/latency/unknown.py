@@ -1,0 +1,30 @@
+"""What does a policy get that asks for a prediction where no latency model was given? A clear answer."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from vajra_py.contract.latency import BatchShape
+from vajra_py.errors import ConfigError, Problem
+
+
+class NoPredictions:
+    """Predicts nothing; says which setting is missing."""
+
+    num_stages = 1
+
+    def __init__(self, setting: str) -> None:
+        self._setting = setting
+
+    def stage_time_s(self, shape: BatchShape) -> float:
+        """Raises `ConfigError`."""
+        self._refuse()
+
+    def batch_time_s(self, shape: BatchShape) -> float:
+        """Raises `ConfigError`."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        message = "is not given, and a policy asks how long a step will take"
+        allowed = "A latency model, such as {type: profiled, path: FILE} from `vajra profile`"
+        raise ConfigError(Problem(self._setting, message, allowed))

@@ -1,0 +1,111 @@
+"""What did a run achieve, and how is it shown?
+
+From raw rows to pictures: `RequestsBuilder`, `StepsBuilder`, `TbtBuilder` and `write_parquet` keep the tables; `summarise` makes the numbers;
+`RunData` opens a run's folder; `compare`, `plots`, `write_report` and `write_timeline` show what is in it. Every definition is in
+`vajra_py.metrics.definitions`. Importing this package loads none of pyarrow, pandas and matplotlib: names are resolved when they are used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vajra_py.metrics import plots
+    from vajra_py.metrics.comparison import METRICS, Comparison, Metric, compare
+    from vajra_py.metrics.definitions import (
+        UNFINISHED,
+        GapStatistics,
+        ServiceWeights,
+        Slo,
+        SloDefaults,
+        Window,
+        gap_statistics,
+        jain_index,
+        quantiles,
+        weighted_quantiles,
+    )
+    from vajra_py.metrics.recorder import Recorder
+    from vajra_py.metrics.report import render_report, write_report
+    from vajra_py.metrics.run_data import RunData, load_runs
+    from vajra_py.metrics.stability import Stability, StabilityLabel
+    from vajra_py.metrics.summary import Summary, summarise
+    from vajra_py.metrics.tables import (
+        GapList,
+        RequestRow,
+        RequestsBuilder,
+        StepRow,
+        StepsBuilder,
+        TbtBuilder,
+        write_parquet,
+    )
+    from vajra_py.metrics.timeline import TimelineOptions, write_timeline
+
+_PLACES = {
+    "comparison": ("METRICS", "Comparison", "Metric", "compare"),
+    "definitions": (
+        "UNFINISHED",
+        "GapStatistics",
+        "ServiceWeights",
+        "Slo",
+        "SloDefaults",
+        "Window",
+        "gap_statistics",
+        "jain_index",
+        "quantiles",
+        "weighted_quantiles",
+    ),
+    "recorder": ("Recorder",),
+    "report": ("render_report", "write_report"),
+    "run_data": ("RunData", "load_runs"),
+    "stability": ("Stability", "StabilityLabel"),
+    "summary": ("Summary", "summarise"),
+    "tables": ("GapList", "RequestRow", "RequestsBuilder", "StepRow", "StepsBuilder", "TbtBuilder", "write_parquet"),
+    "timeline": ("TimelineOptions", "write_timeline"),
+}
+_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
+
+__all__ = [
+    "METRICS",
+    "UNFINISHED",
+    "Comparison",
+    "GapList",
+    "GapStatistics",
+    "Metric",
+    "Recorder",
+    "RequestRow",
+    "RequestsBuilder",
+    "RunData",
+    "ServiceWeights",
+    "Slo",
+    "SloDefaults",
+    "Stability",
+    "StabilityLabel",
+    "StepRow",
+    "StepsBuilder",
+    "Summary",
+    "TbtBuilder",
+    "TimelineOptions",
+    "Window",
+    "compare",
+    "gap_statistics",
+    "jain_index",
+    "load_runs",
+    "plots",
+    "quantiles",
+    "render_report",
+    "summarise",
+    "weighted_quantiles",
+    "write_parquet",
+    "write_report",
+    "write_timeline",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for (PEP 562)."""
+    if name == "plots":
+        return importlib.import_module(f"{__name__}.plots")
+    if name not in _PLACE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PLACE_OF[name]}"), name)

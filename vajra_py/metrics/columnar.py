@@ -1,0 +1,143 @@
+"""How are millions of rows kept in little memory while they are appended one by one?
+
+Each kind of column has its own store: numbers lie packed row by row, repeated strings are numbers, distinct strings lie in one buffer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from struct import Struct
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Gaps are merged when this many new ones have come since the last merge, and half as many as were left by it.
+_MERGE_ROWS = 1 << 20
+
+
+class NameColumn:
+    """Distinct strings as small numbers, in the order of their first use."""
+
+    __slots__ = ("_codes",)
+
+    def __init__(self) -> None:
+        self._codes: dict[str, int] = {}
+
+    def code(self, name: str) -> int:
+        """The number of this string, a new one at its first use."""
+        code = self._codes.get(name)
+        if code is None:
+            code = self._codes[name] = len(self._codes)
+        return code
+
+    def codes(self, names: Sequence[str]) -> list[int]:
+        """The numbers of these strings."""
+        for name in dict.fromkeys(names):
+            self.code(name)
+        return list(map(self._codes.__getitem__, names))
+
+    def take(self, codes: NDArray[Any]) -> Any:
+        """The strings behind these numbers, as an Arrow array."""
+        import pyarrow as pa
+
+        return pa.array(list(self._codes), type=pa.string()).take(pa.array(codes))
+
+
+class TextColumn:
+    """Strings that are mostly distinct, as UTF-8 in one buffer."""
+
+    __slots__ = ("_bytes", "_ends")
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+        self._ends = array("q", [0])
+
+    def append(self, text: str) -> None:
+        """Take one string."""
+        self._bytes += text.encode()
+        self._ends.append(len(self._bytes))
+
+    def all(self) -> Any:
+        """Every string so far, as an Arrow array with 64-bit offsets."""
+        import pyarrow as pa
+
+        buffers = [pa.py_buffer(self._ends.tobytes()), pa.py_buffer(bytes(self._bytes))]
+        return pa.LargeStringArray.from_buffers(len(self._ends) - 1, *buffers)
+
+
+class PackedRows:
+    """Rows of numbers, one after the other in a byte buffer; `fields` are (name, struct code) pairs."""
+
+    __slots__ = ("_buffer", "_dtype", "_struct")
+
+    def __init__(self, fields: tuple[tuple[str, str], ...]) -> None:
+        self._struct = Struct("<" + "".join(code for _, code in fields))
+        self._dtype = np.dtype([(name, "<" + {"q": "i8", "i": "i4", "d": "f8"}[code]) for name, code in fields])
+        self._buffer = bytearray()
+
+    def __len__(self) -> int:
+        """Rows so far."""
+        return len(self._buffer) // self._struct.size
+
+    def append(self, *values: float) -> None:
+        """Take one row: a value for each field, in order."""
+        self._buffer += self._struct.pack(*values)
+
+    def extend(self, num_rows: int, **columns: Any) -> None:
+        """Take several rows: for each field a value, or an array of one value a row."""
+        rows = np.empty(num_rows, dtype=self._dtype)
+        for name, values in columns.items():
+            rows[name] = values
+        self._buffer += rows.tobytes()
+
+    def column(self, name: str) -> NDArray[Any]:
+        """One column, as a copy: a view would stop the buffer from growing."""
+        return np.frombuffer(self._buffer, dtype=self._dtype)[name].copy()
+
+    def rows(self, chosen: slice | NDArray[np.int64]) -> NDArray[Any]:
+        """Some rows, as a copy with named fields."""
+        return np.frombuffer(self._buffer, dtype=self._dtype)[chosen].copy()
+
+
+class GapList:
+    """Gaps of one replicaset and SLO class; kept by whoever feeds them, so that adding one needs no look-up."""
+
+    __slots__ = ("_gaps", "_merge_at", "_weights")
+
+    def __init__(self) -> None:
+        self._gaps = array("d")
+        self._weights = array("q")
+        self._merge_at = _MERGE_ROWS
+
+    def add(self, gap_s: float, weight: int) -> None:
+        """`weight` requests got a token at both ends of a gap of this length, seconds."""
+        self._gaps.append(gap_s)
+        self._weights.append(weight)
+        self._merge_when_due()
+
+    def extend(self, gaps_s: NDArray[np.float64]) -> None:
+        """Somebody saw each of these gaps, seconds; equal ones may come more than once."""
+        self._gaps.frombytes(gaps_s.tobytes())
+        self._weights.frombytes(np.ones(len(gaps_s), dtype=np.int64).tobytes())
+        self._merge_when_due()
+
+    def _merge_when_due(self) -> None:
+        if len(self._gaps) >= self._merge_at:
+            gaps, weights = self.merged()
+            self._gaps = array("d", gaps.tobytes())
+            self._weights = array("q", weights.tobytes())
+            self._merge_at = len(self._gaps) + max(_MERGE_ROWS, len(self._gaps) // 2)
+
+    def merged(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Distinct gaps in rising order, and the weight of each; a gap of weight 0 is none."""
+        gaps = np.array(self._gaps, dtype=np.float64)
+        weights = np.array(self._weights, dtype=np.int64)
+        gaps, weights = gaps[weights > 0], weights[weights > 0]
+        if not gaps.size:
+            return gaps, weights
+        order = np.argsort(gaps, kind="stable")
+        gaps, weights = gaps[order], weights[order]
+        firsts = np.flatnonzero(np.concatenate(([True], gaps[1:] != gaps[:-1])))
+        return gaps[firsts], np.add.reduceat(weights, firsts)

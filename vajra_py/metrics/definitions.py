@@ -1,0 +1,311 @@
+"""What exactly is meant by TTFT, TBT, TPOT, E2E, an SLO met, a quantile, fairness?
+
+Every number that this package reports comes from a function of this module or is named after one. All functions work on whole columns
+(numpy arrays, one entry per request) and never change their arguments. NaN stands for "did not happen" and is left out of distributions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vajra_py.contract.observer import EndReason
+
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
+Bools: TypeAlias = NDArray[np.bool_]
+
+UNFINISHED = "unfinished"
+"""The `reason` of a request that had not ended when the run did; every other value is one of `EndReason`."""
+
+COMPLETED_REASONS = (EndReason.STOP.value, EndReason.LENGTH.value)
+"""A request with one of these got the whole answer that it asked for."""
+
+REASONS: tuple[str, ...] = (*(reason.value for reason in EndReason), UNFINISHED)
+"""Everything that `reason` can be, in the order of reports."""
+
+QUANTILES: Mapping[str, float] = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+"""The quantiles that summaries report, by key."""
+
+# Keeps a product such as 0.07 * 100 = 7.000000000000001 at the rank that is meant.
+_RANK_SLACK = 1.0 - 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The measurement window, both ends included, in seconds on the run's clock.
+
+    Latencies, counts and attainment are those of the requests that *arrived* in it, however late they ended; rates are about what *ended* in it.
+    """
+
+    start_at: float
+    end_at: float
+
+    def __post_init__(self) -> None:
+        if not (np.isfinite(self.start_at) and np.isfinite(self.end_at) and self.start_at <= self.end_at):
+            raise ValueError(
+                f"window: not a range of time ([{self.start_at}, {self.end_at}]). Allowed: two finite numbers in seconds, start <= end"
+            )
+
+    @property
+    def duration_s(self) -> float:
+        """Its length, seconds."""
+        return self.end_at - self.start_at
+
+    def holds(self, at: Floats) -> Bools:
+        """Which of these moments lie in it; NaN never does."""
+        return (at >= self.start_at) & (at <= self.end_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What is promised to a request that carries no promise of its own, seconds; None promises nothing."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SloDefaults:
+    """Promises by SLO class, and for everyone else; each is used only where a request has no promise of that kind itself."""
+
+    everyone: Slo = field(default_factory=Slo)
+    by_class: Mapping[str, Slo] = field(default_factory=dict)
+
+    def of(self, slo_class: str) -> Slo:
+        """What the class is promised; a kind that it leaves open is taken from `everyone`."""
+        own = self.by_class.get(slo_class)
+        if own is None:
+            return self.everyone
+        return Slo(
+            *(
+                mine if mine is not None else theirs
+                for mine, theirs in (
+                    (own.ttft_s, self.everyone.ttft_s),
+                    (own.tpot_s, self.everyone.tpot_s),
+                    (own.e2e_s, self.everyone.e2e_s),
+                )
+            )
+        )
+
+
+class SloStatus(IntEnum):
+    """How a request stands to its promises."""
+
+    NONE = 0
+    """Nothing was promised."""
+    UNDECIDED = 1
+    """Withdrawn by its client, or cut off by the end of the run, before any promise was broken."""
+    MISSED = 2
+    MET = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """The columns that decide about latencies and promises; one entry per request, times in seconds, NaN = never."""
+
+    arrived_at: Floats
+    first_token_at: Floats
+    ended_at: Floats
+    num_output_tokens: Ints
+    completed: Bools
+    """`reason` is one of `COMPLETED_REASONS`."""
+    dropped: Bools
+    """`reason` is rejected, expired or failed: the system did not deliver."""
+
+    def observed_until(self) -> float:
+        """The last moment that any request tells of: what was still open then has waited at least until then."""
+        moments = [column[np.isfinite(column)] for column in (self.arrived_at, self.first_token_at, self.ended_at)]
+        return max((float(column.max()) for column in moments if column.size), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Promises:
+    """One entry per request, seconds; NaN = not promised. `deadline_at` is a moment, the others are durations."""
+
+    ttft_s: Floats
+    tpot_s: Floats
+    deadline_at: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class SloJudgement:
+    """`SloStatus` values of each request (int8): for each kind of promise, and for all of them together."""
+
+    ttft: NDArray[np.int8]
+    tpot: NDArray[np.int8]
+    deadline: NDArray[np.int8]
+    overall: NDArray[np.int8]
+
+
+def ttft_s(outcomes: Outcomes) -> Floats:
+    """Time to first token: from arrival to the first token that the client sees.
+
+    A later preemption does not move it: a client sees its first token once.
+    """
+    return outcomes.first_token_at - outcomes.arrived_at
+
+
+def e2e_s(outcomes: Outcomes) -> Floats:
+    """End-to-end latency: from arrival to the end, of completed requests; NaN for the others, which have no answer to wait for."""
+    return np.where(outcomes.completed, outcomes.ended_at - outcomes.arrived_at, np.nan)
+
+
+def tpot_s(outcomes: Outcomes) -> Floats:
+    """Time per output token: (E2E - TTFT) / (output tokens - 1) of completed requests with at least two tokens, else NaN."""
+    gaps = outcomes.num_output_tokens - 1
+    defined = outcomes.completed & (gaps >= 1)
+    return np.where(defined, (outcomes.ended_at - outcomes.first_token_at) / np.maximum(gaps, 1), np.nan)
+
+
+def judge_slos(outcomes: Outcomes, promises: Promises, observed_until: float | None = None) -> SloJudgement:
+    """Which requests kept their promises?
+
+    TTFT: the first token came in time. TPOT: the mean gap is at most the promised one (kept by an answer of one token). Deadline: the answer was
+    complete by then. All together: completed, and no promise broken. A dropped request broke every promise but a TTFT that it kept. A
+    request that its client took back, or that the run's end cut off, is judged by what had happened until then, and is undecided where
+    that says nothing. `observed_until` is when the run ended; by default the last moment that these requests tell of.
+    """
+    horizon_at = outcomes.observed_until() if observed_until is None else observed_until
+    until = np.where(np.isnan(outcomes.ended_at), horizon_at, outcomes.ended_at)
+    first_wait_s = ttft_s(outcomes)
+    has_first = ~np.isnan(first_wait_s)
+    open_ended = ~(outcomes.completed | outcomes.dropped)
+    ttft = _status(
+        promised=~np.isnan(promises.ttft_s),
+        met=has_first & (first_wait_s <= promises.ttft_s),
+        undecided=open_ended & ~has_first & (until - outcomes.arrived_at <= promises.ttft_s),
+    )
+    mean_gap_s = tpot_s(outcomes)
+    tpot = _status(
+        promised=~np.isnan(promises.tpot_s),
+        met=outcomes.completed & (np.isnan(mean_gap_s) | (mean_gap_s <= promises.tpot_s)),
+        undecided=open_ended,
+    )
+    deadline = _status(
+        promised=~np.isnan(promises.deadline_at),
+        met=outcomes.completed & (outcomes.ended_at <= promises.deadline_at),
+        undecided=open_ended & (until <= promises.deadline_at),
+    )
+    kinds = np.stack([ttft, tpot, deadline])
+    overall = np.full(len(ttft), SloStatus.UNDECIDED, dtype=np.int8)
+    overall[outcomes.completed] = SloStatus.MET
+    overall[outcomes.dropped | (kinds == SloStatus.MISSED).any(axis=0)] = SloStatus.MISSED
+    overall[(kinds == SloStatus.NONE).all(axis=0)] = SloStatus.NONE
+    return SloJudgement(ttft, tpot, deadline, overall)
+
+
+def _status(promised: Bools, met: Bools, undecided: Bools) -> NDArray[np.int8]:
+    status = np.full(len(promised), SloStatus.MISSED, dtype=np.int8)
+    status[undecided] = SloStatus.UNDECIDED
+    status[met] = SloStatus.MET
+    status[~promised] = SloStatus.NONE
+    return status
+
+
+def quantiles(values: Floats, fractions: Sequence[float]) -> list[float]:
+    """Nearest-rank quantiles: the smallest value such that at least this fraction of all values is not above it; NaN of no values.
+
+    Every quantile is a value that occurred; there is no interpolation. NaN entries are not values.
+    """
+    known = values[~np.isnan(values)]
+    if not known.size:
+        return [float("nan")] * len(fractions)
+    ranks = _ranks(known.size, fractions)
+    ordered = np.partition(known, np.unique(ranks))
+    return [float(ordered[rank]) for rank in ranks]
+
+
+def weighted_quantiles(values: Floats, weights: Ints, fractions: Sequence[float]) -> list[float]:
+    """`quantiles` of a list in which `values[i]` stands `weights[i]` times (whole, not negative), without making that list."""
+    total = int(weights.sum())
+    if total <= 0:
+        return [float("nan")] * len(fractions)
+    order = np.argsort(values, kind="stable")
+    cumulative = np.cumsum(weights[order])
+    positions = np.searchsorted(cumulative, _ranks(total, fractions) + 1, side="left")
+    return [float(values[order[position]]) for position in positions]
+
+
+def nearest_rank(count: int, fraction: float) -> int:
+    """Zero-based rank of a quantile among `count` ordered values."""
+    return min(max(math.ceil(fraction * count * _RANK_SLACK) - 1, 0), count - 1)
+
+
+def nearest_ranks(counts: Ints, fraction: float) -> Ints:
+    """`nearest_rank` of each of these counts."""
+    ranks = np.ceil(fraction * counts * _RANK_SLACK) - 1
+    clipped: Ints = np.clip(ranks, 0, counts - 1).astype(np.int64)
+    return clipped
+
+
+def _ranks(count: int, fractions: Sequence[float]) -> Ints:
+    return np.array([nearest_rank(count, fraction) for fraction in fractions], dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class GapStatistics:
+    """Of one request's gaps between tokens that its client sees, seconds; NaN with fewer than two tokens."""
+
+    p50_s: float
+    p99_s: float
+    max_s: float
+
+
+def gap_statistics(token_at: Floats) -> GapStatistics:
+    """Time between tokens (TBT) of one request, from the moments at which its client saw tokens, in order.
+
+    A gap spans whatever lies between the two tokens, a preemption too.
+    """
+    if len(token_at) < 2:
+        return GapStatistics(float("nan"), float("nan"), float("nan"))
+    gaps = np.diff(np.asarray(token_at, dtype=np.float64))
+    p50_s, p99_s = quantiles(gaps, (0.5, 0.99))
+    return GapStatistics(p50_s, p99_s, float(gaps.max()))
+
+
+def jain_index(shares: Floats) -> float:
+    """How evenly is something shared? (sum x)^2 / (n * sum x^2): 1 when all get the same, 1/n when one gets all.
+
+    NaN when nobody is there or nobody got anything. Source: Jain, Chiu, Hawe, "A quantitative measure of fairness and discrimination for
+    resource allocation in shared computer systems" (1984), equation 2.
+    """
+    squares = float(np.square(shares).sum())
+    if not squares > 0:
+        return float("nan")
+    return float(shares.sum()) ** 2 / (len(shares) * squares)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceWeights:
+    """What a token of service counts, and how much service a tenant is entitled to.
+
+    The defaults of 1 per prompt token and 2 per output token are those of the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language
+    Models", OSDI 2024, section 3). A tenant of weight 2 is treated fairly when it gets twice the service of one of weight 1.
+    """
+
+    prompt_token: float = 1.0
+    output_token: float = 2.0
+    tenants: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for tenant, weight in self.tenants.items():
+            if not (np.isfinite(weight) and weight > 0):
+                raise ValueError(
+                    f"weight of tenant {tenant!r}: not a share ({weight}). Allowed: a finite number above 0"
+                )
+
+
+def attained_service(
+    num_prompt_tokens: Ints, num_output_tokens: Ints, has_first_token: Bools, weights: ServiceWeights
+) -> Floats:
+    """Service that each request got: its prompt once its first token is seen (cached or not), and every output token."""
+    prompt = np.where(has_first_token, num_prompt_tokens, 0)
+    return weights.prompt_token * prompt + weights.output_token * num_output_tokens

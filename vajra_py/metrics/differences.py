@@ -1,0 +1,108 @@
+"""In what do the configurations of several runs differ, and along which axes do the runs form a grid?
+
+Configurations are compared as flat `dotted.path -> text` mappings. A path whose value follows from other paths' values (a parameter that only one policy
+has, an output folder) is no axis of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vajra_py.metrics.run_data import RunData
+
+WORKLOAD_PREFIX = "workload"
+SEED_PATH = "seed"
+ABSENT = "–"
+"""Stands for a value that a configuration does not have."""
+
+# Where a run writes to, and what it is called, says nothing about what it does.
+_IGNORED = ("name", "output", "out", "run_dir", "output_dir", "results", "sweep")
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One thing that was varied."""
+
+    path: str
+    label: str
+    """Short and distinct among the axes of one comparison."""
+    values: tuple[str, ...]
+    """Of each run, in the order of the runs."""
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """Distinct values in natural order (numbers by size)."""
+        return tuple(sorted(set(self.values), key=natural))
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """A nested configuration as one text per dotted path; lists stay whole, as JSON."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        path = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, path)
+        else:
+            flat[path] = value if isinstance(value, str) else json.dumps(value, default=str)
+    return flat
+
+
+def differences(runs: Sequence[RunData]) -> dict[str, tuple[str, ...]]:
+    """Every path on which the runs' configurations do not agree, with the value of each run, in order of the first configuration."""
+    flats = [flatten(run.config) for run in runs]
+    paths = dict.fromkeys(path for flat in flats for path in flat)
+    values = {path: tuple(flat.get(path, ABSENT) for flat in flats) for path in paths}
+    return {path: found for path, found in values.items() if len(set(found)) > 1}
+
+
+def axes(runs: Sequence[RunData]) -> list[Axis]:
+    """The independent ones among the differences: policies first, then parameters, then the workload, then the seed, each in the order of the file."""
+    differing = {path: values for path, values in differences(runs).items() if path.split(".")[0] not in _IGNORED}
+    kept: dict[str, tuple[str, ...]] = {}
+    for path in sorted(differing, key=_rank):
+        if not _follows(differing[path], list(kept.values())):
+            kept[path] = differing[path]
+    labels = _short_labels(list(kept))
+    return [Axis(path, labels[path], values) for path, values in kept.items()]
+
+
+def is_workload(axis: Axis) -> bool:
+    """Whether this axis varies the load rather than the system."""
+    return axis.path == SEED_PATH or axis.path.split(".")[0] in (WORKLOAD_PREFIX, "workloads")
+
+
+def _follows(values: Sequence[str], kept: Sequence[Sequence[str]]) -> bool:
+    """Whether runs that agree on all kept axes also agree on this one."""
+    if not kept:
+        return False
+    seen: dict[tuple[str, ...], str] = {}
+    return all(seen.setdefault(key, value) == value for key, value in zip(zip(*kept, strict=True), values, strict=True))
+
+
+def _rank(path: str) -> int:
+    if path == SEED_PATH:
+        return 3
+    if path.split(".")[0] in (WORKLOAD_PREFIX, "workloads"):
+        return 2
+    return 0 if path.endswith(".policy") else 1
+
+
+def _short_labels(paths: Sequence[str]) -> dict[str, str]:
+    """The shortest tail of each path that no other path ends in; `.policy` and `.params` are left out."""
+    words = {path: [word for word in path.split(".") if word not in ("policy", "params")] or [path] for path in paths}
+    labels = {}
+    for path, own in words.items():
+        others = [other for name, other in words.items() if name != path]
+        length = next((n for n in range(1, len(own) + 1) if all(own[-n:] != other[-n:] for other in others)), len(own))
+        labels[path] = ".".join(own[-length:]).replace("_", " ")
+    return labels
+
+
+def natural(text: str) -> tuple[tuple[int, float, str], ...]:
+    """A sort key in which numbers inside a text count by their size."""
+    parts = re.split(r"(\d+(?:\.\d+)?)", text)
+    return tuple((0, float(part), "") if i % 2 else (1, 0.0, part) for i, part in enumerate(parts) if part)

@@ -1,0 +1,31 @@
+"""Which pictures show what runs did? Each function takes runs and returns a matplotlib `Figure`, for a notebook, a paper or the report.
+
+Every figure takes one run to some forty and says so where it has nothing to show. Matplotlib is loaded at the first figure.
+"""
+
+from __future__ import annotations
+
+from vajra_py.metrics.plots.distributions import latency_cdfs, latency_ranges, slowdown_by_prompt_length
+from vajra_py.metrics.plots.over_time import batch_composition, queue_and_kv, service_by_tenant, step_timeline
+from vajra_py.metrics.plots.rates import (
+    attainment_by_rate,
+    delivery_bars,
+    goodput_by_rate,
+    has_rate_sweep,
+    latency_by_rate,
+)
+
+__all__ = [
+    "attainment_by_rate",
+    "batch_composition",
+    "delivery_bars",
+    "goodput_by_rate",
+    "has_rate_sweep",
+    "latency_by_rate",
+    "latency_cdfs",
+    "latency_ranges",
+    "queue_and_kv",
+    "service_by_tenant",
+    "slowdown_by_prompt_length",
+    "step_timeline",
+]

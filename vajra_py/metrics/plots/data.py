@@ -1,0 +1,169 @@
+"""Which few hundred points stand for a run of a million requests?
+
+Reductions of the tables to what a figure draws: quantiles, time bins, cumulative service. Times are seconds from the start of the measurement window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vajra_py.metrics.definitions import Floats, Ints, ServiceWeights
+from vajra_py.metrics.run_data import RunData
+
+CDF_FRACTIONS: Floats = np.unique(
+    np.concatenate([np.linspace(0.0, 1.0, 201), [0.985, 0.992, 0.994, 0.996, 0.998, 0.999]])
+)
+TIME_BINS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Cdf:
+    """A cumulative distribution: `shares[i]` of the population is at most `values[i]`."""
+
+    values: Floats
+    shares: Floats
+
+
+def request_cdf(run: RunData, column: str) -> Cdf:
+    """Distribution of a latency over the requests that arrived in the window; those without a value never arrive at 100 %."""
+    values = run.measured(column)[column]
+    known = np.sort(values[np.isfinite(values)])
+    if not known.size:
+        return Cdf(np.zeros(0), np.zeros(0))
+    ranks = np.unique(np.ceil(CDF_FRACTIONS * (known.size - 1)).astype(np.int64))
+    return Cdf(known[ranks], (ranks + 1) / len(values))
+
+
+def gap_cdf(run: RunData) -> Cdf:
+    """Distribution of the gaps between tokens, each counted once for each request that saw it."""
+    table = run.tbt("gap_s", "weight")
+    gaps, weights = table.column("gap_s").to_numpy(), table.column("weight").to_numpy()
+    if not weights.sum() > 0:
+        return Cdf(np.zeros(0), np.zeros(0))
+    order = np.argsort(gaps, kind="stable")
+    cumulative = np.cumsum(weights[order])
+    positions = np.searchsorted(cumulative, np.maximum(CDF_FRACTIONS * cumulative[-1], 1), side="left")
+    positions = np.unique(np.minimum(positions, len(gaps) - 1))
+    return Cdf(gaps[order][positions], cumulative[positions] / cumulative[-1])
+
+
+def time_edges(run: RunData, num_bins: int = TIME_BINS) -> Floats:
+    """Borders of equal time bins over the window and what followed it, on the run's clock."""
+    window = run.window
+    ended_at = run.requests("ended_at").column("ended_at").to_numpy()
+    last = float(np.nanmax(ended_at)) if np.isfinite(ended_at).any() else window.end_at
+    return np.linspace(window.start_at, max(last, window.end_at), num_bins + 1)
+
+
+def waiting_over_time(run: RunData, edges: Floats) -> Floats:
+    """Mean number of requests waiting for their first admission, in each bin."""
+    table = run.requests("arrived_at", "admitted_at", "ended_at")
+    arrived_at, admitted_at, ended_at = (table.column(name).to_numpy() for name in table.column_names)
+    left_at = np.fmin(admitted_at, ended_at)
+    return (_area(arrived_at, edges) - _area(left_at[np.isfinite(left_at)], edges)) / np.diff(edges)
+
+
+def kv_use_over_time(run: RunData, edges: Floats) -> Floats:
+    """Fraction of KV blocks in use, mean over time and replicas, in each bin; an idle replica uses none."""
+    table = run.steps(
+        "replicaset", "replica_id", "formed_at", "duration_s", "used_fraction", "num_running", "num_finished"
+    )
+    columns = {name: table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names}
+    replicas = _replica_codes(columns)
+    count = int(replicas.max()) + 1 if replicas.size else 0
+    total = np.zeros(len(edges) - 1)
+    for replica in range(count):
+        own = {name: column[replicas == replica] for name, column in columns.items()}
+        total += _mean_held(own, edges)
+    return total / count if count else total
+
+
+def tokens_per_step(run: RunData, edges: Floats) -> tuple[Floats, Floats]:
+    """Mean (decode, prefill) tokens of the steps formed in each bin; 0 in a bin without steps."""
+    table = run.steps("formed_at", "decode_tokens", "prefill_tokens")
+    formed_at = table.column("formed_at").to_numpy()
+    count = np.histogram(formed_at, edges)[0]
+    decode, prefill = (
+        np.histogram(formed_at, edges, weights=table.column(name).to_numpy())[0] / np.maximum(count, 1)
+        for name in ("decode_tokens", "prefill_tokens")
+    )
+    return decode, prefill
+
+
+def service_over_time(run: RunData, edges: Floats, weights: ServiceWeights) -> dict[str, Floats]:
+    """Service that each tenant had got by each edge: its prompts when their first tokens are seen, its output tokens evenly until the end."""
+    table = run.requests("tenant", "num_prompt_tokens", "num_output_tokens", "first_token_at", "ended_at")
+    encoded = table.column("tenant").combine_chunks().dictionary_encode()
+    codes: Ints = encoded.indices.to_numpy(zero_copy_only=False)
+    first = table.column("first_token_at").to_numpy()
+    last = table.column("ended_at").to_numpy()
+    last = np.where(np.isfinite(last), last, edges[-1])
+    prompt, output = (table.column(name).to_numpy() for name in ("num_prompt_tokens", "num_output_tokens"))
+    served = np.isfinite(first)
+    found = {}
+    for code, tenant in enumerate(encoded.dictionary.to_pylist()):
+        own = served & (codes == code)
+        found[tenant] = weights.prompt_token * _sum_until(
+            first[own], prompt[own], edges
+        ) + weights.output_token * _ramps(first[own], np.maximum(last[own], first[own]), output[own], edges)
+    return found
+
+
+def _area(moments: Floats, edges: Floats) -> Floats:
+    """Integral over each bin of the number of these moments that have passed."""
+    ordered = np.sort(moments)
+    passed = np.searchsorted(ordered, edges, side="right")
+    sums = np.concatenate(([0.0], np.cumsum(ordered)))
+    return np.diff(passed * edges - sums[passed])
+
+
+def _mean_held(columns: dict[str, NDArray[Any]], edges: Floats) -> Floats:
+    """Mean in each bin of a replica's use: that of a step until it ends, or until the next one if requests stay on the replica."""
+    order = np.argsort(columns["formed_at"], kind="stable")
+    formed_at, use = columns["formed_at"][order], columns["used_fraction"][order]
+    ended_at = formed_at + columns["duration_s"][order]
+    following = np.append(formed_at[1:], np.inf)
+    stays = (columns["num_running"] > columns["num_finished"])[order]
+    held_until = np.where(stays & np.isfinite(following), following, np.minimum(ended_at, following))
+    times = np.stack([formed_at, held_until], axis=1).ravel()
+    levels = np.stack([use, np.zeros_like(use)], axis=1).ravel()
+    integral = np.concatenate(([0.0], np.cumsum(levels[:-1] * np.diff(times))))
+    return np.diff(np.interp(edges, times, integral)) / np.diff(edges)
+
+
+def _sum_until(moments: Floats, amounts: NDArray[Any], edges: Floats) -> Floats:
+    order = np.argsort(moments, kind="stable")
+    sums = np.concatenate(([0.0], np.cumsum(amounts[order])))
+    return sums[np.searchsorted(moments[order], edges, side="right")]
+
+
+def _ramps(begins: Floats, ends: Floats, amounts: NDArray[Any], edges: Floats) -> Floats:
+    """Sum at each edge of amounts that flow evenly from their begin to their end (at once where both are one moment)."""
+    span = ends - begins
+    instant = span <= 0
+    rate = amounts[~instant] / span[~instant]
+    total = _sum_until(begins[instant], amounts[instant], edges)
+    for moments, sign in ((begins[~instant], 1.0), (ends[~instant], -1.0)):
+        total = total + sign * (_sum_until(moments, rate, edges) * edges - _sum_until(moments, rate * moments, edges))
+    return total
+
+
+def _replica_codes(columns: dict[str, NDArray[Any]]) -> Ints:
+    """Replicas of all replicasets, numbered from 0."""
+    keys = list(zip(columns["replicaset"].tolist(), columns["replica_id"].tolist(), strict=True))
+    numbers = {key: i for i, key in enumerate(sorted(set(keys)))}
+    return np.array([numbers[key] for key in keys], dtype=np.int64)
+
+
+def bucket_edges(lengths: Sequence[int]) -> list[int]:
+    """Borders of prompt length buckets, powers of four from 64 up, that cover these lengths."""
+    longest = max(lengths, default=1)
+    edges = [0, 64]
+    while edges[-1] < longest:
+        edges.append(edges[-1] * 4)
+    return edges

@@ -1,0 +1,194 @@
+"""How are latencies distributed, and who waits longer than the length of their prompt explains?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vajra_py.metrics.definitions import Floats, quantiles
+from vajra_py.metrics.plots.data import Cdf, bucket_edges, gap_cdf, request_cdf
+from vajra_py.metrics.plots.layout import Arrangement, arrange_runs
+from vajra_py.metrics.plots.style import (
+    GRID,
+    add_legend,
+    line_entries,
+    new_figure,
+    percent,
+    plain_log,
+    say_empty,
+    styled,
+    tapered,
+    token_count,
+)
+from vajra_py.metrics.run_data import RunData, distinct
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_CDF_COLUMNS = (("ttft_s", "TTFT"), ("tbt", "TBT"), ("e2e_s", "E2E latency"))
+_RANGE_METRICS = (
+    ("ttft_s", "TTFT", 1.0, "s"),
+    ("tbt_s", "TBT", 1000.0, "ms"),
+    ("tpot_s", "TPOT", 1000.0, "ms"),
+    ("e2e_s", "E2E", 1.0, "s"),
+)
+
+
+@styled
+def latency_cdfs(runs: Sequence[RunData]) -> Figure:
+    """Cumulative distributions of TTFT, TBT and E2E latency, a line per run; logarithmic seconds.
+
+    TTFT and E2E count all requests that arrived in the window: the line of a run that left requests unanswered ends below 100 %.
+    """
+    arrangement = arrange_runs(runs)
+    rows = len(arrangement.panels)
+    figure, axes = new_figure(rows, 3, 3.1 if rows == 1 else 2.2, sharey=True, sharex="col")
+    for column, (name, label) in enumerate(_CDF_COLUMNS):
+        curves = [gap_cdf(run) if name == "tbt" else request_cdf(run, name) for run in runs]
+        for row in range(rows):
+            _draw_cdfs(axes[row, column], curves, arrangement, row)
+            if row == rows - 1:
+                axes[row, column].set_xlabel(f"{label} (s)")
+        _share_log_range(axes[:, column], curves)
+    for row, title in enumerate(arrangement.panels):
+        axes[row, 0].set_title(title)
+        axes[row, 0].set_ylabel("share of requests" if rows > 1 else "share of requests (TBT: of gaps)")
+        percent(axes[row, 0].yaxis)
+    add_legend(figure, line_entries(arrangement.legend) if len(runs) > 1 else [])
+    return figure
+
+
+def _draw_cdfs(axes: Any, curves: Sequence[Cdf], arrangement: Arrangement, panel: int) -> None:
+    members = arrangement.members(panel)
+    for place, i in enumerate(members):
+        if curves[i].values.size:
+            look = arrangement.looks[i].line
+            look.setdefault("linewidth", tapered(place, len(members)))
+            axes.step(curves[i].values, curves[i].shares, where="post", **look)
+    axes.set_ylim(0, 1.02)
+
+
+def _share_log_range(column_axes: Any, curves: Sequence[Cdf]) -> None:
+    """One logarithmic range that holds every curve, without the empty decades of a few instant answers."""
+    known = [curve.values for curve in curves if curve.values.size and curve.values[-1] > 0]
+    for axes in column_axes:
+        if not known:
+            say_empty(axes)
+            continue
+        low = min(float(values[values > 0][0]) for values in known)
+        high = max(float(values[-1]) for values in known)
+        plain_log(axes.xaxis, most=7)
+        axes.set_xlim(max(low, high / 1e5) * 0.85, high * 1.2)
+
+
+@styled
+def latency_ranges(runs: Sequence[RunData]) -> Figure:
+    """P50 to P99 of TTFT, TBT, TPOT and E2E, a row per run; the dot is P50, the bar's end P99, the cross the mean."""
+    runs = distinct(runs)
+    figure, axes = new_figure(1, 4, max(1.6, 0.26 * len(runs) + 0.8), sharey=True)
+    looks = arrange_runs(runs).looks
+    rows = np.arange(len(runs))
+    for column, (name, label, scale, unit) in enumerate(_RANGE_METRICS):
+        own = axes[0, column]
+        own.set_xlabel(f"{label} ({unit})")
+        values = np.array(
+            [[_scaled(run, f"overall.{name}.{stat}", scale) for stat in ("p50", "p99", "mean")] for run in runs],
+            dtype=np.float64,
+        )
+        if not np.isfinite(values).any():
+            say_empty(own)
+            continue
+        for row, (p50, p99, mean) in enumerate(values):
+            hue = looks[row].hue
+            own.plot([p50, p99], [row, row], color=hue, linewidth=3.2, solid_capstyle="butt", alpha=0.55)
+            own.plot(p50, row, "o", color=hue, markersize=5.5)
+            own.plot(p99, row, "|", color=hue, markersize=9, markeredgewidth=2)
+            own.plot(mean, row, "x", color=hue, markersize=4.5, markeredgewidth=1.1)
+        positive = values[np.isfinite(values) & (values > 0)]
+        if positive.size:
+            plain_log(own.xaxis, most=4)
+            own.set_xlim(positive.min() * 0.8, positive.max() * 1.3)
+    axes[0, 0].set_yticks(rows, [run.name for run in runs])
+    axes[0, 0].set_ylim(len(runs) - 0.4, -0.6)
+    for own in axes[0]:
+        own.grid(axis="y", visible=False)
+    return figure
+
+
+@styled
+def slowdown_by_prompt_length(runs: Sequence[RunData]) -> Figure:
+    """TTFT relative to the fastest prefill of prompts of that length, by length bucket: dot = median, whisker up to P99.
+
+    The fastest prefill of a bucket is the least time per prompt token that any of these runs took from first admission to first token, so a slowdown
+    of 1 is the best that was seen. Head-of-line blocking shows as short prompts that slow down most.
+    """
+    columns = [run.measured("num_prompt_tokens", "arrived_at", "admitted_at", "first_token_at") for run in runs]
+    longest = [int(own["num_prompt_tokens"].max()) for own in columns if own["num_prompt_tokens"].size]
+    edges = bucket_edges(longest)
+    fastest = np.full(len(edges) - 1, np.inf)
+    for own in columns:
+        np.fmin(fastest, _per_bucket(own, edges, "admitted_at", lambda rates: float(rates.min())), out=fastest)
+    arrangement = arrange_runs(runs)
+    rows = len(arrangement.panels)
+    figure, axes = new_figure(rows, 1, 3.2 if rows == 1 else 2.0, sharex=True, sharey=True)
+    used = [bucket for bucket in range(len(fastest)) if np.isfinite(fastest[bucket])]
+    for row, title in enumerate(arrangement.panels):
+        own_axes = axes[row, 0]
+        own_axes.set_title(title)
+        members = arrangement.members(row)
+        for place, i in enumerate(members):
+            offset = (place + 0.5) / len(members) * 0.8 - 0.4
+            _draw_slowdowns(own_axes, columns[i], (edges, fastest, used), offset, arrangement.looks[i])
+        _finish_slowdowns(own_axes, edges, used)
+    axes[-1, 0].set_xlabel("prompt length (tokens)")
+    add_legend(figure, line_entries(arrangement.legend, with_marker=True) if len(runs) > 1 else [])
+    return figure
+
+
+def _draw_slowdowns(
+    axes: Any, columns: dict[str, Any], scale: tuple[list[int], Floats, list[int]], offset: float, look: Any
+) -> None:
+    edges, fastest, used = scale
+    marks = [
+        _per_bucket(columns, edges, "arrived_at", lambda rates, q=q: quantiles(rates, (q,))[0]) / fastest
+        for q in (0.5, 0.99)
+    ]
+    x = np.arange(len(used)) + offset
+    p50, p99 = (mark[used] for mark in marks)
+    axes.vlines(x, p50, p99, color=look.hue, linewidth=2.2, alpha=0.55)
+    axes.plot(x, p50, look.marker, color=look.hue, markersize=5, linestyle="none")
+    axes.plot(x, p99, "_", color=look.hue, markersize=7, markeredgewidth=1.8, linestyle="none")
+
+
+def _finish_slowdowns(axes: Any, edges: list[int], used: list[int]) -> None:
+    if not used:
+        say_empty(axes)
+        return
+    plain_log(axes.yaxis, most=5)
+    axes.axhline(1.0, color=GRID, linewidth=1.4, zorder=1)
+    axes.set_ylabel("TTFT slowdown (×)")
+    axes.set_xticks(range(len(used)), [f"{token_count(edges[b])}–{token_count(edges[b + 1])}" for b in used])
+    axes.set_xlim(-0.5, len(used) - 0.5)
+    axes.grid(axis="x", visible=False)
+    for border in range(1, len(used)):
+        axes.axvline(border - 0.5, color=GRID, linewidth=0.6, zorder=1)
+
+
+def _per_bucket(columns: dict[str, Any], edges: list[int], since: str, reduce: Any) -> Floats:
+    """For each bucket a statistic of the seconds per prompt token from `since` to the first token; NaN without requests."""
+    took_s = columns["first_token_at"] - columns[since]
+    lengths = columns["num_prompt_tokens"]
+    rates = took_s / np.maximum(lengths, 1)
+    found = np.full(len(edges) - 1, np.nan)
+    for bucket in range(len(found)):
+        own = rates[(lengths > edges[bucket]) & (lengths <= edges[bucket + 1]) & np.isfinite(rates)]
+        if own.size:
+            found[bucket] = reduce(own)
+    return found
+
+
+def _scaled(run: RunData, path: str, scale: float) -> float:
+    value = run.summary.value(path)
+    return float("nan") if value is None else float(value) * scale

@@ -1,0 +1,147 @@
+"""Which run is drawn in which panel, colour and dash, so that a figure of forty runs stays readable?
+
+Up to eight runs share a panel, each with a colour. More runs that form a grid (as sweeps do) get one axis of the grid as panels, one as colours and one
+as dashes; the axis of the load, if there is one, makes the panels, so that what shares a panel shares a load. More runs without such an order: the
+seven with the lowest P99 TTFT are drawn in colour, the others in grey behind them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vajra_py.metrics.differences import SEED_PATH, Axis, axes, is_workload
+from vajra_py.metrics.plots.style import DASHES, MAX_SERIES, Look
+from vajra_py.metrics.run_data import RunData, distinct
+
+MAX_PANELS = 9
+_HIGHLIGHTED = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Where and how each of a list of series is drawn."""
+
+    panels: tuple[str, ...]
+    """Titles; one empty title when there is one panel."""
+    panel_of: tuple[int, ...]
+    looks: tuple[Look, ...]
+    legend: tuple[tuple[str, Look], ...]
+
+    def members(self, panel: int) -> list[int]:
+        """Positions of the series in this panel, muted ones first (that is, behind)."""
+        found = [i for i, own in enumerate(self.panel_of) if own == panel]
+        return sorted(found, key=lambda i: not self.looks[i].is_muted)
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Runs of one system under different loads (and seeds); a single run is a series of one."""
+
+    label: str
+    runs: tuple[RunData, ...]
+
+
+def arrange_runs(runs: Sequence[RunData]) -> Arrangement:
+    """The arrangement of a figure with one series per run."""
+    names = tuple(run.name for run in distinct(runs))
+    return _arrange(names, axes(runs), [_rank(run) for run in runs])
+
+
+def series_by_system(runs: Sequence[RunData]) -> tuple[list[Series], Arrangement]:
+    """Runs that differ in nothing but load and seed, taken together; one series for each system."""
+    own_axes = [axis for axis in axes(runs) if not is_workload(axis)]
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i in range(len(runs)):
+        groups.setdefault(tuple(axis.values[i] for axis in own_axes), []).append(i)
+    named = distinct(runs)
+    series = []
+    for key, members in groups.items():
+        label = "/".join(key) if own_axes else ("all runs" if len(runs) > 1 else named[members[0]].name)
+        if len(members) == 1 and len(groups) > 1:
+            label = named[members[0]].name
+        series.append(Series(label, tuple(runs[i] for i in members)))
+    firsts = [members[0] for members in groups.values()]
+    reduced = [Axis(axis.path, axis.label, tuple(axis.values[i] for i in firsts)) for axis in own_axes]
+    ranks = [min(_rank(run) for run in one.runs) for one in series]
+    return series, _arrange(tuple(one.label for one in series), reduced, ranks)
+
+
+def select(runs: Sequence[RunData], limit: int) -> list[RunData]:
+    """At most `limit` runs, in the given order, for a figure that needs a panel for each.
+
+    Of more, those under the highest load, and among them those of the lowest P99 TTFT; other loads only where this leaves fewer than three.
+    """
+    if len(runs) <= limit:
+        return list(runs)
+    order = sorted(range(len(runs)), key=lambda i: (-_load(runs[i]), _rank(runs[i]), i))
+    under_top_load = [i for i in order if _load(runs[i]) == _load(runs[order[0]])]
+    order = under_top_load if len(under_top_load) >= 3 else order
+    return [runs[i] for i in sorted(order[:limit])]
+
+
+def _arrange(names: tuple[str, ...], varied: Sequence[Axis], ranks: Sequence[float]) -> Arrangement:
+    if len(names) <= MAX_SERIES:
+        looks = tuple(Look(i, i) for i in range(len(names)))
+        return Arrangement(("",), (0,) * len(names), looks, tuple(zip(names, looks, strict=True)))
+    return _grid(len(names), varied) or _highlight(names, ranks)
+
+
+def _grid(count: int, varied: Sequence[Axis]) -> Arrangement | None:
+    """Panels, colours and dashes by the axes of the runs' grid; None when they do not tell the runs apart within the limits."""
+    roles = _roles(varied)
+    if roles is None or len(set(zip(*(axis.values for axis in varied), strict=True))) < count:
+        return None
+    dash, colour, rest = roles
+    keys = [tuple(axis.values[i] for axis in rest) for i in range(count)]
+    ordered = sorted(set(keys), key=lambda key: [axis.levels.index(v) for axis, v in zip(rest, key, strict=True)])
+    if len(ordered) > MAX_PANELS:
+        return None
+    looks = tuple(
+        Look(colour.levels.index(colour.values[i]), dash.levels.index(dash.values[i]) if dash else 0)
+        for i in range(count)
+    )
+    legend = [(f"{colour.label}: {level}", Look(i)) for i, level in enumerate(colour.levels)]
+    legend += [(f"{dash.label}: {level}", Look(None, i)) for i, level in enumerate(dash.levels)] if dash else []
+    titles = tuple(
+        ", ".join(f"{axis.label}: {value}" for axis, value in zip(rest, key, strict=True)) for key in ordered
+    )
+    return Arrangement(titles, tuple(ordered.index(key) for key in keys), looks, tuple(legend))
+
+
+def _roles(varied: Sequence[Axis]) -> tuple[Axis | None, Axis, list[Axis]] | None:
+    """Which axis makes dashes, which colours, and which make panels: the smaller an axis of the system, the earlier in this order."""
+    loads = [axis for axis in varied if is_workload(axis) and axis.path != SEED_PATH]
+    systems = sorted((axis for axis in varied if axis not in loads), key=lambda axis: len(axis.levels))
+    if not systems:
+        return None
+    if len(systems) == 1:
+        dash, colour, rest = None, systems[0], loads
+    elif len(systems) == 2 and not loads:
+        dash, colour, rest = None, systems[1], systems[:1]
+    else:
+        dash, colour, rest = systems[0], systems[1], [*systems[2:], *loads]
+    if len(colour.levels) > MAX_SERIES or (dash is not None and len(dash.levels) > len(DASHES)):
+        return None
+    return dash, colour, rest
+
+
+def _highlight(names: tuple[str, ...], ranks: Sequence[float]) -> Arrangement:
+    best = sorted(range(len(names)), key=lambda i: (ranks[i], i))[:_HIGHLIGHTED]
+    shown = {position: i for i, position in enumerate(sorted(best))}
+    looks = tuple(Look(shown[i], shown[i]) if i in shown else Look(0, is_muted=True) for i in range(len(names)))
+    legend = [(names[position], looks[position]) for position in shown]
+    legend.append((f"{len(names) - len(shown)} others", Look(0, is_muted=True)))
+    return Arrangement(("",), (0,) * len(names), looks, tuple(legend))
+
+
+def _rank(run: RunData) -> float:
+    value = run.summary.value("overall.ttft_s.p99")
+    return math.inf if value is None else float(value)
+
+
+def _load(run: RunData) -> float:
+    value = run.summary.value("overall.offered_requests_per_s")
+    # On a coarse logarithmic scale: seeds of one load do not differ in load.
+    return 0.0 if value is None else round(math.log1p(float(value)), 1)

@@ -1,0 +1,226 @@
+"""What do all figures have in common: colours, lines, type, axes, units?
+
+One visual language: a run keeps its colour and dash in every figure of a report; colours are those of Okabe and Ito (readable with any colour vision) without their
+yellow and black, and dashes and markers say the same once more. `INK` and `GRID` are used for nothing but text, frames and grids, so that a report can
+swap them for those of its page.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK = "#1b1f24"
+GRID = "#d4d8dd"
+MUTED = "#9aa1a9"
+"""For what stands behind the point of a figure."""
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5c3e", "#6b6ecf")
+DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (4, 1.6)), (0, (1.2, 1.2)), (0, (6, 1.4, 1.2, 1.4)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+DECODE_COLOUR = COLOURS[0]
+PREFILL_COLOUR = COLOURS[4]
+MIXED_COLOUR = COLOURS[2]
+
+MAX_SERIES = len(COLOURS)
+"""Lines that one panel can carry."""
+
+WIDTH_IN = 10.0
+"""Width of every figure."""
+
+_RC: dict[str, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": INK,
+    "axes.grid": True,
+    "axes.labelcolor": INK,
+    "axes.labelsize": 9.5,
+    "axes.linewidth": 0.7,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9.5,
+    "axes.titlecolor": INK,
+    "figure.facecolor": "white",
+    "font.family": "DejaVu Sans",
+    "font.size": 9.0,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+    "legend.labelcolor": INK,
+    "lines.linewidth": 1.7,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "xtick.major.width": 0.7,
+    "ytick.major.width": 0.7,
+    "xtick.minor.visible": False,
+    "ytick.minor.visible": False,
+}
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How one series is drawn: positions in `COLOURS` and `DASHES`; a muted one stays grey in the background."""
+
+    colour: int | None
+    """None in the legend of dashes, which belong to every colour."""
+    dash: int = 0
+    is_muted: bool = False
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Keywords for a line."""
+        if self.is_muted:
+            return {"color": MUTED, "linestyle": "-", "linewidth": 0.7, "alpha": 0.6, "zorder": 1.5}
+        return {"color": self.hue, "linestyle": DASHES[self.dash % len(DASHES)]}
+
+    @property
+    def hue(self) -> str:
+        """Its colour."""
+        if self.colour is None:
+            return INK
+        return MUTED if self.is_muted else COLOURS[self.colour % len(COLOURS)]
+
+    @property
+    def marker(self) -> str:
+        """The marker: it says once more what the dash says."""
+        return MARKERS[self.dash % len(MARKERS)]
+
+
+def styled(draw: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Draw under this module's settings, whatever the user's own are, and leave those alone."""
+
+    @functools.wraps(draw)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        import matplotlib
+
+        with matplotlib.rc_context():
+            matplotlib.rcdefaults()
+            matplotlib.rcParams.update(cast("Any", _RC))
+            return draw(*args, **kwargs)
+
+    return wrapped
+
+
+def new_figure(num_rows: int, num_columns: int, row_height_in: float, **shared: Any) -> tuple[Figure, NDArray[Any]]:
+    """A figure of the common width with a grid of axes (always a 2-D array); no global state of matplotlib is touched."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    figure = Figure(
+        figsize=(WIDTH_IN, row_height_in * num_rows + 0.75), layout=ConstrainedLayoutEngine(h_pad=0.06, w_pad=0.06)
+    )
+    axes = figure.subplots(num_rows, num_columns, squeeze=False, **shared)
+    for own in axes.flat:
+        # Ticks are made when the figure is drawn, outside of these settings: what they look like is told to the axes.
+        own.tick_params(color=INK, labelcolor=INK, labelsize=8.5, width=0.7, grid_color=GRID, grid_linewidth=0.6)
+    return figure, axes
+
+
+def add_legend(figure: Figure, entries: Sequence[tuple[str, Any]], title: str | None = None) -> None:
+    """One legend below all axes; `entries` are (label, artist) pairs. Nothing for a single unnamed series."""
+    if not entries:
+        return
+    longest = max(len(label) for label, _ in entries)
+    columns = max(1, min(len(entries), int(130 / (longest + 8))))
+    figure.legend(
+        [artist for _, artist in entries],
+        [label for label, _ in entries],
+        loc="outside lower center",
+        ncols=columns,
+        title=title,
+        handlelength=2.6,
+        columnspacing=1.6,
+    )
+
+
+def line_entries(labelled: Iterable[tuple[str, Look]], with_marker: bool = False) -> list[tuple[str, Any]]:
+    """Legend entries that show lines, with their markers where the figure has some."""
+    from matplotlib.lines import Line2D
+
+    entries = []
+    for label, look in labelled:
+        line = Line2D([], [], **look.line)
+        line.set_alpha(1.0)
+        if with_marker:
+            line.set_marker(look.marker)
+            line.set_markersize(5)
+        entries.append((label, line))
+    return entries
+
+
+def patch_entries(labelled: Iterable[tuple[str, str]]) -> list[tuple[str, Any]]:
+    """Legend entries that show areas of a colour."""
+    from matplotlib.patches import Patch
+
+    return [(label, Patch(facecolor=colour, edgecolor="none")) for label, colour in labelled]
+
+
+def tapered(place: int, count: int) -> float:
+    """Width of the line drawn at this place of several: later ones are thinner, so that equal lines do not hide each other."""
+    return 2.4 - 1.2 * place / (count - 1) if count > 1 else 1.7
+
+
+def say_empty(axes: Axes, text: str = "no data") -> None:
+    """Say in the middle of an empty plot why it is empty."""
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+def plain_log(axis: Any, most: int = 8) -> None:
+    """Make an axis logarithmic with at most `most` ticks, written as plain numbers: 0.01, 0.1, 1, 10."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+
+    from vajra_py.metrics.plots.ticks import ReadableLogLocator
+
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_locator(ReadableLogLocator(most))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
+
+
+def number(value: float) -> str:
+    """A tick's number: no exponent, no trailing zeros, thousands as k and M."""
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:g}M"
+    if abs(value) >= 1e4:
+        return f"{value / 1e3:g}k"
+    if value != 0 and abs(value) < 1e-4:
+        return f"{value:.0e}"
+    return f"{round(value, 6):g}"
+
+
+def big_numbers(axis: Any) -> None:
+    """Ticks of a linear axis written by `number`."""
+    from matplotlib.ticker import FuncFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+
+
+def token_count(value: int) -> str:
+    """A power of two as people say it: 64, 1k, 64k (k = 1024)."""
+    return f"{value // 1024}k" if value >= 1024 else str(value)
+
+
+def percent(axis: Any) -> None:
+    """Ticks of an axis of fractions as percentages."""
+    from matplotlib.ticker import PercentFormatter
+
+    axis.set_major_formatter(PercentFormatter(1.0, decimals=0))

@@ -1,0 +1,47 @@
+"""Where does a logarithmic axis carry numbers, whether it spans a tenth of a decade or eight decades?
+
+Imports matplotlib: imported by functions that draw, never at import of the package.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from matplotlib.ticker import Locator, MaxNLocator
+
+_STEPS: tuple[tuple[float, ...], ...] = ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
+
+
+class ReadableLogLocator(Locator):
+    """Three ticks or more, at most `most`: round numbers within decades, evenly spaced ones where the axis is shorter than that."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def __call__(self) -> Sequence[float]:
+        """Ticks of the axis as it is shown now."""
+        low, high = self.axis.get_view_interval() if self.axis is not None else (1.0, 10.0)
+        return self.tick_values(low, high)
+
+    def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
+        """Ticks from `vmin` to `vmax`."""
+        low, high = sorted((vmin, vmax))
+        if not (low > 0 and math.isfinite(high) and high > low):
+            return [high if high > 0 else 1.0]
+        found: list[float] = []
+        for steps in _STEPS:
+            found = self._within(steps, low, high)
+            if len(found) >= 3:
+                break
+        if len(found) < 3:
+            even = MaxNLocator(min(self._most, 5)).tick_values(low, high)
+            found = [float(tick) for tick in even if low <= tick <= high]
+        return found[:: max(1, -(-len(found) // self._most))]
+
+    @staticmethod
+    def _within(steps: tuple[float, ...], low: float, high: float) -> list[float]:
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        slack = 1e-9
+        ticks = (step * 10.0**decade for decade in decades for step in steps)
+        return [tick for tick in ticks if low * (1 - slack) <= tick <= high * (1 + slack)]

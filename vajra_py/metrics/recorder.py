@@ -1,0 +1,178 @@
+"""How do a run's events become its tables? An observer that keeps one row per request and per step.
+
+Token times are not recorded token by token: a request that decodes in a pool got its tokens when the pool's steps came
+out, so its gaps are read from the pool's times after its end, those of many requests together.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from vajra_py.contract import EndReason, Observer, RequestView, StepEnd, StepRun
+from vajra_py.metrics.definitions import UNFINISHED, Floats, Ints, nearest_ranks
+from vajra_py.metrics.tables import RequestsBuilder, StepRow, StepsBuilder, TbtBuilder
+from vajra_py.runtime.clock import TICKS_PER_SECOND
+
+if TYPE_CHECKING:
+    from vajra_py.runtime.request import Request
+
+_FACTS = (
+    *("request_id", "index", "replicaset", "replica_id", "tenant", "slo_class", "session_id", "priority"),
+    *("num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions"),
+    *("arrived_at", "admitted_at", "first_token_at", "ended_at", "ttft_slo_s", "tpot_slo_s", "deadline_at"),
+)
+"""What a row says of its request as the request itself has it."""
+
+_ROWS_AT_ONCE = 512
+"""Ended requests that are kept until their rows are made together."""
+
+
+class Recorder(Observer):
+    """Collects the requests, steps and gaps of one run."""
+
+    def __init__(self, num_blocks_of: Callable[[str], int], steps: bool = True) -> None:
+        self.steps = StepsBuilder()
+        self.wants_step_ends = steps
+        self._requests = RequestsBuilder()
+        self._tbt = TbtBuilder()
+        self._num_blocks_of = num_blocks_of
+        self._ended: list[tuple[Request, str, str]] = []
+
+    @property
+    def requests(self) -> RequestsBuilder:
+        """A row for each request that ended so far."""
+        self._flush()
+        return self._requests
+
+    @property
+    def tbt(self) -> TbtBuilder:
+        """The gaps that requests saw that ended so far."""
+        self._flush()
+        return self._tbt
+
+    def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
+        """One row, complete."""
+        self._ended.append((cast("Request", request), reason.value, detail))
+        if len(self._ended) >= _ROWS_AT_ONCE:
+            self._flush()
+
+    def on_step_end(self, step: StepEnd) -> None:
+        """One row."""
+        if not self.wants_step_ends:
+            return
+        shape = step.shape
+        num_blocks = self._num_blocks_of(step.replicaset)
+        self.steps.append(
+            StepRow(
+                step.replicaset,
+                step.replica_id,
+                step.step_index,
+                step.formed_at,
+                step.ended_at - step.formed_at,
+                shape.num_decodes,
+                shape.num_prefills,
+                shape.num_decodes,
+                shape.prefill_tokens,
+                shape.decode_context_tokens,
+                step.num_running,
+                step.num_waiting,
+                step.free_blocks,
+                1.0 - step.free_blocks / num_blocks,
+                step.num_preempted,
+                len(step.finished),
+            )
+        )
+
+    def on_step_run(self, run: StepRun) -> None:
+        """A row for each step."""
+        if self.wants_step_ends:
+            self.steps.append_run(run, self._num_blocks_of(run.replicaset))
+
+    def record_unfinished(self, requests: Iterable[Request]) -> None:
+        """The run is over; these never ended."""
+        self._ended.extend((request, UNFINISHED, "the run ended first") for request in requests)
+        self._flush()
+
+    def _flush(self) -> None:
+        if not self._ended:
+            return
+        requests, reasons, details = zip(*self._ended, strict=True)
+        self._ended = []
+        facts = zip(*map(attrgetter(*_FACTS), requests), strict=True)
+        columns: dict[str, Sequence[Any]] = dict(zip(_FACTS, facts, strict=True))
+        gaps, num_gaps = _gaps_of(requests)
+        self._keep_gaps(gaps, num_gaps, list(zip(columns["replicaset"], columns["slo_class"], strict=True)))
+        p50_s, p99_s, max_s = _gap_quantiles(gaps, num_gaps)
+        self._requests.extend(
+            {
+                **columns,
+                "reason": reasons,
+                "detail": details,
+                "tbt_p50_s": p50_s,
+                "tbt_p99_s": p99_s,
+                "tbt_max_s": max_s,
+            }
+        )
+
+    def _keep_gaps(self, gaps: Floats, num_gaps: Ints, lists: Sequence[tuple[str, str]]) -> None:
+        """Hand each request's gaps to its list, those of neighbours with the same list together."""
+        stops = np.cumsum(num_gaps)
+        start = 0
+        for (replicaset, slo_class), neighbours in groupby(zip(lists, stops.tolist(), strict=True), itemgetter(0)):
+            *_, (_, stop) = neighbours
+            if stop > start:
+                self._tbt.gaps(replicaset, slo_class).extend(gaps[start:stop])
+            start = stop
+
+
+def token_times(request: Request) -> Floats:
+    """When the client of a request saw each of its tokens, seconds."""
+    ticks = array("q")
+    _append_ticks(ticks, request)
+    return np.frombuffer(ticks, dtype=np.int64) / TICKS_PER_SECOND if ticks else np.empty(0)
+
+
+def _append_ticks(ticks: array[int], request: Request) -> None:
+    for entry in request.token_log:
+        if isinstance(entry, int):
+            ticks.append(entry)
+        else:
+            pool, first, end = entry
+            ticks.extend(pool.emitted_at[first : end if end >= 0 else None])
+
+
+def _gaps_of(requests: Sequence[Request]) -> tuple[Floats, Ints]:
+    """The gaps between tokens of each request, one request after the other, seconds, and how many each has."""
+    ticks = array("q")
+    stops = [0]
+    for request in requests:
+        _append_ticks(ticks, request)
+        stops.append(len(ticks))
+    num_tokens = np.diff(np.array(stops))
+    is_gap = np.ones(len(ticks), dtype=np.bool_)  # a token's gap is the one before it; the first token has none
+    is_gap[np.array(stops[:-1])[num_tokens > 0]] = False
+    gaps = np.diff(np.frombuffer(ticks, dtype=np.int64) / TICKS_PER_SECOND)[is_gap[1:]] if ticks else np.empty(0)
+    return gaps, np.maximum(num_tokens - 1, 0)
+
+
+def _gap_quantiles(gaps: Floats, num_gaps: Ints) -> tuple[Floats, Floats, Floats]:
+    """What `gap_statistics` says of each request's gaps, given as `_gaps_of` returns them."""
+    ordered = gaps.copy()
+    stops = np.cumsum(num_gaps)
+    start = 0
+    for stop in stops.tolist():
+        ordered[start:stop].sort()
+        start = stop
+    result = np.full((3, len(num_gaps)), np.nan)
+    some = num_gaps > 0
+    counts, starts = num_gaps[some], (stops - num_gaps)[some]
+    result[0, some] = ordered[starts + nearest_ranks(counts, 0.5)]
+    result[1, some] = ordered[starts + nearest_ranks(counts, 0.99)]
+    result[2, some] = ordered[starts + counts - 1]
+    return result[0], result[1], result[2]

@@ -1,0 +1,205 @@
+"""Did the system keep up with its load: stable, backlogged, or overloaded?
+
+The rule looks only at when requests arrived, were admitted and ended, so it means the same for every policy and engine:
+
+* Two stocks are followed: what is *in the system* (arrived, not ended) and what is *waiting* (arrived, neither admitted nor ended), each once in requests and
+  once in tokens (prompt and output). A policy that serves the short ones first hides a backlog in one of the two units, never in both. A stock is
+  averaged over time in each quarter of the span from the start of the measurement window to the last arrival in it. `A` is what arrived in the second half of
+  that span.
+* *growth* of a stock = (last quarter - second quarter) / A: the fraction of arrivals that stayed behind; the centres of the two quarters are half of the
+  span apart. A system at 1.25 times its capacity leaves a fifth of its arrivals behind. The first quarter is left out: there an empty system fills.
+* growth of what is in the system counts only if the last quarter's departures are at most a tenth above the second's: a system that has more in it because
+  more comes, and completes more, is not at its limit. Growth of what is waiting always counts.
+* growth is *visible* when the stock rose by more than twice the root of the sum of squares of the sizes that arrived in the second half: two standard deviations
+  of arrivals at random moments. It must also be at least the size of 4 mean requests.
+* growth *goes on* when the step from the third quarter to the last is at least a quarter of that rise.
+* *shed* = the fraction of the window's arrivals that expired, or were refused although others of their size or larger were served.
+
+**Overloaded**: growth of 5 % or more of a stock that is visible and goes on, or 5 % or more shed. **Backlogged** (not overloaded): visible growth of requests
+waiting or in the system, or 1 % or more shed, or, on average over time, more than five requests waiting for their first admission for each one in service (by
+Little's law: requests wait more than five times as long as they are served). **Stable**: the rest. In a run too short for its growth to be visible, only shedding
+and waiting speak.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from vajra_py.metrics.definitions import Bools, Floats, Ints, Window
+
+OVERLOAD_GROWTH_FRACTION = 0.05
+OVERLOAD_SHED_FRACTION = 0.05
+BACKLOG_SHED_FRACTION = 0.01
+VISIBLE_DEVIATIONS = 2.0
+VISIBLE_REQUESTS = 4.0
+FLAT_DEPARTURES = 1.1
+BACKLOG_WAITING_RATIO = 5.0
+
+
+class StabilityLabel(Enum):
+    """The verdict on a run."""
+
+    STABLE = "stable"
+    BACKLOGGED = "backlogged"
+    OVERLOADED = "overloaded"
+
+
+@dataclass(frozen=True, slots=True)
+class Stability:
+    """The verdict, and the numbers that it rests on."""
+
+    label: StabilityLabel
+    reason: str
+    """One sentence without its stop."""
+    growth_fraction: float
+    """Of requests in the system; NaN when all requests arrived at one moment, or none did."""
+    token_growth_fraction: float
+    """Of tokens in the system."""
+    waiting_growth_fraction: float
+    """Of requests waiting for their first admission."""
+    in_system_by_quarter: tuple[float, ...]
+    """Mean requests in the system, by quarter of the arrivals' span; empty when there is no span."""
+    shed_fraction: float
+    mean_waiting: float
+    """Requests waiting for their first admission, mean over the window's time."""
+    mean_in_service: float
+    """Requests admitted and not ended, mean over the window's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetimes:
+    """One entry per request of the whole run; times in seconds, NaN = never."""
+
+    arrived_at: Floats
+    admitted_at: Floats
+    ended_at: Floats
+    num_prompt_tokens: Ints
+    num_output_tokens: Ints
+    completed: Bools
+    expired: Bools
+    rejected: Bools
+
+
+def assess(lifetimes: Lifetimes, window: Window) -> Stability:
+    """Label the part of a run that lies in `window`."""
+    inside = window.holds(lifetimes.arrived_at)
+    ended_at = np.where(np.isnan(lifetimes.ended_at), np.inf, lifetimes.ended_at)
+    admitted_at = np.minimum(np.where(np.isnan(lifetimes.admitted_at), np.inf, lifetimes.admitted_at), ended_at)
+    tokens = (lifetimes.num_prompt_tokens + lifetimes.num_output_tokens).astype(np.float64)
+    edges = _quarter_edges(lifetimes.arrived_at[inside], window)
+    ones = np.ones(len(tokens))
+    stocks = [
+        _growth((lifetimes.arrived_at, left_at), sizes, edges, (noun, what))
+        for what, left_at in (("waiting", admitted_at), ("in the system", ended_at))
+        for noun, sizes in (("requests", ones), ("tokens", tokens))
+    ]
+    shed = _shed_fraction(lifetimes, inside)
+    waiting = _mean_between(lifetimes.arrived_at, admitted_at, window.start_at, window.end_at)
+    in_service = _mean_between(admitted_at, ended_at, window.start_at, window.end_at)
+    label, reason = _verdict(stocks, shed, (waiting, in_service))
+    growths = (stocks[2].fraction, stocks[3].fraction, stocks[0].fraction)
+    return Stability(label, reason, *growths, stocks[2].quarters, shed, waiting, in_service)
+
+
+@dataclass(frozen=True, slots=True)
+class _Growth:
+    """How a stock grew from the second quarter to the last."""
+
+    unit: str
+    where: str
+    quarters: tuple[float, ...]
+    departures: tuple[float, ...]
+    fraction: float
+    rise: float
+    noise: float
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether it rose by more than chance, and not just because more is served at a time."""
+        if not self.quarters or self.rise <= self.noise:
+            return False
+        return self.where == "waiting" or self.departures[3] <= FLAT_DEPARTURES * self.departures[1]
+
+    @property
+    def is_overload(self) -> bool:
+        goes_on = self.is_visible and self.quarters[3] - self.quarters[2] >= self.rise / 4
+        return goes_on and self.fraction >= OVERLOAD_GROWTH_FRACTION
+
+    @property
+    def told(self) -> str:
+        return (
+            f"{self.unit} {self.where} rose from {self.quarters[1]:,.0f} to {self.quarters[3]:,.0f} while requests came"
+        )
+
+
+def _verdict(stocks: Sequence[_Growth], shed: float, shares: tuple[float, float]) -> tuple[StabilityLabel, str]:
+    waiting, in_service = shares
+    shed_reason = f"{shed:.1%} of the requests expired or were refused for lack of room"
+    for stock in stocks:
+        if stock.is_overload:
+            behind = f"{stock.fraction:.0%} of the {stock.unit} that arrived stayed behind: {stock.told}"
+            return StabilityLabel.OVERLOADED, behind
+    if shed >= OVERLOAD_SHED_FRACTION:
+        return StabilityLabel.OVERLOADED, shed_reason
+    for stock in stocks:
+        if stock.unit == "requests" and stock.is_visible:
+            return StabilityLabel.BACKLOGGED, stock.told
+    if shed >= BACKLOG_SHED_FRACTION:
+        return StabilityLabel.BACKLOGGED, shed_reason
+    if waiting > BACKLOG_WAITING_RATIO * in_service:
+        return StabilityLabel.BACKLOGGED, (
+            f"on average {waiting:.1f} requests waited for their first step and only {in_service:.1f} were in service"
+        )
+    return StabilityLabel.STABLE, "no queue kept growing, and waiting was no more than five times as long as service"
+
+
+def _quarter_edges(arrived_at: Floats, window: Window) -> Floats:
+    """Five moments; none when there is no span of arrivals."""
+    if not arrived_at.size or not float(arrived_at.max()) > window.start_at:
+        return np.zeros(0)
+    return np.linspace(window.start_at, float(arrived_at.max()), 5)
+
+
+def _growth(stays: tuple[Floats, Floats], sizes: Floats, edges: Floats, names: tuple[str, str]) -> _Growth:
+    """`stays` are when each request came into the stock and left it; `names` its unit and place."""
+    if not edges.size:
+        return _Growth(*names, (), (), math.nan, 0.0, 0.0)
+    came_at, left_at = stays
+    pairs = [(float(start), float(end)) for start, end in itertools.pairwise(edges)]
+    quarters = tuple(_mean_between(came_at, left_at, start, end, sizes) for start, end in pairs)
+    departures = tuple(float(sizes[(left_at > start) & (left_at <= end)].sum()) for start, end in pairs)
+    later = sizes[(came_at > edges[2]) & (came_at <= edges[4])]
+    rise = quarters[3] - quarters[1]
+    floor = VISIBLE_REQUESTS * float(later.mean()) if later.size else 0.0
+    noise = max(floor, VISIBLE_DEVIATIONS * math.sqrt(float(np.square(later).sum())))
+    fraction = rise / float(later.sum()) if later.sum() > 0 else math.nan
+    return _Growth(*names, quarters, departures, fraction, rise, noise)
+
+
+def _mean_between(
+    begins_at: Floats, ends_at: Floats, start_at: float, end_at: float, sizes: Floats | None = None
+) -> float:
+    """Mean over [start_at, end_at] of the size of all intervals [begins_at, ends_at) that cover a moment; 0 of an empty range."""
+    if not end_at > start_at:
+        return 0.0
+    known = np.isfinite(begins_at)
+    overlap = np.maximum(np.minimum(ends_at[known], end_at) - np.maximum(begins_at[known], start_at), 0.0)
+    covered = overlap.sum() if sizes is None else np.dot(overlap, sizes[known])
+    return float(covered) / (end_at - start_at)
+
+
+def _shed_fraction(lifetimes: Lifetimes, inside: Bools) -> float:
+    """Expired, and rejected for want of room: one that is larger than everything ever served may simply never fit."""
+    total = int(inside.sum())
+    if not total:
+        return 0.0
+    served = lifetimes.num_prompt_tokens[lifetimes.completed]
+    largest_served = int(served.max()) if served.size else -1
+    crowded_out = lifetimes.rejected & (lifetimes.num_prompt_tokens <= largest_served)
+    return float((inside & (lifetimes.expired | crowded_out)).sum()) / total

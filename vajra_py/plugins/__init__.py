@@ -1,0 +1,36 @@
+"""Which policies, latency models and observers are installed, and how is one built from its name?"""
+
+from __future__ import annotations
+
+from vajra_py.plugins.build import (
+    Truth,
+    build_latency_model,
+    build_observer,
+    build_output_lengths,
+    build_policy,
+    check_policy_shape,
+    validated_params,
+)
+from vajra_py.plugins.discovery import build_registry, load_registry
+from vajra_py.plugins.parameters import Parameter, parameters_of
+from vajra_py.plugins.registry import Offer, PluginSource, Registry, kind_of
+from vajra_py.plugins.scaffold import write_plugin
+
+__all__ = [
+    "Offer",
+    "Parameter",
+    "PluginSource",
+    "Registry",
+    "Truth",
+    "build_latency_model",
+    "build_observer",
+    "build_output_lengths",
+    "build_policy",
+    "build_registry",
+    "check_policy_shape",
+    "kind_of",
+    "load_registry",
+    "parameters_of",
+    "validated_params",
+    "write_plugin",
+]

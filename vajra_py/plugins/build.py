@@ -1,0 +1,185 @@
+"""How does a name with parameters become a policy, a latency model, a predictor or an observer, and is the result what it should be?"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from vajra_py.contract import (
+    KeyMotion,
+    LatencyModel,
+    LatencyModelSpec,
+    Layer,
+    Observer,
+    ObserverSpec,
+    OutputLengthPredictor,
+    OutputLengthSpec,
+    PolicyContext,
+    SchedulingPolicy,
+)
+from vajra_py.errors import ConfigError, PluginError, Problem, VajraError
+from vajra_py.plugins.discovery import load_registry
+from vajra_py.plugins.registry import Offer, Registry
+
+LAYER_METHODS: Mapping[Layer, Mapping[str, int]] = {
+    Layer.REQUEST_PRIORITIZER: {"key": 2},
+    Layer.REPLICASET_SCHEDULER: {"assign": 3, "pull": 3},
+    Layer.REPLICA_SCHEDULER: {"schedule": 3},
+}
+"""What each layer's Protocol demands: methods and how many arguments each is called with."""
+
+OPTIONAL_METHODS: Mapping[str, int] = {
+    "on_arrivals": 2,
+    "on_step_end": 2,
+    "on_departures": 2,
+    "lone_chunk": 2,
+    "refuses": 1,
+}
+"""What a policy may add; wrong when present and not callable in this way."""
+
+
+def build_policy(
+    layer: Layer,
+    name: str,
+    params: Mapping[str, Any],
+    context: PolicyContext,
+    registry: Registry | None = None,
+) -> SchedulingPolicy:
+    """The policy of that name (or alias), built from its parameters, and checked against the layer's Protocol.
+
+    Raises `UnknownNameError`; `ConfigError` when the parameters are wrong or do not go with the replica (a `ValueError`
+    of the policy's own); `PluginError` when the package builds something that is no such policy.
+    """
+    offer = (registry or load_registry()).policy(layer, name)
+    where = f"scheduling.{layer.value}"
+    config = _validated(offer.spec.config, params, f"{where}.params")
+    policy: SchedulingPolicy = _built(offer, where, lambda: offer.spec.build(config, context))
+    check_policy_shape(layer, policy, f"policy {offer.spec.name!r}", str(offer.source))
+    return policy
+
+
+def build_latency_model(name: str, params: Mapping[str, Any], registry: Registry | None = None) -> LatencyModel:
+    """The latency model of that name; raises like `build_policy`."""
+    offer = (registry or load_registry()).latency_model(name)
+    where = "latency"
+    config = validated_params(offer, params, where)
+    model: LatencyModel = _built(offer, where, lambda: offer.spec.build(config))
+    _check_methods(model, {"stage_time_s": 1, "batch_time_s": 1}, f"latency model {name!r}", str(offer.source))
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What an output-length predictor may be built from: streams of randomness by name, and the true lengths (for oracles)."""
+
+    random_stream: Callable[[str], Any]
+    output_tokens: Mapping[str, int]
+
+
+def build_output_lengths(
+    name: str, params: Mapping[str, Any], truth: Truth, registry: Registry | None = None
+) -> OutputLengthPredictor:
+    """The output-length predictor of that name; raises like `build_policy`."""
+    offer = (registry or load_registry()).output_length(name)
+    where = "output_length"
+    config = validated_params(offer, params, where)
+    predictor: OutputLengthPredictor = _built(
+        offer, where, lambda: offer.spec.build(config, truth.random_stream, truth.output_tokens)
+    )
+    _check_methods(predictor, {"predict": 1}, f"output-length predictor {name!r}", str(offer.source))
+    return predictor
+
+
+def build_observer(name: str, params: Mapping[str, Any], registry: Registry | None = None) -> Observer:
+    """The observer of that name; raises like `build_policy`."""
+    offer = (registry or load_registry()).observer(name)
+    config = validated_params(offer, params, "observers")
+    observer: Observer = _built(offer, "observers", lambda: offer.spec.build(config))
+    if not isinstance(observer, Observer):
+        raise PluginError(
+            str(offer.source), f"observer {name!r}: built {observer!r}; expected a vajra_py.contract.Observer"
+        )
+    return observer
+
+
+def validated_params(
+    offer: Offer[LatencyModelSpec] | Offer[OutputLengthSpec] | Offer[ObserverSpec],
+    params: Mapping[str, Any],
+    where: str,
+) -> BaseModel:
+    """The parameters as the offer's own model; a model that keeps its `type` gets it. Raises `ConfigError`."""
+    config = offer.spec.config
+    given = {key: value for key, value in params.items() if key != "type"}
+    if "type" in config.model_fields:
+        given["type"] = offer.spec.name
+    return _validated(config, given, where)
+
+
+def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> None:
+    """Is this object a policy of the layer? Raises `PluginError` naming the plug-in and the first thing that is wrong."""
+    if isinstance(policy, type):
+        raise PluginError(plugin, f"{what}: build returned the class {policy.__name__}; expected an instance")
+    _check_methods(policy, LAYER_METHODS[layer], what, plugin)
+    present = {name: count for name, count in OPTIONAL_METHODS.items() if getattr(policy, name, None) is not None}
+    _check_methods(policy, present, what, plugin)
+    if layer is Layer.REQUEST_PRIORITIZER:
+        _check_key_motion(policy, what, plugin)
+
+
+def _check_key_motion(policy: object, what: str, plugin: str) -> None:
+    motion = getattr(policy, "key_motion", None)
+    if not isinstance(motion, KeyMotion):
+        choices = ", ".join(f"KeyMotion.{each.name}" for each in KeyMotion)
+        raise PluginError(plugin, f"{what}: key_motion is {motion!r}; expected one of {choices}")
+    if motion is KeyMotion.TIME_LINEAR:
+        _check_methods(policy, {"line": 1}, f"{what} (KeyMotion.TIME_LINEAR)", plugin)
+
+
+def _check_methods(target: object, methods: Mapping[str, int], what: str, plugin: str) -> None:
+    for name, num_arguments in methods.items():
+        method = getattr(target, name, None)
+        if not callable(method):
+            kind = type(target).__name__
+            state = "has no method" if method is None else "has something that cannot be called as"
+            raise PluginError(plugin, f"{what}: {kind} {state} {name!r}")
+        if inspect.iscoroutinefunction(method):
+            raise PluginError(plugin, f"{what}: {name!r} is a coroutine; expected a plain method")
+        try:
+            signature = inspect.signature(method)
+        except (TypeError, ValueError):
+            continue  # written in C: nothing to read
+        try:
+            signature.bind(*range(num_arguments))
+        except TypeError as error:
+            expected = f"it is called with {num_arguments} arguments"
+            raise PluginError(
+                plugin, f"{what}: {name}{signature} has the wrong signature ({error}); {expected}"
+            ) from error
+
+
+def _validated(config: type[BaseModel], params: Mapping[str, Any], where: str) -> BaseModel:
+    try:
+        return config.model_validate(dict(params))
+    except ValidationError as error:
+        raise ConfigError(
+            Problem(".".join([where, *map(str, each["loc"])]), f"{each['msg']} (got {each['input']!r})")
+            for each in error.errors(include_url=False)
+        ) from error
+
+
+def _built(offer: Offer[Any], where: str, build: Callable[[], Any]) -> Any:
+    """What the plug-in builds; a `ValueError` is about the user's settings, anything else about the plug-in."""
+    try:
+        return build()
+    except VajraError:
+        raise
+    except ValueError as error:
+        problem = Problem(where, f"{offer.spec.name!r} of {offer.package} {offer.version} cannot be built: {error}")
+        raise ConfigError(problem) from error
+    except Exception as error:
+        reason = f"building {offer.spec.name!r} raised {type(error).__name__} ({error})"
+        raise PluginError(str(offer.source), reason) from error

@@ -1,0 +1,163 @@
+"""Which plug-ins are installed, and do they implement the hooks as specified?
+
+Entry points of the group `vajra` are loaded one by one, so that whatever fails is reported with the name and version of
+its package. Nothing is skipped: a plug-in that cannot be used ends the program unless `VAJRA_DISABLE_PLUGINS` (names of
+entry points or packages, separated by commas) leaves it out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import metadata
+from typing import TypeAlias
+
+import pluggy
+
+from vajra_py import __version__
+from vajra_py.contract import hookspecs
+from vajra_py.errors import PluginError, did_you_mean
+from vajra_py.plugins.registry import DISABLE_VARIABLE, PluginSource, Registry
+
+GROUP = "vajra"
+BUILTIN = PluginSource("vajra-py", __version__, "vajra_py.latency")
+
+Claim: TypeAlias = tuple[PluginSource, object]
+
+
+def load_registry() -> Registry:
+    """What the installed plug-ins offer; made once a process (and once a value of `VAJRA_DISABLE_PLUGINS`).
+
+    Raises `PluginError`, naming entry point, package and version.
+    """
+    return _cached_registry(os.environ.get(DISABLE_VARIABLE, ""))
+
+
+@lru_cache(maxsize=4)
+def _cached_registry(disabled: str) -> Registry:
+    return build_registry(metadata.entry_points(group=GROUP), disabled)
+
+
+def build_registry(entry_points: Iterable[metadata.EntryPoint], disabled: str = "") -> Registry:
+    """What these entry points offer, without those that `disabled` names (comma-separated); nothing is cached."""
+    found = sorted(((_source(entry), entry) for entry in entry_points), key=lambda pair: _load_order(pair[0]))
+    switched_off = _disabled(disabled, [source for source, _ in found])
+    loader = _Loader(pluggy.PluginManager(hookspecs.PROJECT), {})
+    loader.manager.add_hookspecs(hookspecs)
+    sources = []
+    for source, entry in found:
+        if not switched_off & {source.entry_point, normalised(source.package)}:
+            loader.register(source, entry)
+            sources.append(source)
+    policies, presets = loader.claims("vajra_policies"), loader.claims("vajra_presets")
+    return Registry(tuple(sources), policies, presets, loader.claims_with_builtins)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loader:
+    """The plug-in manager, and who each registered plug-in is."""
+
+    manager: pluggy.PluginManager
+    sources: dict[str, PluginSource]
+
+    def register(self, source: PluginSource, entry: metadata.EntryPoint) -> None:
+        """Import a plug-in and check its hooks; raises `PluginError`."""
+        try:
+            plugin = entry.load()
+        except (Exception, SystemExit) as error:
+            reason = f"cannot be imported: {entry.value!r} raised {type(error).__name__} ({error})"
+            raise PluginError(str(source), reason) from error
+        name = f"{source.package}:{source.entry_point}"
+        try:
+            self.manager.register(plugin, name)
+        except (ValueError, pluggy.PluginValidationError) as error:
+            reason = " ".join(str(error).split())
+            raise PluginError(str(source), f"does not implement the hooks as specified: {reason}") from error
+        self.sources[name] = source
+        self._check_hooks(source, plugin, entry.value)
+
+    def _check_hooks(self, source: PluginSource, plugin: object, module: str) -> None:
+        known = sorted(name for name in vars(hookspecs) if name.startswith("vajra_"))
+        callers = self.manager.get_hookcallers(plugin) or []
+        for caller in callers:
+            if not caller.has_spec():
+                reason = f"{module!r} implements the unknown hook {caller.name!r}"
+                raise PluginError(str(source), f"{reason}. {did_you_mean(caller.name, known)}")
+        unmarked = [name for name in known if callable(getattr(plugin, name, None))]
+        if not callers and unmarked:
+            raise PluginError(str(source), f"{module!r} defines {unmarked[0]!r} without the decorator @hookimpl")
+        if not callers:
+            raise PluginError(str(source), f"{module!r} implements no hook. Known hooks: {', '.join(known)}")
+
+    def claims(self, hook: str) -> Sequence[Claim]:
+        """What every plug-in answers to a hook, in order of loading; raises `PluginError` where one fails."""
+        implementations = {each.plugin_name: each for each in getattr(self.manager.hook, hook).get_hookimpls()}
+        claims: list[Claim] = []
+        for name, source in self.sources.items():
+            if name in implementations:
+                claims += [(source, value) for value in _answer(source, hook, implementations[name])]
+        return claims
+
+    def claims_with_builtins(self, hook: str) -> Sequence[Claim]:
+        """Like `claims`, led by what the framework itself brings along."""
+        return [*((BUILTIN, spec) for spec in _builtin_specs(hook)), *self.claims(hook)]
+
+
+def _answer(source: PluginSource, hook: str, implementation: pluggy.HookImpl) -> Iterator[object]:
+    try:
+        answer = implementation.function()
+        if not isinstance(answer, Iterable) or isinstance(answer, str | bytes) or inspect.isclass(answer):
+            raise PluginError(str(source), f"{hook} returned {answer!r}; expected a list")
+        yield from answer
+    except PluginError:
+        raise
+    except Exception as error:
+        raise PluginError(str(source), f"{hook} raised {type(error).__name__} ({error})") from error
+
+
+def _builtin_specs(hook: str) -> Sequence[object]:
+    """Imported when asked for: the models' arithmetic is of no use to whoever only lists policies."""
+    if hook == "vajra_latency_models":
+        from vajra_py.latency import BUILTIN_LATENCY_MODELS
+
+        return BUILTIN_LATENCY_MODELS
+    if hook == "vajra_output_length_predictors":
+        from vajra_py.latency import BUILTIN_OUTPUT_LENGTHS
+
+        return BUILTIN_OUTPUT_LENGTHS
+    return ()
+
+
+def _source(entry: metadata.EntryPoint) -> PluginSource:
+    distribution = entry.dist
+    if distribution is None:
+        return PluginSource("an unnamed package", "of unknown version", entry.name)
+    return PluginSource(distribution.name, distribution.version, entry.name)
+
+
+def _load_order(source: PluginSource) -> tuple[bool, str, str]:
+    """The framework's own plug-ins first, then by name: the order in which things are listed and clashes are blamed."""
+    return normalised(source.package) != "vajra-py", normalised(source.package), source.entry_point
+
+
+def normalised(package: str) -> str:
+    """A distribution's name in the one spelling by which packages are compared."""
+    return package.lower().replace("_", "-").replace(".", "-")
+
+
+def _disabled(names: str, sources: Sequence[PluginSource]) -> frozenset[str]:
+    """Entry points and packages to leave out; a name that no plug-in has is an error, as it would disable nothing."""
+    known: dict[str, str] = {}
+    for source in sources:
+        known[source.entry_point] = source.entry_point
+        known[source.package] = known[normalised(source.package)] = normalised(source.package)
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in known:
+            raise PluginError(
+                repr(name), f"{DISABLE_VARIABLE} names it, but it is not installed. {did_you_mean(name, known)}"
+            )
+    return frozenset(known[name] for name in wanted)

@@ -1,0 +1,239 @@
+"""Which policies, presets, models and observers are installed, who offers each, and which one does a name mean?
+
+A registry is read-only. Policies and presets are checked when it is made; latency models, output-length predictors and
+observers when they are first asked for, so that listing policies imports none of what they need.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from pydantic import BaseModel
+
+from vajra_py.contract import (
+    LatencyModelSpec,
+    Layer,
+    ObserverSpec,
+    OutputLengthSpec,
+    PolicyConfig,
+    PolicySpec,
+    Preset,
+)
+from vajra_py.errors import PluginError, UnknownNameError
+
+SpecT = TypeVar("SpecT", PolicySpec, Preset, LatencyModelSpec, OutputLengthSpec, ObserverSpec)
+NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_.\-]*")
+DISABLE_VARIABLE = "VAJRA_DISABLE_PLUGINS"
+"""Environment variable: names of entry points or packages to leave out, separated by commas."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PluginSource:
+    """Who offers something: an entry point of a package at a version."""
+
+    package: str
+    """Name of the distribution, as pip knows it."""
+    version: str
+    entry_point: str
+
+    def __str__(self) -> str:
+        """How errors name the plug-in."""
+        return f"{self.entry_point!r} of {self.package} {self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Offer(Generic[SpecT]):
+    """Something that a plug-in offers by name."""
+
+    spec: SpecT
+    source: PluginSource
+
+    @property
+    def package(self) -> str:
+        """Distribution that offers it."""
+        return self.source.package
+
+    @property
+    def version(self) -> str:
+        """Version of that distribution."""
+        return self.source.version
+
+
+Claims: TypeAlias = Iterable[tuple[PluginSource, object]]
+"""What hooks returned: who, and one returned value."""
+
+
+@dataclass(frozen=True, eq=False)
+class Registry:
+    """Everything that the installed plug-ins offer, by name.
+
+    `lazy` calls a hook of every plug-in and is asked at most once for each kind that is really needed.
+    """
+
+    plugins: tuple[PluginSource, ...]
+    policy_claims: Sequence[tuple[PluginSource, object]]
+    preset_claims: Sequence[tuple[PluginSource, object]]
+    lazy: Callable[[str], Claims]
+
+    def __post_init__(self) -> None:
+        """Check what is always needed."""
+        _ = self._names, self.presets
+
+    @cached_property
+    def _policies(self) -> Mapping[Layer, Mapping[str, Offer[PolicySpec]]]:
+        offers = [_checked(source, claim, PolicySpec, "policy") for source, claim in self.policy_claims]
+        for offer in offers:
+            _check_policy(offer)
+        return {
+            layer: _by_name((offer for offer in offers if offer.spec.layer is layer), kind_of(layer)) for layer in Layer
+        }
+
+    @cached_property
+    def _names(self) -> Mapping[Layer, Mapping[str, Offer[PolicySpec]]]:
+        """Names and aliases alike."""
+        return {layer: _with_aliases(self._policies[layer], kind_of(layer)) for layer in Layer}
+
+    def policies(self, layer: Layer) -> Mapping[str, Offer[PolicySpec]]:
+        """The layer's policies by name, sorted; aliases are not listed."""
+        return self._policies[layer]
+
+    def policy(self, layer: Layer, name: str) -> Offer[PolicySpec]:
+        """The policy that a name or an alias means in this layer; raises `UnknownNameError`."""
+        found = self._names[layer].get(name)
+        if found is None:
+            raise UnknownNameError(kind_of(layer), name, self.policy_names(layer))
+        return found
+
+    def policy_names(self, layer: Layer) -> tuple[str, ...]:
+        """Every name that `policy` takes in this layer, aliases included, sorted."""
+        return tuple(sorted(self._names[layer]))
+
+    def find_policies(self, name: str) -> tuple[Offer[PolicySpec], ...]:
+        """The policies of that name or alias in any layer, in the order of the layers; raises `UnknownNameError`."""
+        found = tuple(self._names[layer][name] for layer in Layer if name in self._names[layer])
+        if not found:
+            names = {known for layer in Layer for known in self.policy_names(layer)}
+            raise UnknownNameError("policy", name, names)
+        return found
+
+    @cached_property
+    def presets(self) -> Mapping[str, Offer[Preset]]:
+        """Named settings of whole systems."""
+        offers = [_checked(source, claim, Preset, "preset") for source, claim in self.preset_claims]
+        return _by_name(offers, "preset")
+
+    @cached_property
+    def latency_models(self) -> Mapping[str, Offer[LatencyModelSpec]]:
+        """What may stand in `latency: {type: …}`."""
+        return self._offers("vajra_latency_models", LatencyModelSpec, "latency model")
+
+    @cached_property
+    def output_lengths(self) -> Mapping[str, Offer[OutputLengthSpec]]:
+        """What may stand in `output_length: {type: …}`."""
+        return self._offers("vajra_output_length_predictors", OutputLengthSpec, "output-length predictor")
+
+    @cached_property
+    def observers(self) -> Mapping[str, Offer[ObserverSpec]]:
+        """What may stand in `observers: [{type: …}]`."""
+        return self._offers("vajra_observers", ObserverSpec, "observer")
+
+    def preset(self, name: str) -> Offer[Preset]:
+        """The preset of that name; raises `UnknownNameError`."""
+        return lookup(self.presets, "preset", name)
+
+    def latency_model(self, name: str) -> Offer[LatencyModelSpec]:
+        """The latency model of that name; raises `UnknownNameError`."""
+        return lookup(self.latency_models, "latency model", name)
+
+    def output_length(self, name: str) -> Offer[OutputLengthSpec]:
+        """The output-length predictor of that name; raises `UnknownNameError`."""
+        return lookup(self.output_lengths, "output-length predictor", name)
+
+    def observer(self, name: str) -> Offer[ObserverSpec]:
+        """The observer of that name; raises `UnknownNameError`."""
+        return lookup(self.observers, "observer", name)
+
+    def _offers(self, hook: str, kind: type[SpecT], noun: str) -> Mapping[str, Offer[SpecT]]:
+        return _by_name([_checked(source, claim, kind, noun) for source, claim in self.lazy(hook)], noun)
+
+
+def kind_of(layer: Layer) -> str:
+    """How messages call a policy of this layer."""
+    return layer.value.replace("_", " ")
+
+
+def lookup(offers: Mapping[str, Offer[SpecT]], kind: str, name: str) -> Offer[SpecT]:
+    """The offer of that name; raises `UnknownNameError` with the nearest name and the list."""
+    if name not in offers:
+        raise UnknownNameError(kind, name, offers)
+    return offers[name]
+
+
+def _checked(source: PluginSource, claim: object, kind: type[SpecT], noun: str) -> Offer[SpecT]:
+    """The claim as an offer, when it is a well-formed spec of its kind; raises `PluginError`."""
+    if not isinstance(claim, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise PluginError(str(source), f"offers {claim!r} as a {noun}; expected {article} {kind.__name__}")
+    given: Any = claim  # annotations promise nothing about what a plug-in really passed
+    if not isinstance(given.name, str) or not NAME_PATTERN.fullmatch(given.name):
+        allowed = "lower-case letters, digits, '_', '-' and '.'"
+        raise PluginError(str(source), f"offers a {noun} named {claim.name!r}; a name is made of {allowed}")
+    if not isinstance(given.summary, str) or not given.summary.strip():
+        raise PluginError(str(source), f"offers the {noun} {claim.name!r} without a summary; one sentence is needed")
+    if not isinstance(claim, Preset):
+        _check_config(source, f"the {noun} {claim.name!r}", given.config, given.build)
+    return Offer(claim, source)
+
+
+def _check_config(source: PluginSource, what: str, config: object, build: object) -> None:
+    if not (isinstance(config, type) and issubclass(config, BaseModel)):
+        raise PluginError(str(source), f"offers {what} with config {config!r}; expected a pydantic model class")
+    if config.model_config.get("extra") != "forbid":
+        raise PluginError(
+            str(source), f"offers {what} whose parameters ({config.__name__}) do not forbid unknown names"
+        )
+    if not callable(build):
+        raise PluginError(str(source), f"offers {what} with build {build!r}; expected a callable")
+
+
+def _check_policy(offer: Offer[PolicySpec]) -> None:
+    spec: Any = offer.spec
+    what = f"the policy {spec.name!r}"
+    if not isinstance(spec.layer, Layer):
+        choices = ", ".join(f"Layer.{layer.name}" for layer in Layer)
+        raise PluginError(str(offer.source), f"offers {what} in layer {spec.layer!r}; expected one of {choices}")
+    if not issubclass(spec.config, PolicyConfig):
+        raise PluginError(str(offer.source), f"offers {what} with {spec.config.__name__}, which is no PolicyConfig")
+    if not isinstance(spec.aliases, tuple) or not all(
+        isinstance(alias, str) and NAME_PATTERN.fullmatch(alias) for alias in spec.aliases
+    ):
+        raise PluginError(str(offer.source), f"offers {what} with aliases {spec.aliases!r}; expected a tuple of names")
+
+
+def _by_name(offers: Iterable[Offer[SpecT]], kind: str) -> Mapping[str, Offer[SpecT]]:
+    """Offers by name, sorted; two of one name are an error that names both plug-ins."""
+    named: dict[str, Offer[SpecT]] = {}
+    for offer in offers:
+        _claim(named, offer.spec.name, offer, kind)
+    return MappingProxyType(dict(sorted(named.items())))
+
+
+def _with_aliases(policies: Mapping[str, Offer[PolicySpec]], kind: str) -> Mapping[str, Offer[PolicySpec]]:
+    named = dict(policies)
+    for offer in policies.values():
+        for alias in offer.spec.aliases:
+            _claim(named, alias, offer, kind)
+    return named
+
+
+def _claim(named: dict[str, Offer[SpecT]], name: str, offer: Offer[SpecT], kind: str) -> None:
+    other = named.setdefault(name, offer)
+    if other is not offer:
+        remedy = f"Uninstall one of them, or leave one out with {DISABLE_VARIABLE}"
+        first, second = other.source, offer.source
+        raise PluginError(str(second), f"offers a {kind} named {name!r}, and so does plug-in {first}. {remedy}")

@@ -1,0 +1,82 @@
+"""How does somebody start a plug-in package that already works?
+
+The template is the example package of the documentation: one policy for each layer, with parameters of its own, tests
+that run the shipped conformance suite, and an experiment that selects the policies by name.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vajra_py import __version__
+from vajra_py.errors import ConfigError, Problem
+
+TEMPLATE = Path(__file__).parent / "template"
+SUFFIX = ".j2"
+PACKAGE_FOLDER = "__package__"
+RESERVED = frozenset({"vajra", "vajra_py", "vajra_policies", "vajra_kernels"})
+
+
+@dataclass(frozen=True, slots=True)
+class PluginNames:
+    """Every name of a package that is written from the template."""
+
+    distribution: str
+    """What pip installs: words joined by hyphens."""
+    package: str
+    """What Python imports: words joined by underscores."""
+    prefix: str
+    """What its policies' names begin with, so that packages made from the template do not clash."""
+
+
+def plugin_names(name: str) -> PluginNames:
+    """The names that follow from the one that the user gives; raises `ConfigError` when it cannot be a package's name."""
+    package = re.sub(r"[-_. ]+", "_", name.strip().lower())
+    if not re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]", package) or keyword.iskeyword(package):
+        allowed = (
+            "A name is made of letters, digits, hyphens and underscores, begins with a letter, and is no Python keyword"
+        )
+        raise ConfigError(Problem("NAME", f"cannot be a package's name (got {name!r})", allowed))
+    if package in RESERVED or package in sys.stdlib_module_names:
+        raise ConfigError(Problem("NAME", f"is the name of an existing package (got {name!r})", "Choose another name"))
+    prefix = package.removeprefix("vajra_").removesuffix("_policies")
+    return PluginNames(package.replace("_", "-"), package, prefix or package)
+
+
+def render_plugin(name: str) -> Mapping[str, str]:
+    """The files of a new package: path inside its folder -> text, sorted by path."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    names = plugin_names(name)
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATE), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
+    )
+    files: dict[str, str] = {}
+    for source in sorted(TEMPLATE.rglob(f"*{SUFFIX}")):
+        path = source.relative_to(TEMPLATE).as_posix()
+        target = path.removesuffix(SUFFIX).replace(PACKAGE_FOLDER, names.package)
+        files[target] = environment.get_template(path).render(names=names, vajra_version=__version__)
+    return files
+
+
+def write_plugin(name: str, directory: str | Path) -> Path:
+    """Write a package named `name` into `directory`/<distribution> and return that folder.
+
+    The package is complete: `pip install` makes its policies available by name. Raises `ConfigError` when the name will
+    not do or the folder is there and not empty; nothing is overwritten.
+    """
+    folder = Path(directory) / plugin_names(name).distribution
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            Problem(str(folder), "is there already and not an empty folder", "Choose another name or folder")
+        )
+    for path, text in render_plugin(name).items():
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    return folder

@@ -1,0 +1,253 @@
+"""How do an experiment's settings become a controller with its replicas and policies?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, cast
+
+from vajra_py.config import ExperimentConfig, ReplicaConfig, ReplicasetConfig
+from vajra_py.contract import (
+    ChunksLonePrompts,
+    LatencyModel,
+    Layer,
+    ListensToRequests,
+    OutputLengthPredictor,
+    PolicyContext,
+    PrefillTime,
+    ReplicaLimits,
+    ReplicaScheduler,
+    ReplicasetScheduler,
+    RequestPrioritizer,
+)
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.latency import PrefillTimeTable
+from vajra_py.plugins import Registry, build_policy
+from vajra_py.runtime.builder_options import BuilderOptions
+from vajra_py.runtime.controller import Controller
+from vajra_py.runtime.executor import Executor
+from vajra_py.runtime.kv import AnyKvMemory, KvGroups, KvMemory, KvParallelMemory, PrefixCacheOptions
+from vajra_py.runtime.listening import NamedListener
+from vajra_py.runtime.queues import make_queue
+from vajra_py.runtime.replica import Replica, ReplicaParts
+from vajra_py.runtime.replicaset import AdmissionLimits, Replicaset
+from vajra_py.runtime.request import RequestFacts
+from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.shared_queue import SharedAccess
+
+DEFAULT_MAX_MODEL_LEN = 131_072
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the model and its device say about sizes, where the settings leave them open."""
+
+    num_blocks: Callable[[int, float], int] | None = None
+    """(block size, memory fraction) to KV blocks of a replica; None: must be given."""
+    max_model_len: int | None = None
+    kv_bytes_per_token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What a run brings along for its policies and replicas."""
+
+    registry: Registry
+    latency: LatencyModel
+    output_lengths: OutputLengthPredictor
+    seeds: SeedTree
+    facts: ModelFacts
+    executor_of: Callable[[str, int], Executor]
+    """(replicaset, replica) to who executes its steps."""
+    records_copies: bool = False
+
+
+def build_controller(config: ExperimentConfig, services: Services) -> Controller:
+    """Every replicaset of the experiment, empty and ready.
+
+    Raises `ConfigError` where sizes do not fit each other, and what building a policy raises.
+    """
+    settings = config.effective_replicasets
+    replicasets = {
+        name: _build_replicaset(name, one, config, services.seeds.child("replicasets", name), services)
+        for name, one in settings.items()
+    }
+    return Controller(replicasets, _selector(settings))
+
+
+def _selector(settings: Mapping[str, ReplicasetConfig]) -> Callable[[RequestFacts], str]:
+    names = list(settings)
+    if len(names) == 1 and settings[names[0]].select.takes_all:
+        return lambda request: names[0]
+
+    def select(request: RequestFacts) -> str:
+        for name, one in settings.items():
+            if one.select.matches(cast(Any, request)):
+                return name
+        raise ConfigError(
+            Problem(
+                "replicasets",
+                f"no replicaset takes request {request.request_id!r} (tenant {request.tenant!r}, class "
+                f"{request.slo_class!r}, {request.num_prompt_tokens} prompt tokens)",
+                "The last replicaset may leave its `select` out and take the rest",
+            )
+        )
+
+    return select
+
+
+def replica_limits(settings: ReplicaConfig, latency: LatencyModel, facts: ModelFacts) -> ReplicaLimits:
+    """The sizes of a replica: what the settings say, else what the model and its device leave."""
+    memory = settings.memory
+    groups = settings.kv_parallel
+    num_blocks = memory.num_blocks
+    if num_blocks is None:
+        if facts.num_blocks is None:
+            message = "is not given, and this latency model does not know how much memory a device has"
+            raise ConfigError(Problem("replica.memory.num_blocks", message, "A number of KV blocks"))
+        num_blocks = facts.num_blocks(memory.block_size, memory.memory_fraction) * groups.groups
+    if groups.groups > 1 and (groups.group_tokens or 0) % memory.block_size:
+        message = f"is not a multiple of the block size ({groups.group_tokens} of {memory.block_size})"
+        raise ConfigError(Problem("replica.kv_parallel.group_tokens", message))
+    if groups.groups > 1 and memory.prefix_cache.enabled:
+        message = "there is no prefix cache with KV parallelism (enabled: true with several groups)"
+        raise ConfigError(Problem("replica.memory.prefix_cache.enabled", message, "Allowed: false"))
+    return ReplicaLimits(
+        block_size=memory.block_size,
+        num_blocks=num_blocks,
+        max_batch_size=settings.max_batch_size,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_model_len=settings.max_model_len or facts.max_model_len or DEFAULT_MAX_MODEL_LEN,
+        pipeline_stages=settings.pipeline_stages or latency.num_stages,
+        kv_parallel_groups=groups.groups,
+        kv_group_tokens=groups.group_tokens if groups.groups > 1 else None,
+        bytes_per_block=facts.kv_bytes_per_token * memory.block_size,
+        host_blocks=memory.host_blocks,
+    )
+
+
+def build_memory(settings: ReplicaConfig, limits: ReplicaLimits, records_copies: bool = False) -> AnyKvMemory:
+    """An empty KV memory of these sizes."""
+    cache = settings.memory.prefix_cache
+    options = PrefixCacheOptions(
+        reuse_order=cache.reuse_order,
+        release_order=cache.release_order,
+        retain_freed=cache.retain_freed,
+        duplicates=cache.duplicates,
+        unscheduled=cache.unscheduled,
+    )
+    if limits.kv_group_tokens is not None:
+        groups = KvGroups(
+            num_groups=limits.kv_parallel_groups,
+            group_tokens=limits.kv_group_tokens,
+            blocks_per_group=limits.num_blocks // limits.kv_parallel_groups,
+        )
+        return KvParallelMemory(
+            groups, limits.block_size, host_blocks=limits.host_blocks, records_copies=records_copies
+        )
+    return KvMemory(
+        limits.num_blocks,
+        limits.block_size,
+        prefix_cache=options if cache.enabled else None,
+        host_blocks=limits.host_blocks,
+        records_copies=records_copies,
+    )
+
+
+def _build_replicaset(
+    name: str, settings: ReplicasetConfig, config: ExperimentConfig, seeds: SeedTree, services: Services
+) -> Replicaset:
+    limits = replica_limits(settings.replica, services.latency, services.facts)
+    prefill_time = LatePrefillTime()
+    context = PolicyContext(
+        limits=limits,
+        num_replicas=settings.num_replicas,
+        latency=services.latency,
+        prefill_time=prefill_time,
+        output_lengths=services.output_lengths,
+        random_stream=seeds.stream,
+    )
+
+    def policy(layer: Layer) -> Any:
+        choice = settings.scheduling.choice(layer)
+        return build_policy(layer, choice.policy, choice.params, context, services.registry)
+
+    prioritizer: RequestPrioritizer = policy(Layer.REQUEST_PRIORITIZER)
+    chooser: ReplicasetScheduler = policy(Layer.REPLICASET_SCHEDULER)
+    schedulers: list[ReplicaScheduler] = [policy(Layer.REPLICA_SCHEDULER) for _ in range(settings.num_replicas)]
+    prefill_time.table = PrefillTimeTable(
+        services.latency, lone_chunk_rule(schedulers[0], limits), limits.pipeline_stages
+    )
+
+    def listening(policy: object, layer: Layer) -> tuple[ListensToRequests, ...]:
+        name = settings.scheduling.choice(layer).policy
+        return (NamedListener(policy, name),) if isinstance(policy, ListensToRequests) else ()
+
+    listeners = listening(prioritizer, Layer.REQUEST_PRIORITIZER) + listening(chooser, Layer.REPLICASET_SCHEDULER)
+    own_listeners = [listening(one, Layer.REPLICA_SCHEDULER) for one in schedulers]
+    prioritizer_name = settings.scheduling.request_prioritizer.policy
+    replicaset = Replicaset(
+        name,
+        chooser,
+        settings.scheduling.replicaset_scheduler.policy,
+        make_queue(prioritizer, prioritizer_name),
+        AdmissionLimits(config.admission.max_queued_requests, config.admission.max_queued_tokens),
+    )
+    replicaset.listeners = (*listeners, *chain.from_iterable(own_listeners))
+    options = _builder_options(settings.replica, limits)
+
+    def make(replica_id: int, shared: SharedAccess) -> Replica:
+        return Replica(
+            ReplicaParts(
+                replicaset=name,
+                replica_id=replica_id,
+                limits=limits,
+                memory=build_memory(settings.replica, limits, services.records_copies),
+                queue=make_queue(prioritizer, prioritizer_name),
+                shared=shared,
+                policy=schedulers[replica_id],
+                policy_name=settings.scheduling.replica_scheduler.policy,
+                latency=services.latency,
+                options=options,
+                executor=services.executor_of(name, replica_id),
+                listeners=(*listeners, *own_listeners[replica_id]),
+            )
+        )
+
+    for replica_id in range(settings.num_replicas):
+        replicaset.add_replica(lambda shared, replica_id=replica_id: make(replica_id, shared))  # type: ignore[misc]
+    return replicaset
+
+
+def _builder_options(settings: ReplicaConfig, limits: ReplicaLimits) -> BuilderOptions:
+    return BuilderOptions(
+        reserve_prompt=settings.memory.reservation == "prompt",
+        watermark_blocks=int(settings.memory.watermark_fraction * limits.num_blocks),
+        publish_at_schedule=settings.memory.prefix_cache.publish == "schedule",
+        busy_group_tokens=settings.kv_parallel.busy_tokens,
+    )
+
+
+def lone_chunk_rule(scheduler: ReplicaScheduler, limits: ReplicaLimits) -> Callable[[int, int], int]:
+    """How a replica scheduler chunks a lone prompt: as it says, else the step's token budget, else the whole prompt."""
+    if isinstance(scheduler, ChunksLonePrompts):
+        return scheduler.lone_chunk
+    budget = limits.max_batch_tokens
+    return lambda done, remaining: remaining if budget is None else min(remaining, budget)
+
+
+class LatePrefillTime:
+    """`PrefillTime` that is complete once the replica scheduler exists, whose chunks it predicts."""
+
+    table: PrefillTime | None = None
+
+    def total_s(self, num_prompt_tokens: int) -> float:
+        """Seconds for the whole prompt."""
+        assert self.table is not None
+        return self.table.total_s(num_prompt_tokens)
+
+    def remaining_s(self, num_prompt_tokens: int, num_done_tokens: int) -> float:
+        """Seconds for what is left of it."""
+        assert self.table is not None
+        return self.table.remaining_s(num_prompt_tokens, num_done_tokens)

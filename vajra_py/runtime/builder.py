@@ -1,0 +1,477 @@
+"""How is a step's plan written? Through this builder alone, which grants what is legal and refuses the rest with a reason.
+
+A step that runs every decode of the pool is one bulk entry: what it costs here is the blocks that decodes need now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
+
+from vajra_py.contract import BatchShape, DecodeStop, LatencyModel, PreemptionMode, Refusal, RequestView
+from vajra_py.runtime.builder_options import BuilderOptions, IllegalPlan
+from vajra_py.runtime.decodes import by_admission
+from vajra_py.runtime.executor import PlannedChunk
+from vajra_py.runtime.request import Request, RequestState
+from vajra_py.runtime.residents import Residents
+from vajra_py.runtime.shapes import ShapeTracker
+
+if TYPE_CHECKING:
+    from vajra_py.runtime.lifecycle import Lifecycle
+
+UNLIMITED = 2**62
+
+# Looking a member of an enumeration up costs more than a call, and these are looked up for every chunk.
+_RUNNING, _SWAPPED, _ENDED = RequestState.RUNNING, RequestState.SWAPPED, RequestState.ENDED
+
+
+class Builder:
+    """The `BatchBuilder` of one replica, used again for every step."""
+
+    def __init__(
+        self, residents: Residents, latency: LatencyModel, lifecycle: Lifecycle, options: BuilderOptions
+    ) -> None:
+        self._residents = residents
+        self._memory = residents.memory
+        self._latency = latency
+        self._lifecycle = lifecycle
+        self._replica_id = lifecycle.replica_id
+        self._options = options
+        self._shapes = ShapeTracker(residents.memory, latency, self._batch_decodes)
+        self.now = 0.0
+        self.swap_bytes_due = 0
+        """Bytes that attempts at a step moved which then ran nothing; they count in the next."""
+        self.start(0.0)
+
+    def start(self, now: float) -> None:
+        """Empty the plan for a new step."""
+        limits = self._residents.limits
+        self.now = now
+        self.chunks: list[PlannedChunk] = []
+        self.bulk = False
+        self.bulk_position = 0
+        self.running_in_order = False
+        self.selected: dict[Request, None] = {}
+        """Decodes taken one by one, in order."""
+        self.preempted: list[tuple[Request, str]] = []
+        self.notes: dict[str, dict[str, float | int | str]] = {}
+        self._in_batch: set[Request] = set()
+        self._slots = limits.max_batch_size
+        self._tokens = limits.max_batch_tokens if limits.max_batch_tokens is not None else UNLIMITED
+        self._num_bulk = 0
+        self._order: list[Request] | None = None
+        """What `add_decodes` or `add_running` still goes through; None when neither stopped half-way."""
+        self._order_of_decodes = False
+        self._order_position = 0
+        self._to_publish: list[Request] = []
+        """Decodes of the pool whose filled blocks are to be entered in the prefix cache, latest admitted first."""
+        self._group_tokens: dict[int, int] = {}
+        self._looked_at: list[Request] = []
+        self._complete: list[BatchShape] | None = None
+        self._shapes.clear()
+        self._shapes.add_swap(self.swap_bytes_due)
+
+    # What is in the batch
+
+    @property
+    def num_decodes(self) -> int:
+        """Decodes in the batch."""
+        return self._num_bulk if self.bulk else len(self.selected)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in the batch so far."""
+        return len(self.chunks) + self.num_decodes
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens in the batch so far."""
+        return self._shapes.prefill_tokens + self.num_decodes
+
+    @property
+    def tokens_left(self) -> int:
+        """What remains of the step's token budget."""
+        return self._tokens
+
+    @property
+    def slots_left(self) -> int:
+        """How many more requests the batch may hold."""
+        return self._slots
+
+    @property
+    def free_blocks(self) -> int:
+        """Free KV blocks now."""
+        return self._memory.free_blocks
+
+    @property
+    def num_preempted(self) -> int:
+        """Requests preempted in this step so far."""
+        return len(self.preempted)
+
+    def __contains__(self, request: object) -> bool:
+        if request in self._in_batch:
+            return True
+        return request in self._residents.pool if self.bulk else request in self.selected
+
+    # Adding
+
+    def add(self, request: RequestView, num_tokens: int, *, reserve_tokens: int | None = None) -> Refusal | None:
+        """Compute the next `num_tokens` of the request in this step; see `BatchBuilder.add`."""
+        own = self._own(request)
+        if num_tokens < 1:
+            raise IllegalPlan(own, f"cannot add {num_tokens} tokens. A chunk has at least 1")
+        if own in self:
+            return Refusal.ALREADY_SCHEDULED
+        if own.in_flight:
+            return Refusal.IN_FLIGHT
+        if self._slots <= 0:
+            return Refusal.BATCH_FULL
+        if num_tokens > self._tokens:
+            return Refusal.TOKEN_BUDGET
+        if own.state is not _RUNNING:
+            return self._admit(own, num_tokens, reserve_tokens)
+        computed, known = own.num_computed_tokens, own.num_known_tokens
+        self._check_chunk(own, num_tokens, computed, known)
+        if own.is_decode:
+            refusal = self._room_for_decode(own)
+            if refusal is None:
+                self._select(own)
+            return refusal
+        to_hold = computed + num_tokens
+        if reserve_tokens is not None and reserve_tokens > to_hold:
+            to_hold = reserve_tokens
+        if not self._memory.grow(own, to_hold):
+            return Refusal.KV_BLOCKS
+        if to_hold > known:
+            self._residents.has_spare_blocks = True
+        self._append(own, num_tokens, computed, "running")
+        return None
+
+    def _check_chunk(self, request: Request, num_tokens: int, done: int, known: int) -> None:
+        limit = self._memory.max_chunk(request, done, known - done)
+        if num_tokens > limit:
+            raise IllegalPlan(request, f"cannot add {num_tokens} tokens. Its next chunk may have at most {limit}")
+
+    def _admit(self, request: Request, num_tokens: int, reserve_tokens: int | None) -> Refusal | None:
+        residents, memory = self._residents, self._memory
+        if any(request is victim for victim, _ in self.preempted):
+            return Refusal.JUST_PREEMPTED
+        swapped = request.state is _SWAPPED
+        done = request.num_computed_tokens if swapped else memory.cached_tokens(request)
+        known = request.num_known_tokens
+        self._check_chunk(request, num_tokens, done, known)
+        to_hold = reserve_tokens
+        if to_hold is None:
+            to_hold = known if self._options.reserve_prompt else done + num_tokens
+        to_hold = max(to_hold, done + num_tokens)
+        watermark = self._options.watermark_blocks if residents.num_running else 0
+        if watermark and self.blocks_needed(request, to_hold) + watermark > memory.free_blocks:
+            return Refusal.WATERMARK
+        busy = self._busy_groups() if self._group_tokens else frozenset()
+        if swapped:
+            copies = memory.swap_in(request, to_hold)
+            if copies is None:
+                return Refusal.KV_BLOCKS
+            self._shapes.add_swap(copies * residents.limits.bytes_per_block)
+        else:
+            hit = memory.admit(request, to_hold, busy)
+            if hit is None:
+                return Refusal.GROUP_BUSY if busy else Refusal.KV_BLOCKS
+            request.set_computed(hit)
+            done = hit
+        if to_hold > known:
+            residents.has_spare_blocks = True
+        kind = self._lifecycle.admitted(request, done, self.now)
+        self._append(request, num_tokens, done, kind)
+        return None
+
+    def add_decodes(self) -> DecodeStop | None:
+        """Add every decode that is not in the batch yet; see `BatchBuilder.add_decodes`."""
+        residents = self._residents
+        if self._order is None or not self._order_of_decodes:
+            self._order = None
+            if not self.bulk and not self.selected:
+                self._add_pool()
+                self._publish_decodes()
+            if self.bulk:
+                if not residents.parked:
+                    return None
+                self._go_through(sorted(residents.parked, key=by_admission), of_decodes=True)
+            else:
+                self._go_through(residents.decodes(), of_decodes=True)
+        return self._add_in_order(None)
+
+    def add_running(self, max_chunk_tokens: int | None = None) -> DecodeStop | None:
+        """Add every running request in order of admission; see `BatchBuilder.add_running`."""
+        residents = self._residents
+        self.running_in_order = True
+        if self._order is None or self._order_of_decodes:
+            self._order = None
+            if not self.bulk and not self.selected and self._everything_fits(max_chunk_tokens):
+                self._add_pool()
+            if self.bulk:
+                rest = [*residents.parked, *residents.partial]
+                if not rest:
+                    self._publish_decodes()
+                    return None
+                self._go_through(sorted(rest, key=by_admission), of_decodes=False)
+            else:
+                self._go_through(residents.running(), of_decodes=False)
+        stop = self._add_in_order(max_chunk_tokens)
+        self._publish_decodes()
+        return stop
+
+    def _everything_fits(self, max_chunk_tokens: int | None) -> bool:
+        residents, memory = self._residents, self._memory
+        num_tokens = len(residents.pool) + len(residents.parked)
+        num_blocks = len(residents.pool.needing_blocks()) + len(residents.parked)
+        for request in residents.partial:
+            chunk = _capped(self.max_chunk(request), max_chunk_tokens)
+            num_tokens += chunk
+            num_blocks += memory.blocks_needed(request, request.num_computed_tokens + chunk)
+        return num_tokens <= self._tokens and num_blocks <= memory.free_blocks and memory.num_groups == 1
+
+    def _go_through(self, requests: Iterable[Request], *, of_decodes: bool) -> None:
+        self._order = list(requests)
+        self._order_position = 0
+        self._order_of_decodes = of_decodes
+
+    def _add_in_order(self, max_chunk_tokens: int | None) -> DecodeStop | None:
+        order = self._order or []
+        while self._order_position < len(order):
+            request = order[self._order_position]
+            if request.state is _RUNNING and not request.in_flight and request not in self:
+                if self._tokens <= 0:
+                    return DecodeStop(request, Refusal.TOKEN_BUDGET)
+                chunk = min(_capped(self.max_chunk(request), max_chunk_tokens), self._tokens)
+                if self._to_publish:  # of equal blocks the first entered is found, also where decodes came at once
+                    self._publish_decodes(before=request.admitted_index)
+                refusal = self.add(request, chunk)
+                if refusal is not None:
+                    return DecodeStop(request, refusal)
+            self._order_position += 1
+        self._order = None
+        self._order_position = 0
+        return None
+
+    # Decodes
+
+    def _add_pool(self) -> None:
+        """Take the whole pool as one entry, if it fits and no parked decode stands before a member."""
+        residents = self._residents
+        pool = residents.pool
+        count = len(pool.members)
+        if not 0 < count <= self._slots or count > self._tokens:
+            return
+        if residents.parked:
+            last = pool.in_admission_order()[-1].admitted_index
+            if any(request.admitted_index < last for request in residents.parked):
+                return
+        if self._grow_pool():
+            self._take_pool(count)
+
+    def _grow_pool(self) -> bool:
+        """Give every pool member that needs one its next block; False (nothing changed) when there are too few."""
+        residents, memory = self._residents, self._memory
+        pool = residents.pool
+        due = pool.needing_blocks()
+        if due:
+            if residents.has_spare_blocks:
+                size = memory.block_size
+                due = [one for one in due if memory.held_blocks(one) * size <= one.num_computed_tokens]
+            if len(due) > memory.growth_headroom:
+                return False
+            memory.grow_each(due)
+        if pool.num_public and self._options.publish_at_schedule:
+            self._to_publish = sorted(pool.filling_blocks(), key=by_admission, reverse=True)
+        return True
+
+    def _publish_decodes(self, before: int | None = None) -> None:
+        """Enter blocks that decodes of the pool fill, in order of admission (those admitted `before` alone, if given)."""
+        waiting = self._to_publish
+        while waiting and (before is None or waiting[-1].admitted_index < before):
+            request = waiting.pop()
+            self._memory.publish(request, request.num_computed_tokens + 1)
+
+    def _take_pool(self, count: int) -> None:
+        self.bulk = True
+        self.bulk_position = len(self.chunks)
+        self._num_bulk = count
+        self._slots -= count
+        self._tokens -= count
+        self._complete = None
+
+    def _room_for_decode(self, request: Request) -> Refusal | None:
+        needed = request.num_computed_tokens + 1
+        if not self._memory.grow(request, needed):
+            return Refusal.KV_BLOCKS
+        if self._options.publish_at_schedule:
+            self._memory.publish(request, needed)
+        return None
+
+    def _select(self, request: Request) -> None:
+        if self.bulk:
+            self._residents.unpark(request)
+            self._num_bulk += 1
+        else:
+            if not self.selected:
+                self.bulk_position = len(self.chunks)
+            self.selected[request] = None
+        self._slots -= 1
+        self._tokens -= 1
+        self._complete = None
+
+    def _batch_decodes(self) -> Iterable[Request]:
+        return self._residents.pool if self.bulk else self.selected
+
+    # Giving way
+
+    def preempt(self, request: RequestView, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> Refusal | None:
+        """Take the request's device memory away; see `BatchBuilder.preempt`."""
+        own = self._own(request)
+        if own.state is not _RUNNING:
+            raise IllegalPlan(own, f"cannot preempt what is {own.state.value}. Running requests can be preempted")
+        if own.in_flight:
+            return Refusal.IN_FLIGHT
+        if mode is PreemptionMode.SWAP:
+            num_to_keep = max(1, self._memory.blocks_for(own.num_computed_tokens))
+            if num_to_keep > self._memory.free_host_blocks:
+                return Refusal.HOST_BLOCKS
+        if own in self and not self._unschedule(own):
+            return Refusal.IN_FLIGHT
+        num_moved = self._lifecycle.preempt(own, mode, self.now)
+        if num_moved:
+            self._shapes.add_swap(num_moved * self._residents.limits.bytes_per_block)
+        self.preempted.append((own, mode.value))
+        self._complete = None
+        return None
+
+    def _unschedule(self, request: Request) -> bool:
+        """Take a request out of the batch; False, and nothing changed, if another entry builds on what it computes."""
+        position = None
+        num_tokens, done = 1, request.num_computed_tokens
+        if request in self._in_batch:
+            position = next(i for i, chunk in enumerate(self.chunks) if chunk.request is request)
+            _, num_tokens, done, _ = self.chunks[position]
+        if not self._memory.withdraw(request, done):
+            return False
+        if position is not None:
+            self.chunks.pop(position)
+            if position < self.bulk_position:
+                self.bulk_position -= 1
+            self._in_batch.discard(request)
+            self._shapes.clear_chunks()
+            self._group_tokens = {}
+            for kept in self.chunks:
+                self._shapes.add_chunk(kept.request, kept.num_tokens, kept.num_computed_before)
+                if self._memory.num_groups > 1:
+                    self._count_in_groups(kept.request, kept.num_tokens, kept.num_computed_before)
+        elif self.bulk:
+            self._num_bulk -= 1
+        else:
+            del self.selected[request]
+        self._slots += 1
+        self._tokens += num_tokens
+        return True
+
+    # Questions
+
+    def cached_tokens(self, request: RequestView) -> int:
+        """Leading tokens that the prefix cache holds for a waiting request now."""
+        own = self._own(request)
+        return 0 if own.state is _RUNNING or own.state is _SWAPPED else self._memory.cached_tokens(own)
+
+    def blocks_needed(self, request: RequestView, num_tokens: int) -> int:
+        """Free blocks that would be taken if the request held its first `num_tokens` tokens."""
+        own = self._own(request)
+        if own.state is _SWAPPED:
+            return self._memory.blocks_for(max(num_tokens, own.num_computed_tokens))
+        return self._memory.blocks_needed(own, num_tokens)
+
+    def max_chunk(self, request: RequestView) -> int:
+        """Most tokens that the next chunk of the request may have."""
+        own = self._own(request)
+        resident = own.state is _RUNNING or own.state is _SWAPPED
+        done = own.num_computed_tokens if resident else self._memory.cached_tokens(own)
+        return self._memory.max_chunk(own, done, own.num_known_tokens - done)
+
+    def shape(self) -> BatchShape:
+        """Features of the batch so far, of its slowest group."""
+        return self._shapes.slowest(self._completed())
+
+    def predicted_time(self) -> float:
+        """Predicted seconds of the step as it stands."""
+        return self._latency.stage_time_s(self.shape())
+
+    def predicted_time_with(self, request: RequestView, num_tokens: int) -> float:
+        """Predicted seconds of the step with `num_tokens` of the request added."""
+        own = self._own(request)
+        shapes = self._completed()
+        if own.is_decode and num_tokens == 1:
+            if self._memory.num_groups == 1:
+                shapes = [shapes[0].with_decodes(1, own.num_computed_tokens)]
+            else:
+                shapes = self._shapes.complete(0, 0, extra=own)
+        else:
+            done = own.num_computed_tokens or self.cached_tokens(own)
+            shapes = self._shapes.with_chunk(shapes, own, num_tokens, done)
+        return self._latency.stage_time_s(self._shapes.slowest(shapes))
+
+    def note(self, request: RequestView, **scores: float | int | str) -> None:
+        """Attach the reasons of a decision to the decision log."""
+        if self._options.keep_notes:
+            self.notes.setdefault(request.request_id, {}).update(scores)
+
+    # Inside
+
+    def _completed(self) -> list[BatchShape]:
+        if self._complete is None:
+            if self.bulk:
+                pool = self._residents.pool
+                num_decodes, context = len(pool.members), pool.context_tokens
+            else:
+                num_decodes = len(self.selected)
+                context = sum(request.num_computed_tokens for request in self.selected)
+            self._complete = self._shapes.complete(num_decodes, context)
+        return self._complete
+
+    def _append(self, request: Request, num_tokens: int, computed: int, kind: str) -> None:
+        self.chunks.append(PlannedChunk(request, num_tokens, computed, kind))
+        self._in_batch.add(request)
+        self._slots -= 1
+        self._tokens -= num_tokens
+        self._shapes.add_chunk(request, num_tokens, computed)
+        self._complete = None
+        if self._options.publish_at_schedule:
+            self._memory.publish(request, computed + num_tokens)
+        if self._memory.num_groups > 1:
+            self._count_in_groups(request, num_tokens, computed)
+
+    def _count_in_groups(self, request: Request, num_tokens: int, computed: int) -> None:
+        for group in self._memory.active_groups(request, computed):
+            self._group_tokens[group] = self._group_tokens.get(group, 0) + num_tokens
+
+    def _busy_groups(self) -> frozenset[int]:
+        busy = self._options.busy_group_tokens
+        return frozenset(group for group, tokens in self._group_tokens.items() if tokens >= busy)
+
+    def _own(self, request: RequestView) -> Request:
+        own = cast(Request, request)
+        replica_id = own.replica_id
+        if own.state is _ENDED or (replica_id != self._replica_id and replica_id != -1):
+            raise IllegalPlan(own, "it is not one of this replica's requests")
+        if replica_id == -1 and not self._memory.is_registered(own):
+            self._memory.register(own, own.keys)
+            self._looked_at.append(own)
+        return own
+
+    def finish(self) -> None:
+        """The plan is complete: drop what was looked up for shared requests that stay in the shared queue."""
+        for request in self._looked_at:
+            if request.replica_id == -1:
+                self._memory.forget(request)
+        self._looked_at = []
+
+
+def _capped(num_tokens: int, cap: int | None) -> int:
+    return num_tokens if cap is None else min(num_tokens, cap)

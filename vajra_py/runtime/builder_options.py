@@ -1,0 +1,34 @@
+"""What does a replica's configuration say about building plans, and what is said when a policy asks for nonsense?"""
+
+from __future__ import annotations
+
+from vajra_py.runtime.request import Request
+
+
+class IllegalPlan(ValueError):
+    """A policy asked for something that makes no sense; names the request."""
+
+    def __init__(self, request: Request, message: str) -> None:
+        super().__init__(message)
+        self.request_id = request.request_id
+
+
+class BuilderOptions:
+    """What the replica's configuration says about building plans."""
+
+    __slots__ = ("busy_group_tokens", "keep_notes", "publish_at_schedule", "reserve_prompt", "watermark_blocks")
+
+    def __init__(
+        self,
+        *,
+        reserve_prompt: bool,
+        watermark_blocks: int,
+        publish_at_schedule: bool,
+        keep_notes: bool = False,
+        busy_group_tokens: int = 500,
+    ) -> None:
+        self.reserve_prompt = reserve_prompt
+        self.watermark_blocks = watermark_blocks
+        self.publish_at_schedule = publish_at_schedule
+        self.keep_notes = keep_notes
+        self.busy_group_tokens = busy_group_tokens

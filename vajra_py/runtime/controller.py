@@ -1,0 +1,153 @@
+"""Who takes a request in, and where did every request go?
+
+Invariant, at every step: submitted = waiting + running + ended, and every request ends exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from vajra_py.contract import EndReason, Observer
+from vajra_py.runtime.clock import to_seconds
+from vajra_py.runtime.kv import BlockKeys
+from vajra_py.runtime.lifecycle import end_request
+from vajra_py.runtime.replica import Replica
+from vajra_py.runtime.replicaset import Replicaset, max_request_tokens
+from vajra_py.runtime.request import Request, RequestFacts, RequestState
+
+TAKEN_BACK = "taken back by the client"
+EXPIRED = "waited longer than it allows"
+"""Details of requests that end before their time."""
+
+
+class Controller:
+    """Every replicaset of a run, and the count of every request."""
+
+    def __init__(
+        self,
+        replicasets: Mapping[str, Replicaset],
+        select: Callable[[RequestFacts], str],
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self.replicasets = dict(replicasets)
+        self._select = select
+        self._observers = observers
+        self.num_submitted = 0
+        self.num_ended: Counter[EndReason] = Counter()
+        self._alive: dict[str, tuple[Request, Replicaset]] = {}
+
+    def watch(self, observers: Sequence[Observer]) -> None:
+        """Let these observers see everything from now on; before the first request."""
+        self._observers = observers
+        for replicaset in self.replicasets.values():
+            replicaset.watch(observers)
+
+    @property
+    def num_alive(self) -> int:
+        """Requests accepted and not ended."""
+        return len(self._alive)
+
+    def alive(self) -> Sequence[Request]:
+        """Requests accepted and not ended, by submission; also when an error came between an end and its settlement."""
+        return [request for request, _ in self._alive.values() if request.state is not RequestState.ENDED]
+
+    def find(self, request_id: str) -> Request | None:
+        """The living request of this id."""
+        entry = self._alive.get(request_id)
+        return None if entry is None else entry[0]
+
+    def replica_of(self, request: Request) -> Replica | None:
+        """The replica that a living request is bound to; None for one in a shared queue."""
+        if request.replica_id < 0:
+            return None
+        _, replicaset = self._alive[request.request_id]
+        return replicaset.replicas[request.replica_id]
+
+    def replicas(self) -> Sequence[Replica]:
+        """Every replica of every replicaset."""
+        return [replica for replicaset in self.replicasets.values() for replica in replicaset.replicas]
+
+    def submit(
+        self,
+        facts: RequestFacts,
+        make_keys: Callable[[int], BlockKeys | None],
+        now: int,
+        arrived_at: float | None = None,
+    ) -> tuple[Request, Replicaset, Replica | None]:
+        """Take a request in; it is queued, or ended at once with the reason (`request.end_reason`, `request.detail`).
+
+        `make_keys` gets the block size and says what identifies the prompt's blocks. `arrived_at` is when the client sent
+        it, in seconds, where that was before now (an engine that was busy takes it in later). Returns the request, its
+        replicaset and the replica that it is bound to (None: shared queue, or refused).
+        """
+        seconds = to_seconds(now)
+        replicaset = self.replicasets[self._select(facts)]
+        replica = replicaset.replicas[0]
+        room = max_request_tokens(replica) - facts.num_prompt_tokens
+        max_tokens = room if facts.max_tokens is None else min(facts.max_tokens, self._length_room(replica, facts))
+        request = Request(facts, self.num_submitted, seconds if arrived_at is None else arrived_at, max_tokens)
+        request.replicaset = replicaset.name
+        self.num_submitted += 1
+        detail = replicaset.refusal(request)
+        if facts.request_id in self._alive:
+            detail = "another request with this id is being served"
+        if detail is not None:
+            end_request(request, EndReason.REJECTED, detail, seconds)
+            self.num_ended[EndReason.REJECTED] += 1
+            for observer in self._observers:
+                observer.on_arrival(request, seconds)
+                observer.on_ended(request, EndReason.REJECTED, detail, seconds)
+            return request, replicaset, None
+        request.keys = make_keys(replica.limits.block_size)
+        self._alive[facts.request_id] = (request, replicaset)
+        for observer in self._observers:
+            observer.on_arrival(request, seconds)
+        for listener in replicaset.listeners:
+            listener.on_arrivals((request,), seconds)
+        return request, replicaset, replicaset.accept(request, now)
+
+    def _length_room(self, replica: Replica, facts: RequestFacts) -> int:
+        return replica.limits.max_model_len - facts.num_prompt_tokens
+
+    def end_early(self, request_id: str, reason: EndReason, now: int, detail: str = "") -> bool:
+        """Abort or expire a request; False when it is unknown, has ended, or ends with the step it is in."""
+        entry = self._alive.get(request_id)
+        if entry is None:
+            return False
+        request, replicaset = entry
+        if replicaset.end_early(request, reason, to_seconds(now), detail):
+            self.settle(((request, reason),), now)
+            return True
+        return False
+
+    def fail_replica(self, replica: Replica, detail: str, now: int) -> list[tuple[Request, EndReason]]:
+        """A replica is lost: its requests end, and so do those of the shared queue when no other one is up."""
+        replicaset = self.replicasets[replica.replicaset]
+        ended = replicaset.lose(replica.replica_id, detail, to_seconds(now))
+        self.settle(ended, now)
+        return ended
+
+    def settle(self, ended: Sequence[tuple[Request, EndReason]], now: int) -> None:
+        """Count requests that have ended."""
+        for request, reason in ended:
+            _, replicaset = self._alive.pop(request.request_id)
+            replicaset.forget(request)
+            self.num_ended[reason] += 1
+            for listener in replicaset.listeners:
+                listener.on_departures((request,), to_seconds(now))
+
+    def check_conservation(self) -> None:
+        """Raise `RuntimeError` unless every request is accounted for and every block is used or free."""
+        ended = sum(self.num_ended.values())
+        if self.num_submitted != ended + len(self._alive):
+            raise RuntimeError(f"{self.num_submitted} requests submitted, {ended} ended, {len(self._alive)} alive")
+        waiting = sum(replicaset.num_queued for replicaset in self.replicasets.values())
+        running = sum(replica.residents.num_running for replica in self.replicas())
+        if waiting + running != len(self._alive):
+            raise RuntimeError(f"{waiting} requests wait and {running} run, but {len(self._alive)} are alive")
+        states = Counter(request.state for request in self.alive())
+        if states[RequestState.RUNNING] != running:
+            raise RuntimeError(f"{running} requests run, but {states[RequestState.RUNNING]} say so")
+        for replica in self.replicas():
+            replica.memory.check()

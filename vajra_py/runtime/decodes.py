@@ -1,0 +1,159 @@
+"""Which requests decode together, and what happens at which of their steps?
+
+A decode pool keeps the counters of every request that advances by one token a step. A step of the whole pool moves two
+integers; only what changes costs anything: requests that need a block, that finish, that join or leave.
+
+Invariants: between steps `num_committed == num_emitted`; a member's computed tokens are `num_committed + offset`, and
+exactly one of its known tokens is not computed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterator, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vajra_py.runtime.request import Request
+
+by_admission = attrgetter("admitted_index")
+
+
+class DecodePool:
+    """The decodes of one replica that advance together."""
+
+    __slots__ = (
+        "_block_size",
+        "_ends",
+        "_growing",
+        "_offset_sum",
+        "_ordered",
+        "emitted_at",
+        "members",
+        "num_committed",
+        "num_emitted",
+        "num_public",
+    )
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.members: dict[Request, None] = {}
+        """In order of joining; not to be changed."""
+        self._ordered: list[Request] | None = None
+        self._growing: list[dict[Request, None]] = [{} for _ in range(block_size)]
+        self._ends: dict[int, list[Request]] = {}
+        self._offset_sum = 0
+        self.num_committed = 0
+        """Pool steps that were put into a plan so far."""
+        self.num_emitted = 0
+        """Pool steps that came back so far."""
+        self.num_public = 0
+        """Members whose generated blocks others may name at once, so that each must be published when it is full."""
+        self.emitted_at = array("q")
+        """Tick at which the tokens of each pool step came out."""
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.members)
+
+    def __contains__(self, request: object) -> bool:
+        return request in self.members
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens in KV over all members, before the step under construction."""
+        return self._offset_sum + self.num_committed * len(self.members)
+
+    def in_admission_order(self) -> Sequence[Request]:
+        """Members, earliest admission first."""
+        if self._ordered is None:
+            self._ordered = sorted(self.members, key=by_admission)
+        return self._ordered
+
+    def join(self, request: Request, num_steps_to_end: int) -> None:
+        """Add a request whose prompt is done; it ends after `num_steps_to_end` (>= 1) more tokens."""
+        request.join_pool(self)
+        self.num_public += _is_public(request)
+        self.members[request] = None
+        self._ordered = None
+        self._offset_sum += request._offset
+        self._growing[-request._offset % self._block_size][request] = None
+        request.end_epoch = end = self.num_emitted + num_steps_to_end
+        request.token_log.append((self, self.num_emitted, -1))
+        due = self._ends.get(end)
+        if due is None:
+            self._ends[end] = [request]
+        else:
+            due.append(request)
+
+    def leave(self, request: Request) -> int:
+        """Take a member out and give it its counters back; returns how many tokens it had to go."""
+        del self.members[request]
+        self.num_public -= _is_public(request)
+        self._ordered = None
+        self._offset_sum -= request._offset
+        del self._growing[-request._offset % self._block_size][request]
+        _, first, _ = request.token_log[-1]  # type: ignore[misc]
+        if first == self.num_emitted:
+            request.token_log.pop()
+        else:
+            request.token_log[-1] = (self, first, self.num_emitted)
+        request.leave_pool()
+        num_steps_left = request.end_epoch - self.num_emitted
+        if num_steps_left > 0:
+            self._ends[request.end_epoch].remove(request)
+        return num_steps_left
+
+    def needing_blocks(self) -> Collection[Request]:
+        """Members whose next token is the first of a block."""
+        return self._growing[self.num_committed % self._block_size]
+
+    def needs_block(self, request: Request) -> bool:
+        """Whether this member's next token is the first of a block."""
+        return (self.num_committed + request._offset) % self._block_size == 0
+
+    def filling_blocks(self) -> Collection[Request]:
+        """Members whose next token is the last of a block."""
+        return self._growing[(self.num_committed + 1) % self._block_size]
+
+    def steps_to_next_end(self) -> int:
+        """After how many more steps (from the last that came back) the next member ends."""
+        return min(self._ends) - self.num_emitted
+
+    def growth_by_step(self, num_steps: int) -> list[int]:
+        """How many members take a new block in each of the next `num_steps` steps."""
+        size, start = self._block_size, self.num_committed
+        sizes = [len(self._growing[(start + step) % size]) for step in range(min(num_steps, size))]
+        return [sizes[step % size] for step in range(num_steps)]
+
+    def growth_of_members(self, num_steps: int) -> Iterator[tuple[Collection[Request], int]]:
+        """Members that take new blocks within the next `num_steps` steps, and how many each of them takes."""
+        size, start = self._block_size, self.num_committed
+        rounds, rest = divmod(num_steps, size)
+        for step in range(min(num_steps, size)):
+            members = self._growing[(start + step) % size]
+            if members:
+                yield members, rounds + (step < rest)
+
+    def advance(self, ended_at: Sequence[int]) -> None:
+        """Several steps of the whole pool came back, and as many more were put into plans; nobody ended."""
+        self.num_emitted += len(ended_at)
+        self.num_committed += len(ended_at)
+        self.emitted_at.extend(ended_at)
+
+    def commit(self) -> None:
+        """One step of the whole pool goes into a plan."""
+        self.num_committed += 1
+
+    def emit(self, now: int) -> list[Request]:
+        """The step came back at tick `now`; returns the members whose last token this was (they are members still)."""
+        self.num_emitted += 1
+        self.emitted_at.append(now)
+        return self._ends.pop(self.num_emitted, [])
+
+
+def _is_public(request: Request) -> bool:
+    return request.keys is not None and not request.keys.is_private_after_prompt

@@ -1,0 +1,105 @@
+"""What do simulator and engine offer the mechanism? A plan goes in; tokens and a duration come out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from vajra_py.contract import BatchShape
+from vajra_py.runtime.decodes import DecodePool, by_admission
+from vajra_py.runtime.kv import BlockCopy
+
+if TYPE_CHECKING:
+    from vajra_py.runtime.request import Request
+
+
+class PlannedChunk(NamedTuple):
+    """One entry of a plan."""
+
+    request: Request
+    num_tokens: int
+    num_computed_before: int
+    kind: str
+    """"running", "admitted" or "resumed"."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step computes. Written by the batch builder alone; read by executors and observers."""
+
+    step_index: int
+    replica_id: int
+    formed_at: int
+    """Tick at which it was formed."""
+    shape: BatchShape
+    """Features of the batch; of its slowest group under KV parallelism."""
+    chunks: list[PlannedChunk]
+    """Prefill chunks, and decodes that are not part of the pool's step."""
+    pool: DecodePool | None
+    """All of whose members decode in this step, when there are any."""
+    num_pool_decodes: int
+    pool_position: int
+    """How many of `chunks` stood before the pool's decodes were added."""
+    running_in_order: bool
+    """Whether running entries are listed in order of admission rather than as they were added."""
+    preempted: list[tuple[Request, str]]
+    num_preempted_before: int = 0
+    """Requests that gave way just before, in attempts at this step that ran nothing."""
+    admissions: dict[Request, int] | None = None
+    """With several steps in flight: each entry's admission, by which a result that came too late is recognised."""
+    copies: list[BlockCopy] = field(default_factory=list)
+    """KV blocks to move between device and host before the step runs."""
+    notes: dict[str, dict[str, float | int | str]] = field(default_factory=dict)
+    free_blocks: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
+    """Free blocks, waiting and running requests right after the step was formed."""
+
+    @property
+    def num_requests(self) -> int:
+        """Entries of the step."""
+        return len(self.chunks) + self.num_pool_decodes
+
+    def entries(self) -> Iterator[PlannedChunk]:
+        """Every entry in batch order. Valid from the plan's making until its result is applied."""
+        decodes = self._pool_entries()
+        if self.running_in_order:
+            running = [chunk for chunk in self.chunks if chunk.kind == "running"]
+            yield from sorted([*running, *decodes], key=lambda chunk: by_admission(chunk.request))
+            yield from (chunk for chunk in self.chunks if chunk.kind != "running")
+            return
+        yield from self.chunks[: self.pool_position]
+        yield from decodes
+        yield from self.chunks[self.pool_position :]
+
+    def _pool_entries(self) -> Sequence[PlannedChunk]:
+        if self.pool is None:
+            return ()
+        return [
+            PlannedChunk(request, 1, request.num_computed_tokens - 1, "running")
+            for request in self.pool.in_admission_order()
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came out of a step.
+
+    `tokens` holds (request, token id) for every entry that sampled one, in batch order; None where tokens have no
+    identity (simulation): then every entry that caught up with its known tokens yields one. `stopped` names requests
+    whose token ended them (end of sequence or a stop string), for executors that cannot know lengths in advance.
+    """
+
+    tokens: Sequence[tuple[Request, int]] | None = None
+    stopped: frozenset[Request] = frozenset()
+
+
+class Executor(Protocol):
+    """Runs plans for one replica; the only part that differs between simulator and engine."""
+
+    def known_output_tokens(self, request: Request) -> int | None:
+        """After how many output tokens the request will stop by itself, where that is known (simulation, replay)."""
+
+    def release(self, request: Request) -> None:
+        """The request has left for good; drop what is kept for it."""

@@ -1,0 +1,33 @@
+"""Paged KV memory: which blocks does each request hold, what is cached, what is swapped, and on which groups?"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from vajra_py.runtime.kv.content import BlockKeys, PrivateKeys, SegmentId, SegmentKeys, TokenKeys, output_segment
+from vajra_py.runtime.kv.host import BlockCopy, CopyDirection
+from vajra_py.runtime.kv.kv_parallel import KvGroups, KvParallelMemory
+from vajra_py.runtime.kv.memory import KvMemory, KvRequest, KvStats
+from vajra_py.runtime.kv.pool import BlockPool, PrefixCacheOptions
+
+AnyKvMemory: TypeAlias = KvMemory | KvParallelMemory
+"""Either memory; their interfaces are the same."""
+
+__all__ = [
+    "AnyKvMemory",
+    "BlockCopy",
+    "BlockKeys",
+    "BlockPool",
+    "CopyDirection",
+    "KvGroups",
+    "KvMemory",
+    "KvParallelMemory",
+    "KvRequest",
+    "KvStats",
+    "PrefixCacheOptions",
+    "PrivateKeys",
+    "SegmentId",
+    "SegmentKeys",
+    "TokenKeys",
+    "output_segment",
+]

@@ -1,0 +1,223 @@
+"""What identifies the content of a KV block?
+
+A block's KV depends on every token up to the block's end, so its key does too: two blocks have equal keys exactly when
+all tokens up to the end of the block are equal and both requests carry the same salt (128-bit hashes: equality is as
+good as certain). Only whole blocks have keys. Requests of different salts never share, which keeps tenants from probing
+each other's prompts.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import repeat
+from typing import Protocol, TypeAlias
+
+from xxhash import xxh3_128_digest
+
+SegmentId: TypeAlias = int | str | tuple[str | int, ...]
+"""Name of a run of tokens whose content is known by name only; equal names mean equal tokens."""
+
+UNBOUNDED_TOKENS = sys.maxsize
+"""Length of content that has a name before it exists."""
+
+
+class BlockKeys(Protocol):
+    """The keys of one request's blocks, first block first. Keys of different implementations are never equal."""
+
+    @property
+    def num_keyed_tokens(self) -> int:
+        """Tokens of known content; only blocks that end within them have a key. Grows with generation."""
+
+    @property
+    def num_public_tokens(self) -> int:
+        """Leading tokens that another request can name while this one lives; entering the rest in a cache can wait."""
+
+    @property
+    def is_private_after_prompt(self) -> bool:
+        """Whether generated content can be named by nobody else before the request ends."""
+
+    def key(self, block_index: int) -> Hashable:
+        """The key of one block, from 0. IndexError if the block's content is not wholly known."""
+
+    def keys(self, start: int, stop: int) -> Sequence[Hashable]:
+        """The keys of blocks `start` .. `stop` - 1."""
+
+
+def output_segment(request_id: str) -> SegmentId:
+    """The name of what a request generates, for follow-ups whose prompts contain it."""
+    return ("out", request_id)
+
+
+class TokenKeys:
+    """Keys from token ids: the 128-bit xxh3 of the previous block's key and the block's ids (64-bit little-endian).
+
+    Each block is hashed once, when its key is first asked for. Generated tokens are public: anyone may send the same.
+    """
+
+    __slots__ = ("_block_size", "_digests", "_root", "_tokens")
+
+    is_private_after_prompt = False
+
+    def __init__(self, tokens: Iterable[int], block_size: int, salt: str = "") -> None:
+        self._tokens = array("q", tokens)
+        self._block_size = _checked_block_size(block_size)
+        self._root = xxh3_128_digest(salt.encode())
+        self._digests: list[bytes] = []
+
+    @property
+    def num_keyed_tokens(self) -> int:
+        """Tokens of the prompt and of what was appended."""
+        return len(self._tokens)
+
+    @property
+    def num_public_tokens(self) -> int:
+        """All of them."""
+        return len(self._tokens)
+
+    def append(self, token: int) -> None:
+        """One more generated token."""
+        self._tokens.append(token)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """More generated tokens."""
+        self._tokens.extend(tokens)
+
+    def key(self, block_index: int) -> Hashable:
+        """The key of one block. IndexError if the block is not full."""
+        return self.keys(block_index, block_index + 1)[0]
+
+    def keys(self, start: int, stop: int) -> Sequence[Hashable]:
+        """The keys of blocks `start` .. `stop` - 1. IndexError if one of them is not full."""
+        digests = self._digests
+        if stop > len(digests):
+            self._hash_up_to(stop)
+        return digests[start:stop]
+
+    def _hash_up_to(self, num_blocks: int) -> None:
+        size = self._block_size
+        if num_blocks * size > len(self._tokens):
+            raise IndexError(
+                f"TokenKeys: block {num_blocks - 1} is not full ({len(self._tokens)} tokens, {size} a block). "
+                "Only full blocks have keys."
+            )
+        digests = self._digests
+        digest = digests[-1] if digests else self._root
+        for begin in range(len(digests) * size, num_blocks * size, size):
+            ids = self._tokens[begin : begin + size]
+            if sys.byteorder == "big":
+                ids.byteswap()
+            digest = xxh3_128_digest(digest + ids.tobytes())
+            digests.append(digest)
+
+
+class SegmentKeys:
+    """Keys from named runs of tokens, for workloads that tell which parts of prompts are equal but not their tokens.
+
+    Token j of a run is known as (name, j). Neighbouring runs of one name are one run, so it does not matter how a
+    workload cuts them. The output is one more run, `output_segment(request_id)`, with no end. A key is the hash of the
+    runs up to the one in which the block ends, and the tokens of that run; each run is hashed once, however long.
+    """
+
+    __slots__ = ("_bases", "_block_size", "_ends", "_names", "num_public_tokens")
+
+    is_private_after_prompt = True
+    num_keyed_tokens = UNBOUNDED_TOKENS
+
+    def __init__(
+        self, segments: Iterable[tuple[SegmentId, int]], request_id: str, block_size: int, salt: str = ""
+    ) -> None:
+        self._block_size = _checked_block_size(block_size)
+        output = output_segment(request_id)
+        names: list[SegmentId] = []
+        ends: list[int] = []
+        end = 0
+        for name, num_tokens in segments:
+            if num_tokens < 0:
+                raise ValueError(
+                    f"SegmentKeys: a run has a negative length ({name!r}: {num_tokens}). At least 0 is allowed."
+                )
+            end += num_tokens
+            if num_tokens and names and names[-1] == name:
+                ends[-1] = end
+            elif num_tokens:
+                names.append(name)
+                ends.append(end)
+        self.num_public_tokens = end
+        if names and names[-1] == output:
+            ends[-1] = UNBOUNDED_TOKENS
+        else:
+            names.append(output)
+            ends.append(UNBOUNDED_TOKENS)
+        self._names = names
+        self._ends = ends
+        self._bases = [xxh3_128_digest(salt.encode())]
+
+    def key(self, block_index: int) -> Hashable:
+        """The key of one block."""
+        return self.keys(block_index, block_index + 1)[0]
+
+    def keys(self, start: int, stop: int) -> Sequence[Hashable]:
+        """The keys of blocks `start` .. `stop` - 1."""
+        size = self._block_size
+        ends = self._ends
+        keys: list[tuple[bytes, int]] = []
+        block_end = (start + 1) * size
+        last_end = stop * size
+        run = bisect_left(ends, block_end)
+        while block_end <= last_end:
+            begin = ends[run - 1] if run else 0
+            within = min(last_end, ends[run]) - begin
+            ends_in_run = range(block_end - begin, within + 1, size)
+            keys.extend(zip(repeat(self._base(run)), ends_in_run))
+            block_end += len(ends_in_run) * size
+            run += 1
+        return keys
+
+    def _base(self, run: int) -> bytes:
+        """Hash of the runs before this one, whole, and of this one's name."""
+        bases = self._bases
+        while len(bases) < run + 2:
+            this = len(bases) - 1
+            before = self._ends[this - 1] if this else 0
+            name = _encoded(self._names[this])
+            bases.append(xxh3_128_digest(bases[-1] + before.to_bytes(8, "little") + name))
+        return bases[run + 1]
+
+
+class PrivateKeys:
+    """Keys of content that nobody else has: only the request itself finds its blocks again, after it was preempted."""
+
+    __slots__ = ("_request_id",)
+
+    is_private_after_prompt = True
+    num_keyed_tokens = UNBOUNDED_TOKENS
+    num_public_tokens = 0
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    def key(self, block_index: int) -> Hashable:
+        """The request and the block's position."""
+        return (self._request_id, block_index)
+
+    def keys(self, start: int, stop: int) -> Sequence[Hashable]:
+        """The keys of blocks `start` .. `stop` - 1."""
+        return list(zip(repeat(self._request_id), range(start, stop)))
+
+
+def _checked_block_size(block_size: int) -> int:
+    if block_size < 1:
+        raise ValueError(f"block_size: not a number of tokens ({block_size}). At least 1 is allowed.")
+    return block_size
+
+
+def _encoded(name: SegmentId) -> bytes:
+    """A run's name as bytes; names of different types or values never coincide, equal integers of any type do."""
+    if isinstance(name, str):
+        return b"s" + name.encode()
+    if isinstance(name, tuple):
+        return b"t" + repr(name).encode()
+    return b"i" + str(int(name)).encode()

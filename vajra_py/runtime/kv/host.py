@@ -1,0 +1,90 @@
+"""Where does the KV of swapped requests lie in host memory, and which blocks have to be copied?
+
+Copies are listed in the order in which they were decided and must be carried out in that order before the step's
+computation: a device block that a swap frees may be handed out again in the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from vajra_py.runtime.kv.pool import BlockPool
+
+
+class CopyDirection(Enum):
+    """Which way a block goes."""
+
+    TO_HOST = "to_host"
+    TO_DEVICE = "to_device"
+
+
+class BlockCopy(NamedTuple):
+    """One block to copy: from block id `source` to block id `target`, on the far side of `direction`."""
+
+    source: int
+    target: int
+    direction: CopyDirection
+    group: int = 0
+    """The KV-parallel group whose device memory takes part."""
+
+
+class HostSpace:
+    """Host blocks, and the copies between them and the device."""
+
+    __slots__ = ("_copies", "_pool", "_records_copies", "num_stored", "num_taken_back")
+
+    def __init__(self, num_blocks: int, records_copies: bool) -> None:
+        self._pool = BlockPool(num_blocks)
+        self._records_copies = records_copies
+        self._copies: list[BlockCopy] = []
+        self.num_stored = 0
+        """Blocks copied to the host so far."""
+        self.num_taken_back = 0
+        """Blocks copied back so far."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Host blocks in all."""
+        return self._pool.num_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """Host blocks that hold nothing."""
+        return self._pool.num_free
+
+    def store(self, blocks: Sequence[int], groups: Sequence[int]) -> list[int] | None:
+        """Host blocks for these device blocks (`groups`: whose each is), copies noted; None if there are too few."""
+        if len(blocks) > self._pool.num_free:
+            return None
+        targets = self._pool.take(len(blocks))
+        self.num_stored += len(blocks)
+        if self._records_copies:
+            to_host = CopyDirection.TO_HOST
+            self._copies.extend(BlockCopy(s, t, to_host, g) for s, t, g in zip(blocks, targets, groups, strict=True))
+        return targets
+
+    def take_back(self, stored: list[int], blocks: Sequence[int], groups: Sequence[int]) -> None:
+        """Note the copies of what is stored to the leading of these device blocks, and free the host blocks."""
+        self.num_taken_back += len(stored)
+        if self._records_copies:
+            to_device = CopyDirection.TO_DEVICE
+            self._copies.extend(BlockCopy(s, t, to_device, g) for s, t, g in zip(stored, blocks, groups, strict=False))
+        self._pool.release(stored)
+
+    def drop(self, stored: list[int]) -> None:
+        """Free host blocks without copying them back."""
+        self._pool.release(stored)
+
+    def take_copies(self) -> list[BlockCopy]:
+        """The copies decided since the last call, in order."""
+        copies = self._copies
+        self._copies = []
+        return copies
+
+    def check(self, stored: Sequence[Sequence[int]]) -> None:
+        """AssertionError unless exactly these host blocks are in use."""
+        self._pool.check({block: 1 for blocks in stored for block in blocks})
+        if sum(map(len, stored)) + self._pool.num_free != self._pool.num_blocks:
+            raise AssertionError("HostSpace: a host block belongs to two requests")

@@ -1,0 +1,44 @@
+"""What did the prefix cache hold for a request when it was last asked, and is that still so?"""
+
+from __future__ import annotations
+
+from vajra_py.runtime.kv.pool import BlockPool
+
+
+class Probe:
+    """What the prefix cache held for a request when last asked, and how to tell whether it still does."""
+
+    __slots__ = (
+        "blocks",
+        "idle_version",
+        "limit",
+        "members",
+        "num_idle",
+        "num_published",
+        "num_removed",
+        "removed_epoch",
+    )
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.members: set[int] | None = None
+        self.limit = -1
+        self.num_published = -1
+        self.num_removed = 0
+        self.removed_epoch = -1
+        self.num_idle = 0
+        self.idle_version = -1
+
+    def survives(self, pool: BlockPool) -> bool:
+        """Whether all its blocks are still what a lookup returns; costs what was removed since, not what it holds."""
+        if self.removed_epoch != pool.removed_epoch:
+            return False
+        removed = pool.removed
+        num_new = len(removed) - self.num_removed
+        if num_new == 0 or not self.blocks:
+            return True
+        if num_new > len(self.blocks):
+            return False
+        if self.members is None:
+            self.members = set(self.blocks)
+        return self.members.isdisjoint(removed[self.num_removed :])

@@ -1,0 +1,97 @@
+"""What happens to a request on its replica when it is admitted, gives way, gets a token, or ends?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vajra_py.contract import EndReason, Observer, PreemptionMode
+from vajra_py.runtime.clock import to_seconds
+from vajra_py.runtime.request import Request, RequestState
+from vajra_py.runtime.residents import Residents
+
+
+class Lifecycle:
+    """The one place where requests of a replica change state; keeps residents, memory, queues and observers in step."""
+
+    def __init__(self, replica_id: int, residents: Residents) -> None:
+        self.replica_id = replica_id
+        self._residents = residents
+        self.observers: Sequence[Observer] = ()
+
+    def admitted(self, request: Request, num_done_tokens: int, now: float) -> str:
+        """A waiting request has got memory; returns "admitted" or "resumed"."""
+        residents = self._residents
+        resumed = request.state is not RequestState.WAITING
+        if request in residents.queue:
+            residents.queue.remove(request)
+        else:
+            residents.shared.take(request)
+            request.replica_id = self.replica_id
+        request.move_to(RequestState.RUNNING)
+        residents.num_admissions += 1
+        request.admitted_index = residents.num_admissions
+        residents.partial[request] = None
+        if request.admitted_at is None:
+            request.admitted_at = now
+            request.num_cached_tokens = num_done_tokens
+        for observer in self.observers:
+            observer.on_admitted(request, self.replica_id, now)
+        return "resumed" if resumed else "admitted"
+
+    def preempt(self, request: Request, mode: PreemptionMode, now: float) -> int:
+        """A running request gives its device memory up and waits again; returns how many blocks move to the host."""
+        residents, memory = self._residents, self._residents.memory
+        residents.drop(request)
+        num_moved = 0
+        if mode is PreemptionMode.SWAP:
+            moved = memory.swap_out(request, request.num_computed_tokens)
+            if moved is None:
+                raise RuntimeError(f"request {request.request_id}: host memory was checked and is full")
+            num_moved = moved
+            request.move_to(RequestState.SWAPPED)
+        else:
+            memory.release(request, request.num_computed_tokens)
+            request.set_computed(0)
+            request.move_to(RequestState.PREEMPTED)
+        residents.num_preemptions += 1
+        request.num_preemptions += 1
+        request.preempted_index = residents.num_preemptions
+        residents.queue.add(request, now)
+        for observer in self.observers:
+            observer.on_preempted(request, mode.value, now)
+        return num_moved
+
+    def first_token(self, request: Request, now: int) -> None:
+        """The request's client sees its first token."""
+        request.first_token_at = seconds = to_seconds(now)
+        for observer in self.observers:
+            observer.on_first_token(request, seconds)
+
+    def finish(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
+        """A resident request ends: its memory is free from now on, its cached blocks stay findable."""
+        residents, memory = self._residents, self._residents.memory
+        residents.drop(request)
+        memory.release(request, request.num_computed_tokens, for_good=True)
+        self._end(request, reason, detail, now)
+
+    def withdraw(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
+        """A request of this replica's own queue ends before it was (re-)admitted."""
+        residents = self._residents
+        residents.queue.remove(request)
+        if request.state is RequestState.SWAPPED:
+            residents.memory.drop_swapped(request)
+        self._end(request, reason, detail, now)
+
+    def _end(self, request: Request, reason: EndReason, detail: str, now: float) -> None:
+        self._residents.memory.forget(request)
+        end_request(request, reason, detail, now)
+        for observer in self.observers:
+            observer.on_ended(request, reason, detail, now)
+
+
+def end_request(request: Request, reason: EndReason, detail: str, now: float) -> None:
+    """Write a request's end into it."""
+    request.move_to(RequestState.ENDED)
+    request.end_reason = reason
+    request.detail = detail
+    request.ended_at = now

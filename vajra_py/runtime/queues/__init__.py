@@ -1,0 +1,35 @@
+"""In which order do waiting requests go, exactly, at any time?
+
+One queue per way in which keys can move (`KeyMotion`), behind one protocol. The order is total, (key, arrival, index), and
+equals a plain sort of everything that waits at every time that is asked about; what differs is the cost of keeping it so.
+"""
+
+from __future__ import annotations
+
+from vajra_py.contract import KeyMotion, RequestPrioritizer, TimeLinearPrioritizer
+from vajra_py.errors import PolicyError
+from vajra_py.runtime.queues.arbitrary import ArbitraryQueue
+from vajra_py.runtime.queues.base import RequestQueue
+from vajra_py.runtime.queues.kinetic import KineticQueue
+from vajra_py.runtime.queues.sorted_queue import SortedQueue
+
+__all__ = ["ArbitraryQueue", "KineticQueue", "RequestQueue", "SortedQueue", "make_queue"]
+
+
+def make_queue(prioritizer: RequestPrioritizer, name: str | None = None) -> RequestQueue:
+    """Which queue keeps this prioritizer's order exact at the least cost? `name`: what errors call it.
+
+    Raises `PolicyError` when the prioritizer declares no known key motion, or straight lines without saying which.
+    """
+    motion: object = prioritizer.key_motion  # a plug-in may say anything
+    if motion is KeyMotion.TIME_LINEAR:
+        if isinstance(prioritizer, TimeLinearPrioritizer):
+            return KineticQueue(prioritizer, name)
+        message = "its key_motion is TIME_LINEAR but it has no method line(request). Allowed: a method that returns (intercept, slope)."
+        raise PolicyError(name or type(prioritizer).__name__, message)
+    if motion is KeyMotion.STATIC or motion is KeyMotion.PROGRESS:
+        return SortedQueue(prioritizer, name)
+    if motion is KeyMotion.ARBITRARY:
+        return ArbitraryQueue(prioritizer, name)
+    message = f"its key_motion is no KeyMotion (got {motion!r}). Allowed: {', '.join(map(str, KeyMotion))}."
+    raise PolicyError(name or type(prioritizer).__name__, message)

@@ -1,0 +1,120 @@
+"""How are requests kept in exact order whose keys may move with anything?
+
+Every key is read again when a new time is asked about, or a new step begins: O(n), once. From there the order is made as far
+as it is read: a sorted part, and a heap of the rest.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+
+from vajra_py.contract import PriorityKey, RequestPrioritizer, RequestView
+from vajra_py.runtime.queues.base import RankedQueue
+from vajra_py.runtime.queues.keys import KeyReader
+from vajra_py.runtime.queues.ranks import ARRIVED_AT, INDEX, KEY, NUM_TOKENS, REQUEST, SERIAL, Rank
+
+
+class ArbitraryQueue(RankedQueue):
+    """A `RequestQueue` for keys that promise nothing."""
+
+    def __init__(self, prioritizer: RequestPrioritizer, name: str | None = None) -> None:
+        super().__init__()
+        self._keys = KeyReader(prioritizer, name)
+        self._read_at: float | None = None
+        """The time whose keys the ranks hold; None when they must be read again."""
+        self._num_readings = 0
+        self._first: list[Rank] = []
+        """The most urgent ones, sorted; nothing that has left."""
+        self._rest: list[Rank] = []
+        """A heap of the others, and of some that have left."""
+
+    def peek(self, now: float) -> RequestView | None:
+        """See `RequestQueue.peek`."""
+        self._read(now)
+        if self._first or self._extend():
+            return self._first[0][REQUEST]
+        return None
+
+    def ordered(self, now: float) -> Iterator[RequestView]:
+        """See `RequestQueue.ordered`."""
+        return self._ordered(now, self._newest)
+
+    def _ordered(self, now: float, newest: int) -> Iterator[RequestView]:
+        given: set[int] = set()
+        last: Rank | None = None
+        reading = 0
+        while True:
+            self._read(now)
+            if (
+                reading != self._num_readings
+            ):  # the keys may be different ones: whatever was not given out is still to come
+                reading, last = self._num_readings, None
+            position = 0 if last is None else bisect_right(self._first, last)
+            if position == len(self._first) and not self._extend():
+                return
+            last = self._first[position]
+            if last[SERIAL] <= newest and last[SERIAL] not in given:
+                given.add(last[SERIAL])
+                yield last[REQUEST]
+
+    def refresh(self, request: RequestView, now: float) -> None:
+        """See `RequestQueue.refresh`."""
+        super().refresh(request, now)
+        if now != self._read_at:
+            self._read_at = None
+
+    def urgency(self, request: RequestView, now: float) -> PriorityKey:
+        """See `RequestQueue.urgency`."""
+        if now == self._read_at:
+            rank = self._ranks.get(request)
+            if rank is not None:
+                return (rank[KEY], rank[ARRIVED_AT], rank[INDEX])
+        return (self._keys.key(request, now), request.arrived_at, request.index)
+
+    def begin_step(self) -> None:
+        """See `RequestQueue.begin_step`."""
+        self._read_at = None
+
+    def _read(self, now: float) -> None:
+        """Bring every key to `now`; if one breaks the contract, all stay as they were and nothing waits any less."""
+        if now == self._read_at:
+            return
+        key = self._keys.key
+        ranks = {
+            request: (key(request, now), rank[ARRIVED_AT], rank[INDEX], rank[SERIAL], request, 0.0, rank[NUM_TOKENS])
+            for request, rank in self._ranks.items()
+        }
+        self._ranks = ranks
+        self._first, self._rest = [], list(ranks.values())
+        heapify(self._rest)
+        self._read_at = now
+        self._num_readings += 1
+
+    def _extend(self) -> bool:
+        """Move the next one from the heap to the sorted part; whether there was one."""
+        while self._rest:
+            rank = heappop(self._rest)
+            if self._ranks.get(rank[REQUEST]) is rank:
+                self._first.append(rank)
+                return True
+        return False
+
+    def _rank(self, request: RequestView, now: float) -> Rank:
+        key = self._keys.key(request, now)
+        self._newest = serial = self._newest + 1
+        num_tokens = request.num_known_tokens - request.num_computed_tokens
+        return (key, request.arrived_at, request.index, serial, request, 0.0, num_tokens)
+
+    def _enter(self, rank: Rank, now: float) -> None:
+        if now != self._read_at:
+            self._read_at = None  # keys of one time only are in order
+        elif self._first and rank < self._first[-1]:
+            insort(self._first, rank)
+        else:
+            heappush(self._rest, rank)
+
+    def _leave(self, rank: Rank) -> None:
+        if self._read_at is not None and self._first and rank <= self._first[-1]:
+            del self._first[bisect_left(self._first, rank)]

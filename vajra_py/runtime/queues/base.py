@@ -1,0 +1,123 @@
+"""What can be asked of a queue of waiting requests, and what do all queues do alike?
+
+Invariants: a request is in a queue at most once; a key that breaks the contract is refused before anything changes, so that
+the queue and every other request in it stay as they were.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Protocol
+
+from vajra_py.contract import PriorityKey, RequestView
+from vajra_py.runtime.queues.ranks import INDEX, NUM_TOKENS, SERIAL, Rank
+
+
+class RequestQueue(Protocol):
+    """Waiting requests, most urgent first at any time.
+
+    Times are seconds on the run's clock. Any order of times is answered exactly; times that do not decrease are cheap.
+    """
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that wait, the same as the length."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens left to compute over all that waits, as counted when each was added or last refreshed."""
+
+    def add(self, request: RequestView, now: float) -> None:
+        """Let the request wait. ValueError if it waits already; PolicyError if its key breaks the contract."""
+
+    def remove(self, request: RequestView) -> None:
+        """Take it out, wherever it stands. KeyError if it does not wait."""
+
+    def refresh(self, request: RequestView, now: float) -> None:
+        """Its progress has changed: read its key again. Errors as for `remove` and `add`; a bad key leaves the old one."""
+
+    def begin_step(self) -> None:
+        """A new step is decided: keys that may move with anything are read again, even at a time that was asked before."""
+
+    def peek(self, now: float) -> RequestView | None:
+        """The most urgent request, None if nothing waits."""
+
+    def ordered(self, now: float) -> Iterator[RequestView]:
+        """What waits at the time of the call, most urgent first; lazy, so that the head is cheap.
+
+        The queue may change while this is read: what is removed before its turn is left out, and so is what is added, added
+        again, or refreshed with another key or number of tokens.
+        """
+
+    def urgency(self, request: RequestView, now: float) -> PriorityKey:
+        """The total order's key of any request, waiting or not."""
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+
+    def __contains__(self, request: object) -> bool:
+        """Whether it waits here."""
+
+    def __iter__(self) -> Iterator[RequestView]:
+        """What waits, in no particular order."""
+
+
+class RankedQueue(ABC):
+    """The book of who waits at which rank, shared by all queues; subclasses keep the ranks in order."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.num_tokens = 0
+        self._ranks: dict[RequestView, Rank] = {}
+        self._newest = 0
+
+    @abstractmethod
+    def _rank(self, request: RequestView, now: float) -> Rank:
+        """Read the request's rank, with the next serial; PolicyError if its key breaks the contract."""
+
+    @abstractmethod
+    def _enter(self, rank: Rank, now: float) -> None:
+        """Put a rank that is in the book into order."""
+
+    @abstractmethod
+    def _leave(self, rank: Rank) -> None:
+        """Take a rank that is no longer in the book out of order."""
+
+    def add(self, request: RequestView, now: float) -> None:
+        """See `RequestQueue.add`."""
+        if request in self._ranks:
+            raise ValueError(f"queue: request {request.request_id} waits already. Add a request once, then refresh it.")
+        rank = self._ranks[request] = self._rank(request, now)
+        self.num_requests += 1
+        self.num_tokens += rank[NUM_TOKENS]
+        self._enter(rank, now)
+
+    def remove(self, request: RequestView) -> None:
+        """See `RequestQueue.remove`."""
+        rank = self._ranks.pop(request)
+        self.num_requests -= 1
+        self.num_tokens -= rank[NUM_TOKENS]
+        self._leave(rank)
+
+    def refresh(self, request: RequestView, now: float) -> None:
+        """See `RequestQueue.refresh`."""
+        old, new = self._ranks[request], self._rank(request, now)
+        if new[: INDEX + 1] != old[: INDEX + 1] or new[SERIAL + 1 :] != old[SERIAL + 1 :]:
+            self._leave(old)
+            self._ranks[request] = new
+            self.num_tokens += new[NUM_TOKENS] - old[NUM_TOKENS]
+            self._enter(new, now)
+
+    def begin_step(self) -> None:
+        """See `RequestQueue.begin_step`; nothing to do where keys move only as declared."""
+        return
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._ranks
+
+    def __iter__(self) -> Iterator[RequestView]:
+        return iter(self._ranks)

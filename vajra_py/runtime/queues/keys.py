@@ -1,0 +1,115 @@
+"""What are a request's key and line, and do they keep the contract?
+
+Everything that a queue orders by passes through here: a finite number, or a tuple of finite numbers of one length, or a
+`PolicyError` that names the policy and the request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any, NoReturn
+
+from vajra_py.contract import RequestPrioritizer, RequestView, TimeLinearPrioritizer
+from vajra_py.errors import PolicyError
+
+_NUMBER = 0
+"""Stands for the length of a key that is a number."""
+
+
+class KeyReader:
+    """Reads keys of one prioritizer for one queue and holds it to the shape of its first key."""
+
+    __slots__ = ("_key", "_length", "_policy")
+
+    def __init__(self, prioritizer: RequestPrioritizer, name: str | None = None) -> None:
+        self._policy = name or type(prioritizer).__name__
+        self._key = prioritizer.key
+        self._length: int | None = None
+
+    def key(self, request: RequestView, now: float) -> Any:
+        """The request's key at `now`, checked."""
+        try:
+            key = self._key(request, now)
+        except PolicyError:
+            raise
+        except Exception as error:
+            _blame(self._policy, request, f"key() raised {type(error).__name__}: {error}", error)
+        if self._length == _NUMBER and ((type(key) is float and math.isfinite(key)) or type(key) is int):
+            return key
+        return self._checked(key, request)
+
+    def _checked(self, key: object, request: RequestView) -> Any:
+        parts = [_number(part) for part in (key if isinstance(key, tuple) else (key,))]
+        if not parts or None in parts:
+            allowed = "Allowed: a finite number, or a tuple of finite numbers."
+            _blame(self._policy, request, f"key() is not finite numbers (got {key!r}). {allowed}")
+        length = len(parts) if isinstance(key, tuple) else _NUMBER
+        if self._length is None:
+            self._length = length
+        elif self._length != length:
+            allowed = f"Allowed: {_shape(self._length)}, as its first key here."
+            _blame(self._policy, request, f"key() changed its shape (got {_shape(length)}: {key!r}). {allowed}")
+        return parts[0] if length == _NUMBER else tuple(parts)
+
+
+class LineReader:
+    """Reads the straight lines that the keys of one prioritizer follow in time."""
+
+    __slots__ = ("_line", "_policy")
+
+    def __init__(self, prioritizer: TimeLinearPrioritizer, name: str | None = None) -> None:
+        self._policy = name or type(prioritizer).__name__
+        self._line: Callable[[RequestView], tuple[float, float]] = prioritizer.line
+
+    def line(self, request: RequestView) -> tuple[float, float]:
+        """(intercept, slope) of the request's key, checked."""
+        try:
+            line = self._line(request)
+        except PolicyError:
+            raise
+        except Exception as error:
+            _blame(self._policy, request, f"line() raised {type(error).__name__}: {error}", error)
+        if type(line) is tuple and len(line) == 2:
+            intercept, slope = line
+            if type(intercept) is float and type(slope) is float and math.isfinite(intercept) and math.isfinite(slope):
+                return line
+        return self._checked(line, request)
+
+    def _checked(self, line: object, request: RequestView) -> tuple[float, float]:
+        if isinstance(line, tuple) and len(line) == 2:
+            intercept, slope = map(_number, line)
+            if intercept is not None and slope is not None:
+                with contextlib.suppress(OverflowError):  # an integer beyond the range of floats
+                    return float(intercept), float(slope)
+        allowed = "Allowed: (intercept, slope), two finite numbers."
+        _blame(self._policy, request, f"line() is no line (got {line!r}). {allowed}")
+
+    def reject(self, request: RequestView, key: float, now: float) -> NoReturn:
+        """The line has left the range of floating-point numbers."""
+        message = f"its key is not finite at {now!r} s (got {key!r}). Allowed: a line that stays finite while the request waits."
+        _blame(self._policy, request, message)
+
+
+def _number(part: object) -> float | int | None:
+    """The finite Python number that a part of a key stands for, None if it is none; NumPy's compare slowly and overflow."""
+    if type(part) is not float:
+        if isinstance(part, Integral):
+            return int(part)
+        if not isinstance(part, Real):
+            return None
+        try:
+            part = float(part)
+        except OverflowError:
+            return None
+    return part if math.isfinite(part) else None
+
+
+def _shape(length: int) -> str:
+    return "a number" if length == _NUMBER else f"a tuple of length {length}"
+
+
+def _blame(policy: str, request: RequestView, message: str, cause: Exception | None = None) -> NoReturn:
+    raise PolicyError(policy, message, request_id=request.request_id) from cause

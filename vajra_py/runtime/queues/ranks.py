@@ -1,0 +1,167 @@
+"""Where does one request stand among those whose mutual order does not change with time?
+
+A rank is a plain tuple, because tuples compare at C speed and comparisons are most of what a queue does.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+from itertools import chain
+from math import inf
+from typing import Any, Final, TypeAlias, cast
+
+from vajra_py.contract import RequestView
+
+Rank: TypeAlias = tuple[Any, float, int, int, RequestView, float, int]
+"""(key or intercept, arrival, index, serial, request, slope, tokens left).
+
+The serial counts entries into one queue, so no comparison goes past it, and later entries have larger ones. The slope is 0
+where keys do not move with time.
+"""
+
+KEY: Final = 0
+ARRIVED_AT: Final = 1
+INDEX: Final = 2
+SERIAL: Final = 3
+REQUEST: Final = 4
+SLOPE: Final = 5
+NUM_TOKENS: Final = 6
+
+_BLOCK = 256
+"""Ranks of a full block; one that grows to twice as many is split."""
+
+_NOTHING: Final[frozenset[int]] = frozenset()
+
+
+class SortedRanks:
+    """Ranks in ascending order: O(log n) to add, O(1) to read the first, to remove it, and to abort any other.
+
+    Sorted blocks, as in a sortedcontainers list. Its overhead would be half of a queue's cost, and finding a rank in the
+    middle, at a cache miss a comparison, most of an abort's. So with more than one block, what is removed from the middle is
+    only marked; marked ones go when they come first, or when they outnumber the others. The first rank is never marked.
+    """
+
+    __slots__ = ("_blocks", "_gone", "_lasts", "_num_listed", "_version")
+
+    def __init__(self) -> None:
+        self._blocks: list[list[Rank]] = []
+        """None of them empty."""
+        self._lasts: list[Rank] = []
+        """The last rank of each block."""
+        self._num_listed = 0
+        """Ranks in all blocks, marked ones too."""
+        self._gone: set[int] | frozenset[int] = _NOTHING
+        """Serials of the marked ones."""
+        self._version = 0
+        """Counts what invalidates positions."""
+
+    def __len__(self) -> int:
+        return self._num_listed - len(self._gone)
+
+    def first(self) -> Rank:
+        """The first rank; IndexError if there is none."""
+        return self._blocks[0][0]
+
+    def first_two(self) -> tuple[Rank, Rank | None]:
+        """The first rank, and the second or one between the two that was removed; IndexError if there is none."""
+        block = self._blocks[0]
+        if len(block) > 1:
+            return block[0], block[1]
+        return block[0], self._blocks[1][0] if len(self._blocks) > 1 else None
+
+    def first_after_key(self, key: object) -> Rank | None:
+        """The first rank with a greater key, or one before it that was removed."""
+        after: Any = (key, inf)  # greater than every rank with this key, since arrivals are finite
+        return next(self._after(after), None)
+
+    def add(self, rank: Rank) -> None:
+        """Put a new rank in its place."""
+        self._version += 1
+        self._num_listed += 1
+        blocks, lasts = self._blocks, self._lasts
+        if not lasts:
+            blocks.append([rank])
+            lasts.append(rank)
+            return
+        if lasts[-1] < rank:  # arrivals mostly come in order
+            position = -1
+            block = blocks[-1]
+            block.append(rank)
+            lasts[-1] = rank
+        else:
+            position = bisect_left(lasts, rank)
+            block = blocks[position]
+            insort(block, rank)
+        if len(block) >= 2 * _BLOCK:
+            self._split(position % len(blocks))
+
+    def _split(self, position: int) -> None:
+        block = self._blocks[position]
+        # Where ranks are only ever appended, blocks stay full.
+        half = len(block) - 1 if position == len(self._blocks) - 1 else _BLOCK
+        self._blocks[position : position + 1] = [block[:half], block[half:]]
+        self._lasts.insert(position, block[half - 1])
+
+    def remove(self, rank: Rank) -> None:
+        """Take out a rank that is here."""
+        block = self._blocks[0]
+        if block[0] is rank:
+            self._drop_first()
+            while self._gone and self.first()[SERIAL] in self._gone:
+                cast(set[int], self._gone).remove(self.first()[SERIAL])
+                self._drop_first()
+        elif len(self._blocks) == 1:
+            self._version += 1
+            self._num_listed -= 1
+            del block[bisect_left(block, rank)]
+            self._lasts[0] = block[-1]
+        else:
+            self._mark(rank)
+
+    def _drop_first(self) -> None:
+        self._version += 1
+        self._num_listed -= 1
+        block = self._blocks[0]
+        if len(block) > 1:
+            del block[0]
+        else:
+            del self._blocks[0], self._lasts[0]
+
+    def _mark(self, rank: Rank) -> None:
+        if not isinstance(self._gone, set):
+            self._gone = set()
+        gone = self._gone
+        gone.add(rank[SERIAL])
+        if len(gone) > _BLOCK and 2 * len(gone) > self._num_listed:
+            left = [rank for block in self._blocks for rank in block if rank[SERIAL] not in gone]
+            self._blocks = [left[start : start + _BLOCK] for start in range(0, len(left), _BLOCK)]
+            self._lasts = [block[-1] for block in self._blocks]
+            self._num_listed, self._gone = len(left), _NOTHING
+            self._version += 1
+
+    def walk(self, last: Rank | None = None) -> Iterator[Rank]:
+        """The ranks after `last` in order; each is the next one after the one before it, whatever has changed meanwhile."""
+        while True:
+            version = self._version
+            for rank in self._after(last):
+                if rank[SERIAL] in self._gone:
+                    continue
+                yield rank
+                last = rank
+                if self._version != version:
+                    break
+            else:
+                return
+
+    def _after(self, last: Rank | None) -> Iterator[Rank]:
+        """The ranks greater than `last`, marked ones too, valid until the next change."""
+        blocks = self._blocks
+        if last is None or not blocks or blocks[0][0] > last:
+            return chain.from_iterable(blocks)
+        position = bisect_right(self._lasts, last)
+        if position == len(blocks):
+            return iter(())
+        block = blocks[position]
+        rest = map(block.__getitem__, range(bisect_right(block, last), len(block)))
+        return chain(rest, chain.from_iterable(map(blocks.__getitem__, range(position + 1, len(blocks)))))

@@ -1,0 +1,485 @@
+"""What does one replica do between two steps? It forms a plan by asking its policy, and applies what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from vajra_py.contract import (
+    BatchShape,
+    EndReason,
+    LatencyModel,
+    ListensToRequests,
+    Observer,
+    RepeatsDecodes,
+    ReplicaLimits,
+    ReplicaScheduler,
+    ScheduledChunk,
+    SteadyState,
+    StepEnd,
+    StepRecord,
+    StepRun,
+)
+from vajra_py.errors import PolicyError, VajraError
+from vajra_py.runtime.builder import Builder
+from vajra_py.runtime.builder_options import BuilderOptions, IllegalPlan
+from vajra_py.runtime.clock import to_seconds
+from vajra_py.runtime.executor import Executor, StepPlan, StepResult
+from vajra_py.runtime.kv import AnyKvMemory, TokenKeys
+from vajra_py.runtime.lifecycle import Lifecycle
+from vajra_py.runtime.queues import RequestQueue
+from vajra_py.runtime.request import Request, RequestState
+from vajra_py.runtime.residents import Residents, StateView
+from vajra_py.runtime.shared_queue import SharedAccess
+
+MAX_EMPTY_STEPS = 1000
+"""How many steps in a row may preempt without running anything before the policy is held to be stuck."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaParts:
+    """What a replica is made of."""
+
+    replicaset: str
+    replica_id: int
+    limits: ReplicaLimits
+    memory: AnyKvMemory
+    queue: RequestQueue
+    shared: SharedAccess
+    policy: ReplicaScheduler
+    policy_name: str
+    latency: LatencyModel
+    options: BuilderOptions
+    executor: Executor
+    listeners: Sequence[ListensToRequests] = ()
+
+
+class Replica:
+    """One model instance: its queue, its memory, its running requests, and the policy that forms its steps."""
+
+    def __init__(self, parts: ReplicaParts) -> None:
+        self.parts = parts
+        self.replicaset = parts.replicaset
+        self.replica_id = parts.replica_id
+        self.limits = parts.limits
+        self.memory = parts.memory
+        self.queue = parts.queue
+        self.residents = Residents(parts.limits, parts.memory, parts.queue, parts.shared)
+        self.lifecycle = Lifecycle(parts.replica_id, self.residents)
+        self.builder = Builder(self.residents, parts.latency, self.lifecycle, parts.options)
+        self.num_steps = 0
+        self.num_in_flight = 0
+        self._policy = parts.policy
+        self._view = StateView(parts.replica_id, self.residents)
+        self._step_watchers: list[Observer] = []
+        self._end_watchers: list[Observer] = []
+        self._output_limits: dict[Request, int] = {}
+        self._to_abort: dict[Request, tuple[EndReason, str]] = {}
+        self._publish_at_end = not parts.options.publish_at_schedule
+        self._pipelined = parts.limits.pipeline_stages > 1
+        self._num_waiting_in_run = 0
+        steady = parts.policy.repeats_decodes if isinstance(parts.policy, RepeatsDecodes) else frozenset()
+        may_repeat = not self._pipelined and not parts.listeners and parts.memory.num_groups == 1
+        self._repeats_alone = may_repeat and SteadyState.NOTHING_WAITS in steady
+        self._repeats_full = may_repeat and SteadyState.BATCH_FULL in steady
+
+    def watch(self, observers: Sequence[Observer]) -> None:
+        """Let these observers see everything that happens here from now on."""
+        self._step_watchers = [one for one in observers if one.wants_steps]
+        self._end_watchers = [one for one in observers if one.wants_step_ends]
+        self.lifecycle.observers = observers
+        self.parts.options.keep_notes = bool(self._step_watchers)
+
+    # Requests come and go
+
+    def enqueue(self, request: Request, now: float) -> None:
+        """A request is bound to this replica and waits."""
+        request.replica_id = self.replica_id
+        self.memory.register(request, request.keys)
+        self.queue.add(request, now)
+
+    def end_early(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
+        """End a request of this replica before its time; False when its step has to come back first."""
+        if request.state is not RequestState.RUNNING:
+            self._output_limits.pop(request, None)
+            self.lifecycle.withdraw(request, reason, now, detail)
+        elif self.num_in_flight:
+            self._to_abort[request] = (reason, detail)
+            return False
+        else:
+            self._finish(request, reason, now, detail)
+        return True
+
+    def lose(self, detail: str, now: float) -> list[tuple[Request, EndReason]]:
+        """The replica is gone: everything that it held or was to run ends, with what it has reached."""
+        residents, reason = self.residents, EndReason.FAILED
+        self.num_in_flight = 0
+        held = [*residents.running(), *residents.in_flight]
+        queued = [cast(Request, one) for one in self.queue.ordered(now)]
+        for request in held:
+            self._finish(request, reason, now, detail)
+        for request in queued:
+            self.end_early(request, reason, now, detail)
+        return [(request, reason) for request in (*held, *queued)]
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether anything waits or runs here."""
+        return self.queue.num_requests > 0 or not self.residents.is_empty
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens left to prefill, waiting and running."""
+        return self.queue.num_tokens + sum(one.num_remaining_tokens for one in self.residents.partial)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens whose KV is held for running requests."""
+        residents = self.residents
+        others = (*residents.parked, *residents.partial, *residents.in_flight)
+        return residents.pool.context_tokens + sum(one.num_computed_tokens for one in others)
+
+    # A step begins
+
+    def next_plan(self, now: int) -> StepPlan | None:
+        """Form the next step that runs something; None when there is nothing to run until something changes."""
+        if not self.has_requests and not len(self.residents.shared):
+            return None
+        num_preempted = 0
+        for _ in range(MAX_EMPTY_STEPS):
+            plan = self.form_step(now)
+            if plan is None:
+                return None
+            if plan.num_requests:
+                plan.num_preempted_before = num_preempted
+                return plan
+            num_preempted += len(plan.preempted)
+        raise PolicyError(self.parts.policy_name, "preempts without ever running anything", step=self.num_steps)
+
+    def form_step(self, now: int) -> StepPlan | None:
+        """Ask the policy once. None: it did nothing; a plan without entries: it only preempted."""
+        seconds = to_seconds(now)
+        builder = self.builder
+        builder.start(seconds)
+        self.queue.begin_step()
+        try:
+            self._policy.schedule(self._view.at(seconds), builder, seconds)
+        except PolicyError as error:
+            if error.step is None:
+                error.step = self.num_steps
+            raise
+        except VajraError:
+            raise
+        except IllegalPlan as error:
+            name, request_id = self.parts.policy_name, error.request_id
+            raise PolicyError(name, str(error), request_id=request_id, step=self.num_steps) from error
+        except Exception as error:
+            raise PolicyError.caused_by(self.parts.policy_name, error, step=self.num_steps) from error
+        if not builder.num_requests and not builder.preempted:
+            builder.finish()
+            return None
+        return self._commit(now)
+
+    def _commit(self, now: int) -> StepPlan:
+        builder, residents = self.builder, self.residents
+        pool = residents.pool
+        plan = StepPlan(
+            step_index=self.num_steps,
+            replica_id=self.replica_id,
+            formed_at=now,
+            shape=builder.shape(),
+            chunks=builder.chunks,
+            pool=None,
+            num_pool_decodes=0,
+            pool_position=builder.bulk_position,
+            running_in_order=builder.running_in_order,
+            preempted=builder.preempted,
+            notes=builder.notes,
+        )
+        for chunk in builder.chunks:
+            chunk.request.set_computed(chunk.num_computed_before + chunk.num_tokens)
+        if builder.num_decodes:
+            if not builder.bulk:
+                self._park_all_but(builder.selected)
+            plan.pool = pool
+            plan.num_pool_decodes = len(pool.members)
+            pool.commit()
+        if self._pipelined:
+            self._detach(plan)
+        builder.finish()
+        plan.free_blocks = self.memory.free_blocks
+        plan.num_waiting = self._view.num_waiting
+        plan.num_running = residents.num_running
+        if plan.num_requests:
+            self.num_in_flight += 1
+            self.num_steps += 1
+            plan.copies = self.memory.take_copies()
+            builder.swap_bytes_due = 0
+        else:  # what a step that only preempts has to copy is copied by the next one that runs
+            builder.swap_bytes_due = plan.shape.swap_bytes
+        if self._step_watchers:
+            self._show(plan)
+        return plan
+
+    def _park_all_but(self, selected: Iterable[Request]) -> None:
+        residents = self.residents
+        chosen = set(selected)
+        for request in [one for one in residents.pool if one not in chosen]:
+            residents.park(request)
+        for request in [one for one in residents.parked if one in chosen]:
+            residents.unpark(request)
+
+    def _detach(self, plan: StepPlan) -> None:
+        """With several steps in flight, every entry keeps its own counters until it comes back."""
+        residents = self.residents
+        entries = list(plan.entries())
+        if plan.pool is not None:
+            plan.pool.num_committed -= 1
+            for request in list(plan.pool):
+                request.end_epoch = plan.pool.leave(request)
+                request.set_computed(request.num_computed_tokens + 1)
+                residents.partial[request] = None
+            plan.pool, plan.num_pool_decodes = None, 0
+        plan.chunks = entries
+        plan.admissions = {entry.request: entry.request.admitted_index for entry in entries}
+        plan.running_in_order = False
+        for entry in entries:
+            del residents.partial[entry.request]
+            residents.in_flight[entry.request] = None
+            entry.request.in_flight = True
+
+    def _show(self, plan: StepPlan) -> None:
+        record = StepRecord(
+            step_index=plan.step_index,
+            replicaset=self.replicaset,
+            replica_id=self.replica_id,
+            formed_at=to_seconds(plan.formed_at),
+            chunks=[ScheduledChunk(*entry) for entry in plan.entries()],
+            preempted=plan.preempted,
+            shape=plan.shape,
+            free_blocks=plan.free_blocks,
+            num_waiting=plan.num_waiting,
+            num_running=plan.num_running,
+            notes=plan.notes,
+        )
+        for observer in self._step_watchers:
+            observer.on_step_begin(record)
+
+    # Steps that repeat
+
+    def num_repeats(self, plan: StepPlan) -> int:
+        """How many further steps are sure to be decided like this one, if nothing reaches the replica meanwhile.
+
+        Up to the one in which a request ends, or before the one in which a decode would lack a block.
+        """
+        pool = plan.pool
+        if pool is None or plan.chunks or self._step_watchers or not self._is_steady(plan):
+            return 0
+        if plan.preempted or plan.num_preempted_before or plan.shape.swap_bytes:
+            return 0
+        residents, memory = self.residents, self.memory
+        if residents.has_spare_blocks or residents.parked or residents.partial:
+            return 0
+        if plan.num_requests != plan.num_running:
+            return 0
+        num_steps = pool.steps_to_next_end() - 1
+        free = memory.growth_headroom
+        most = -(-num_steps // memory.block_size) * len(pool)
+        if most <= free:
+            return num_steps
+        for step, num_blocks in enumerate(pool.growth_by_step(num_steps)):
+            free -= num_blocks
+            if free < 0:
+                return step
+        return num_steps
+
+    def _is_steady(self, plan: StepPlan) -> bool:
+        if self.ignores_arrivals(plan):
+            return not len(self.residents.shared)
+        return self._repeats_alone and not self._view.num_waiting
+
+    def ignores_arrivals(self, plan: StepPlan | None) -> bool:
+        """Whether repetitions of this plan go on when a request joins the replica's own queue."""
+        return self._repeats_full and plan is not None and plan.num_requests >= self.limits.max_batch_size
+
+    def note_waiting(self) -> None:
+        """Steps of the present run that are formed from now on leave this many waiting."""
+        self._num_waiting_in_run = self._view.num_waiting
+
+    def repeat_steps(self, plan: StepPlan, ended_at: Sequence[int]) -> None:
+        """`plan` and repetitions of it came back at these ticks; it becomes the one that is in flight after them."""
+        pool = plan.pool
+        assert pool is not None
+        num_steps = len(ended_at)
+        if self._end_watchers:
+            self._show_run(plan, ended_at)
+        for members, num_blocks in pool.growth_of_members(num_steps):
+            self.memory.grow_each(members, num_blocks)
+            plan.free_blocks -= num_blocks * len(members)
+        pool.advance(ended_at)
+        self.num_steps += num_steps
+        context = plan.shape.decode_context_tokens + num_steps * len(pool)
+        plan.shape = BatchShape(num_decodes=len(pool), decode_context_tokens=context)
+        plan.step_index += num_steps
+        plan.formed_at = ended_at[-1]
+        plan.num_waiting = self._num_waiting_in_run
+
+    def _show_run(self, plan: StepPlan, ended_at: Sequence[int]) -> None:
+        assert plan.pool is not None
+        free = plan.free_blocks
+        free_blocks = [free]
+        for num_blocks in plan.pool.growth_by_step(len(ended_at) - 1):
+            free -= num_blocks
+            free_blocks.append(free)
+        run = StepRun(
+            self.replicaset,
+            self.replica_id,
+            plan.step_index,
+            to_seconds(plan.formed_at),
+            [to_seconds(tick) for tick in ended_at],
+            len(plan.pool),
+            plan.shape.decode_context_tokens,
+            free_blocks,
+            [plan.num_waiting, *[self._num_waiting_in_run] * (len(ended_at) - 1)],
+            plan.num_running,
+        )
+        for observer in self._end_watchers:
+            observer.on_step_run(run)
+
+    # A step ends
+
+    def first_stage_completed(self, plan: StepPlan) -> None:
+        """Pipelining of one prompt's chunks: unfinished prompts may enter the pipeline again after its first stage."""
+        for chunk in plan.chunks:
+            request = chunk.request
+            if request.in_flight and request.num_remaining_tokens > 0 and request not in self._to_abort:
+                self._land(request)
+
+    def complete_step(self, plan: StepPlan, result: StepResult, now: int) -> list[tuple[Request, EndReason]]:
+        """Apply what came back; returns the requests that ended, in order of admission."""
+        seconds = to_seconds(now)
+        self.num_in_flight -= 1
+        listeners = self.parts.listeners
+        took_part = [entry.request for entry in plan.entries()] if listeners else []
+        if result.tokens is not None:
+            self._append_tokens(result.tokens)
+        done = plan.pool.emit(now) if plan.pool is not None else []
+        if self._publish_at_end:
+            self._publish_computed(plan)
+        if plan.chunks:
+            done += self._apply_chunks(plan, now)
+        if result.stopped:
+            done.extend(one for one in result.stopped if one not in done)
+        if len(done) > 1:
+            done.sort(key=lambda one: one.admitted_index)
+        finished = [(one, self._end_reason(one, result)) for one in done]
+        for request, reason in finished:
+            self._finish(request, reason, seconds)
+        for listener in listeners:
+            listener.on_step_end(took_part, seconds)
+        if self._to_abort:
+            finished.extend(self._abort_pending(seconds))
+        if self._end_watchers:
+            self._show_end(plan, finished, seconds)
+        return finished
+
+    def _append_tokens(self, tokens: Sequence[tuple[Request, int]]) -> None:
+        for request, token in tokens:
+            if isinstance(request.keys, TokenKeys):
+                request.keys.append(token)
+
+    def _publish_computed(self, plan: StepPlan) -> None:
+        """Blocks that this step completed enter the prefix cache now; its own last token is not computed yet."""
+        touched = [chunk.request for chunk in plan.chunks]
+        if plan.pool is not None and plan.pool.num_public:
+            touched.extend(sorted(plan.pool.needing_blocks(), key=lambda one: one.admitted_index))
+        for request in touched:
+            if request.state is RequestState.RUNNING:
+                self.memory.publish(request, request.num_computed_tokens)
+
+    def _apply_chunks(self, plan: StepPlan, now: int) -> list[Request]:
+        residents, memory = self.residents, self.memory
+        done: list[Request] = []
+        for request, num_tokens, computed_before, _ in plan.chunks:
+            if plan.admissions is not None and not _is_current(request, plan.admissions[request]):
+                continue  # it gave way or ended after the first stage; what this chunk computed is gone
+            if memory.num_groups > 1:
+                memory.on_chunk_done(request, computed_before, num_tokens)
+            end = computed_before + num_tokens
+            if request.in_flight and end == request.num_computed_tokens:
+                self._land(request)
+            if end < request.num_known_tokens:
+                continue
+            request.add_output()
+            request.token_log.append(now)
+            if request.num_output_tokens == 1:
+                self.lifecycle.first_token(request, now)
+            num_left = self._num_outputs_left(request)
+            if num_left <= 0:
+                done.append(request)
+            else:
+                del residents.partial[request]
+                residents.pool.join(request, num_left)
+        return done
+
+    def _land(self, request: Request) -> None:
+        del self.residents.in_flight[request]
+        request.in_flight = False
+        self.residents.partial[request] = None
+
+    def _num_outputs_left(self, request: Request) -> int:
+        limit = self._output_limits.get(request)
+        if limit is None:
+            known = self.parts.executor.known_output_tokens(request)
+            limit = request.max_tokens if known is None else min(max(1, known), request.max_tokens)
+            self._output_limits[request] = limit
+        return limit - request.num_output_tokens
+
+    def _end_reason(self, request: Request, result: StepResult) -> EndReason:
+        if request in result.stopped:
+            return EndReason.STOP
+        return EndReason.LENGTH if self._output_limits[request] >= request.max_tokens else EndReason.STOP
+
+    def _finish(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
+        self._output_limits.pop(request, None)
+        self._to_abort.pop(request, None)
+        self.lifecycle.finish(request, reason, now, detail)
+        self.parts.executor.release(request)
+
+    def _abort_pending(self, now: float) -> list[tuple[Request, EndReason]]:
+        ended: list[tuple[Request, EndReason]] = []
+        for request, (reason, detail) in list(self._to_abort.items()):
+            if request.in_flight:
+                continue
+            del self._to_abort[request]
+            if request.state is RequestState.RUNNING:
+                self._finish(request, reason, now, detail)
+            else:
+                self._output_limits.pop(request, None)
+                self.lifecycle.withdraw(request, reason, now, detail)
+                self.parts.executor.release(request)
+            ended.append((request, reason))
+        return ended
+
+    def _show_end(self, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]], now: float) -> None:
+        end = StepEnd(
+            plan.step_index,
+            self.replicaset,
+            self.replica_id,
+            to_seconds(plan.formed_at),
+            now,
+            finished,
+            plan.free_blocks,
+            plan.shape,
+            plan.num_waiting,
+            plan.num_running,
+            len(plan.preempted) + plan.num_preempted_before,
+        )
+        for observer in self._end_watchers:
+            observer.on_step_end(end)
+
+
+def _is_current(request: Request, admitted_index: int) -> bool:
+    """Whether the request still holds the memory that it got at this admission."""
+    return request.state is RequestState.RUNNING and request.admitted_index == admitted_index

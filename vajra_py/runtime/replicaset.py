@@ -1,0 +1,276 @@
+"""Which replica gets a request, and who is turned away at the door?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import cast
+
+from vajra_py.contract import (
+    EndReason,
+    ListensToRequests,
+    Observer,
+    RefusesRequests,
+    ReplicasetScheduler,
+    ReplicaView,
+    RequestView,
+)
+from vajra_py.errors import PolicyError, VajraError
+from vajra_py.runtime.clock import to_seconds
+from vajra_py.runtime.lifecycle import end_request
+from vajra_py.runtime.load import LiveLoad, SnapshotLoad
+from vajra_py.runtime.queues import RequestQueue
+from vajra_py.runtime.replica import Replica
+from vajra_py.runtime.request import Request, RequestState
+from vajra_py.runtime.shared_queue import SharedAccess
+
+QUEUE_FULL = "the queue is full"
+ALL_FAILED = "every replica has failed"
+"""How refusals begin that have nothing to do with the request itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """How much may wait in a replicaset; None: any amount."""
+
+    max_queued_requests: int | None = None
+    max_queued_tokens: int | None = None
+
+
+class SharedDoor:
+    """One replica's access to the shared queue: it sees what the replicaset scheduler lets it pull."""
+
+    __slots__ = ("_replicaset", "view")
+
+    def __init__(self, replicaset: Replicaset) -> None:
+        self._replicaset = replicaset
+        self.view: ReplicaView | None = None
+
+    def __len__(self) -> int:
+        return self._replicaset.shared.num_requests
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._replicaset.shared
+
+    def pulled(self, now: float) -> Iterator[RequestView]:
+        """What this replica may take now, in the order that the scheduler gives."""
+        assert self.view is not None
+        return self._replicaset.pulled_by(self.view, now)
+
+    def take(self, request: RequestView) -> None:
+        """The replica has admitted it."""
+        self._replicaset.shared.remove(request)
+
+
+class _SharedView:
+    """`QueueView` over the shared queue at one moment."""
+
+    __slots__ = ("_now", "_queue")
+
+    def __init__(self, queue: RequestQueue, now: float) -> None:
+        self._queue = queue
+        self._now = now
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[RequestView]:
+        return self._queue.ordered(self._now)
+
+
+class Replicaset:
+    """Replicas of one model behind one prioritizer and one replicaset scheduler."""
+
+    def __init__(
+        self,
+        name: str,
+        scheduler: ReplicasetScheduler,
+        scheduler_name: str,
+        shared: RequestQueue,
+        admission: AdmissionLimits,
+        view_interval_s: float = 0.0,
+    ) -> None:
+        self.name = name
+        self.scheduler = scheduler
+        self.scheduler_name = scheduler_name
+        self.shared = shared
+        self.admission = admission
+        self.replicas: list[Replica] = []
+        self.observers: Sequence[Observer] = ()
+        self.listeners: Sequence[ListensToRequests] = ()
+        self._view_interval_s = view_interval_s
+        self._live: list[LiveLoad] = []
+        self._views: list[LiveLoad] | list[SnapshotLoad] = []
+        self._queued_by_id: dict[str, Request] = {}
+        self._refuses: Callable[[RequestView], str | None] | None = None
+        self._lost: set[int] = set()
+
+    def add_replica(self, make: Callable[[SharedAccess], Replica]) -> Replica:
+        """Build a replica with its door to the shared queue and take it in."""
+        door = SharedDoor(self)
+        replica = make(door)
+        policy = replica.parts.policy
+        self._refuses = policy.refuses if isinstance(policy, RefusesRequests) else None
+        load = LiveLoad(replica)
+        door.view = load
+        self.replicas.append(replica)
+        self._live.append(load)
+        self._views = [SnapshotLoad.of(one) for one in self._live] if self._view_interval_s > 0 else self._live
+        return replica
+
+    def watch(self, observers: Sequence[Observer]) -> None:
+        """Let these observers see everything that happens here from now on."""
+        self.observers = observers
+        for replica in self.replicas:
+            replica.watch(observers)
+
+    def set_up(self, replica_id: int, is_up: bool) -> None:
+        """A replica comes or goes; the scheduler sees it at its next look."""
+        self._live[replica_id].is_up = is_up
+
+    def lose(self, replica_id: int, detail: str, now: float) -> list[tuple[Request, EndReason]]:
+        """A replica is gone with everything that it held; returns the requests that ended with it."""
+        self.set_up(replica_id, False)
+        self._lost.add(replica_id)
+        ended = self.replicas[replica_id].lose(detail, now)
+        if self._all_lost:
+            for request in [cast(Request, one) for one in self.shared.ordered(now)]:
+                self.shared.remove(request)
+                end_request(request, EndReason.FAILED, detail, now)
+                for observer in self.observers:
+                    observer.on_ended(request, EndReason.FAILED, detail, now)
+                ended.append((request, EndReason.FAILED))
+        return ended
+
+    @property
+    def _all_lost(self) -> bool:
+        return len(self._lost) == len(self.replicas)
+
+    # The door
+
+    def refusal(self, request: Request) -> str | None:
+        """Why this request cannot be taken, now or ever; None when it can."""
+        limits = self.replicas[0].limits
+        prompt = request.num_prompt_tokens
+        if self._all_lost:
+            return f"{ALL_FAILED} (all {len(self.replicas)})"
+        if request.max_tokens < 1:
+            return (
+                f"the prompt ({prompt} tokens) leaves no room for output: a request may hold at most "
+                f"{max_request_tokens(self.replicas[0])} tokens here"
+            )
+        if not self.replicas[0].memory.fits(prompt + request.max_tokens - 1):
+            return (
+                f"prompt and output ({prompt} + {request.max_tokens} tokens) can never fit into the KV memory of a "
+                f"replica ({limits.num_blocks} blocks of {limits.block_size} tokens)"
+            )
+        detail = self._refused_by_policy(request)
+        if detail is not None:
+            return detail
+        waiting = self.admission.max_queued_requests
+        if waiting is not None and self.num_queued >= waiting:
+            return f"{QUEUE_FULL} ({self.num_queued} requests wait, at most {waiting} may)"
+        tokens = self.admission.max_queued_tokens
+        if tokens is not None and self.num_queued_tokens + prompt > tokens:
+            return f"{QUEUE_FULL} ({self.num_queued_tokens} tokens wait, at most {tokens} may)"
+        return None
+
+    def _refused_by_policy(self, request: Request) -> str | None:
+        if self._refuses is None:
+            return None
+        name = self.replicas[0].parts.policy_name
+        try:
+            detail = self._refuses(request)
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            raise PolicyError(name, message, request_id=request.request_id) from error
+        return None if detail is None else f"{name}: {detail}"
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait, in the shared queue and the replicas' own."""
+        return len(self.shared) + sum(len(replica.queue) for replica in self.replicas)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens that wait to be computed."""
+        return self.shared.num_tokens + sum(replica.queue.num_tokens for replica in self.replicas)
+
+    def accept(self, request: Request, now: int) -> Replica | None:
+        """Queue an accepted request; returns the replica that it is bound to, None when anyone may pull it."""
+        seconds = to_seconds(now)
+        request.move_to(RequestState.WAITING)
+        replica_id = self._assign(request, seconds)
+        for observer in self.observers:
+            observer.on_assigned(request, replica_id, seconds)
+        if replica_id is None:
+            self.shared.add(request, seconds)
+            self._queued_by_id[request.request_id] = request
+            return None
+        replica = self.replicas[replica_id]
+        replica.enqueue(request, seconds)
+        return replica
+
+    def _assign(self, request: Request, now: float) -> int | None:
+        views: Sequence[ReplicaView] = self._views
+        if self._view_interval_s > 0:
+            views = [one.look(now, self._view_interval_s) for one in self._views if isinstance(one, SnapshotLoad)]
+        try:
+            chosen = self.scheduler.assign(request, views, now)
+        except VajraError:
+            raise
+        except Exception as error:
+            raise PolicyError.caused_by(self.scheduler_name, error, request_id=request.request_id) from error
+        if chosen is None:
+            return None
+        answer: object = chosen  # a plug-in may say anything
+        known = isinstance(answer, Integral) and 0 <= int(answer) < len(self.replicas)
+        if not known or not self._live[chosen].is_up:
+            message = f"assigned a request to replica {chosen!r}. Replicas that are up: {self._up()}"
+            raise PolicyError(self.scheduler_name, message, request_id=request.request_id)
+        return int(chosen)
+
+    def _up(self) -> list[int]:
+        return [one.replica_id for one in self._live if one.is_up]
+
+    def pulled_by(self, view: ReplicaView, now: float) -> Iterator[RequestView]:
+        """Shared-queue requests that the scheduler lets this replica take, as requests."""
+        try:
+            for request_id in self.scheduler.pull(view, _SharedView(self.shared, now), now):
+                request = self._queued_by_id.get(request_id)
+                if request is None or request not in self.shared:
+                    message = "pulled a request that is not in the shared queue"
+                    raise PolicyError(self.scheduler_name, message, request_id=request_id)
+                yield request
+        except VajraError:
+            raise
+        except Exception as error:
+            raise PolicyError.caused_by(self.scheduler_name, error) from error
+
+    def offers(self, replica_id: int, now: int) -> bool:
+        """Whether the replica may pull anything from the shared queue."""
+        return next(self.pulled_by(self._live[replica_id], to_seconds(now)), None) is not None
+
+    def forget(self, request: Request) -> None:
+        """The request has left for good."""
+        self._queued_by_id.pop(request.request_id, None)
+
+    def end_early(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
+        """End a request before its time, wherever it is; False when its step has to come back first."""
+        if request in self.shared:
+            self.shared.remove(request)
+            end_request(request, reason, detail, now)
+            for observer in self.observers:
+                observer.on_ended(request, reason, detail, now)
+            return True
+        return self.replicas[request.replica_id].end_early(request, reason, now, detail)
+
+
+def max_request_tokens(replica: Replica) -> int:
+    """Most tokens, prompt and output together, that one request may have on this replica."""
+    limits = replica.limits
+    capacity = limits.num_blocks * limits.block_size
+    if limits.kv_group_tokens is not None:
+        capacity = min(capacity, limits.kv_parallel_groups * limits.kv_group_tokens)
+    return min(limits.max_model_len, capacity + 1)

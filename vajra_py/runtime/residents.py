@@ -1,0 +1,170 @@
+"""Which requests does a replica hold, and in which orders can a policy read them?
+
+A resident request is in exactly one of: the decode pool, the parked decodes (left out of the last step), the partial
+prefills, or in flight (part of a step that has not come back, under pipeline parallelism).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+from vajra_py.contract import PriorityKey, ReplicaLimits, RequestView
+from vajra_py.runtime.decodes import DecodePool, by_admission
+from vajra_py.runtime.kv import AnyKvMemory
+from vajra_py.runtime.queues import RequestQueue
+from vajra_py.runtime.request import Request
+from vajra_py.runtime.shared_queue import SharedAccess
+
+
+class Residents:
+    """The requests of one replica, by what they are doing."""
+
+    def __init__(self, limits: ReplicaLimits, memory: AnyKvMemory, queue: RequestQueue, shared: SharedAccess) -> None:
+        self.limits = limits
+        self.memory = memory
+        self.queue = queue
+        self.shared = shared
+        self.pool = DecodePool(limits.block_size)
+        self.parked: dict[Request, None] = {}
+        self.partial: dict[Request, None] = {}
+        self.in_flight: dict[Request, None] = {}
+        self.num_admissions = 0
+        self.num_preemptions = 0
+        self.has_spare_blocks = False
+        """Whether some request may hold more blocks than its known tokens need."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold KV blocks."""
+        return len(self.pool.members) + len(self.parked) + len(self.partial) + len(self.in_flight)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody holds KV blocks."""
+        return not (self.pool.members or self.partial or self.parked or self.in_flight)
+
+    def decodes(self) -> Sequence[Request]:
+        """Pool members and parked decodes in order of admission."""
+        if not self.parked:
+            return self.pool.in_admission_order()
+        return sorted([*self.pool, *self.parked], key=by_admission)
+
+    def running(self) -> Sequence[Request]:
+        """Everything resident and not in flight, in order of admission."""
+        if not self.partial:
+            return self.decodes()
+        return sorted([*self.pool, *self.parked, *self.partial], key=by_admission)
+
+    def park(self, request: Request) -> None:
+        """A decode of the pool sits this step out."""
+        request.end_epoch = self.pool.leave(request)
+        request.is_parked = True
+        self.parked[request] = None
+
+    def unpark(self, request: Request) -> None:
+        """A parked decode joins the pool again."""
+        del self.parked[request]
+        request.is_parked = False
+        self.pool.join(request, request.end_epoch)
+
+    def drop(self, request: Request) -> None:
+        """Take a resident request out of whatever set holds it."""
+        if request._pool is not None:
+            self.pool.leave(request)
+        elif request.is_parked:
+            del self.parked[request]
+            request.is_parked = False
+        elif request.in_flight:
+            del self.in_flight[request]
+            request.in_flight = False
+        else:
+            del self.partial[request]
+
+
+class StateView:
+    """`ReplicaState` over the residents: what a replica scheduler reads while it forms a step."""
+
+    __slots__ = ("_now", "_residents", "limits", "replica_id")
+
+    def __init__(self, replica_id: int, residents: Residents) -> None:
+        self.replica_id = replica_id
+        self.limits = residents.limits
+        self._residents = residents
+        self._now = 0.0
+
+    def at(self, now: float) -> StateView:
+        """The view at the step that is formed now."""
+        self._now = now
+        return self
+
+    @property
+    def free_blocks(self) -> int:
+        """Free KV blocks, cached idle ones included."""
+        return self._residents.memory.free_blocks
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold KV blocks."""
+        return self._residents.num_running
+
+    @property
+    def num_decodes(self) -> int:
+        """Decodes that are not in flight."""
+        return len(self._residents.pool) + len(self._residents.parked)
+
+    @property
+    def num_partial_prefills(self) -> int:
+        """Partial prefills that are not in flight."""
+        return len(self._residents.partial)
+
+    @property
+    def num_waiting(self) -> int:
+        """Own queue and shared queue."""
+        residents = self._residents
+        return residents.queue.num_requests + len(residents.shared)
+
+    def running(self) -> Sequence[RequestView]:
+        """Running requests in order of admission."""
+        return self._residents.running()
+
+    def decodes(self) -> Sequence[RequestView]:
+        """Decodes in order of admission."""
+        return self._residents.decodes()
+
+    def partial_prefills(self) -> Sequence[RequestView]:
+        """Partial prefills, most urgent first."""
+        partial = self._residents.partial
+        if len(partial) < 2:
+            return list(partial)
+        return sorted(partial, key=self.urgency)
+
+    def waiting(self) -> Iterator[RequestView]:
+        """Waiting requests, most urgent first, own and shared queue merged."""
+        residents, now = self._residents, self._now
+        if not len(residents.shared):
+            return residents.queue.ordered(now) if residents.queue.num_requests else iter(())
+        pulled = residents.shared.pulled(now)
+        if not len(residents.queue):
+            return pulled
+        return self._merged(residents.queue.ordered(now), pulled)
+
+    def _merged(self, own: Iterator[RequestView], pulled: Iterator[RequestView]) -> Iterator[RequestView]:
+        left, right = next(own, None), next(pulled, None)
+        while left is not None or right is not None:
+            if right is None or (left is not None and self.urgency(left) < self.urgency(right)):
+                if left in self._residents.queue:
+                    yield cast(RequestView, left)
+                left = next(own, None)
+            else:
+                if right in self._residents.shared:
+                    yield right
+                right = next(pulled, None)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """KV blocks that `num_tokens` tokens occupy."""
+        return -(-num_tokens // self.limits.block_size)
+
+    def urgency(self, request: RequestView) -> PriorityKey:
+        """The prioritizer's key now, ties broken by arrival and index."""
+        return self._residents.queue.urgency(request, self._now)

@@ -1,0 +1,42 @@
+"""How does a replica see the requests that its replicaset has not bound to anyone?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from vajra_py.contract import RequestView
+
+
+class SharedAccess(Protocol):
+    """One replica's door to the shared queue of its replicaset."""
+
+    def __len__(self) -> int:
+        """Requests in the shared queue."""
+
+    def pulled(self, now: float) -> Iterator[RequestView]:
+        """The requests that the replicaset scheduler lets this replica take now; lazy."""
+
+    def __contains__(self, request: object) -> bool:
+        """Whether the request is in the shared queue."""
+
+    def take(self, request: RequestView) -> None:
+        """The replica has admitted it."""
+
+
+class NothingShared:
+    """No shared queue: every request is bound on arrival."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def pulled(self, now: float) -> Iterator[RequestView]:
+        """Nothing."""
+        return iter(())
+
+    def __contains__(self, request: object) -> bool:
+        return False
+
+    def take(self, request: RequestView) -> None:
+        """Never called: there is nothing to take."""
+        raise KeyError(request.request_id)

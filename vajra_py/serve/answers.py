@@ -1,0 +1,210 @@
+"""How do outputs read as OpenAI's answers: whole, and piece by piece?
+
+Pieces of one output joined give what the whole answer says: text, tokens, log-probabilities, finish reason, usage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vajra_py.contract import EndReason
+from vajra_py.engine.compute import TokenLogprobs
+from vajra_py.engine.tokenizer import Tokenizer
+from vajra_py.runtime.replicaset import ALL_FAILED, QUEUE_FULL
+from vajra_py.serve.errors import ApiError
+from vajra_py.serve.schema import ChatBody, GenerationBody
+from vajra_py.serve.tickets import End, Reply, Ticket
+
+_FINISHED = {EndReason.STOP: "stop", EndReason.LENGTH: "length"}
+_LEAST_LOGPROB = -9999.0
+"""In place of minus infinity, which JSON has not; as OpenAI does."""
+
+
+def failure(end: End, retry_after_s: float) -> ApiError | None:
+    """The error that an end means for the client; None when the output is complete."""
+    if end.reason in _FINISHED:
+        return None
+    if end.reason is EndReason.REJECTED:
+        if end.detail.startswith(QUEUE_FULL):
+            return ApiError(429, end.detail, code="queue_full", retry_after_s=retry_after_s)
+        if end.detail.startswith(ALL_FAILED):
+            return ApiError(503, end.detail, code="no_replica", retry_after_s=retry_after_s)
+        return ApiError(400, end.detail, code="refused")
+    if end.reason is EndReason.EXPIRED:
+        return ApiError(408, f"the request {end.detail}", code="expired")
+    if end.reason is EndReason.ABORTED:
+        return ApiError(400, f"the request was {end.detail}", code="aborted")
+    return ApiError(503, end.detail, code="replica_failed", retry_after_s=retry_after_s)
+
+
+def usage(tickets: Sequence[Ticket], num_per_prompt: int) -> dict[str, Any]:
+    """Tokens that a request took; a prompt with several outputs counts once."""
+    prompt_tokens = sum(ticket.num_prompt_tokens for ticket in tickets[::num_per_prompt])
+    output_tokens = sum(ticket.num_tokens for ticket in tickets)
+    firsts = [ticket.end for ticket in tickets[::num_per_prompt]]
+    cached = sum(end.num_cached_tokens for end in firsts if end is not None)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+@dataclass(slots=True)
+class _Said:
+    """How far an output has been said."""
+
+    num_tokens: int = 0
+    num_characters: int = 0
+    text_offset: int = 0
+    started: bool = False
+
+
+@dataclass(slots=True)
+class Answer:
+    """One HTTP request's answer.
+
+    Attributes:
+        name: its id.
+        created: seconds since 1970.
+        model: the model's name, as the client said it.
+    """
+
+    name: str
+    created: int
+    model: str
+    body: GenerationBody
+    reply: Reply
+    tokenizer: Tokenizer | None
+    _said: dict[int, _Said] = field(default_factory=dict)
+
+    @property
+    def _is_chat(self) -> bool:
+        return isinstance(self.body, ChatBody)
+
+    def whole(self) -> dict[str, Any]:
+        """The answer of a request that has ended without an error."""
+        choices = [self._choice(ticket) for ticket in self.reply.tickets]
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        return {**self._head(kind), "choices": choices, "usage": usage(self.reply.tickets, self.body.n)}
+
+    def pieces(self, changed: Sequence[Ticket]) -> Iterator[dict[str, Any]]:
+        """What is new about these outputs."""
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        head = self._head(kind)
+        options = self.body.stream_options
+        for ticket in changed:
+            said = self._said.setdefault(ticket.index, _Said())
+            if self._is_chat and not said.started:
+                said.started = True
+                yield self._counted(head, self._role_choice(ticket), options)
+            choice = self._piece(ticket, said)
+            if choice is not None:
+                yield self._counted(head, choice, options)
+
+    def last_piece(self) -> dict[str, Any] | None:
+        """What follows the last output: usage, where it was asked for."""
+        options = self.body.stream_options
+        if options is None or not options.include_usage:
+            return None
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        return {**self._head(kind), "choices": [], "usage": usage(self.reply.tickets, self.body.n)}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.name, "object": kind, "created": self.created, "model": self.model}
+
+    def _counted(self, head: dict[str, Any], choice: dict[str, Any], options: Any) -> dict[str, Any]:
+        chunk = {**head, "choices": [choice]}
+        if options is not None and options.continuous_usage_stats:
+            chunk["usage"] = usage(self.reply.tickets, self.body.n)
+        elif options is not None and options.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _role_choice(self, ticket: Ticket) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": ticket.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _choice(self, ticket: Ticket) -> dict[str, Any]:
+        said = _Said()
+        choice: dict[str, Any] = {"index": ticket.index}
+        if self._is_chat:
+            choice["message"] = {"role": "assistant", "content": ticket.text, "refusal": None}
+        else:
+            choice["text"] = ticket.text
+        choice["logprobs"] = self._logprobs(ticket, said)
+        return self._ended(choice, ticket, 0)
+
+    def _piece(self, ticket: Ticket, said: _Said) -> dict[str, Any] | None:
+        """An output's news; None when nothing of it shows yet (half a character, or what may become a stop string)."""
+        text = ticket.text[said.num_characters :]
+        is_shown = text or ticket.end is not None or self.body.num_logprobs is not None or self.body.return_token_ids
+        if not is_shown or (ticket.end is None and said.num_tokens == ticket.num_tokens):
+            return None
+        choice: dict[str, Any] = {"index": ticket.index}
+        if self._is_chat:
+            choice["delta"] = {"content": text} if text else {}
+        else:
+            choice["text"] = text
+        choice["logprobs"] = self._logprobs(ticket, said)
+        start, said.num_tokens, said.num_characters = said.num_tokens, ticket.num_tokens, len(ticket.text)
+        return self._ended(choice, ticket, start)
+
+    def _ended(self, choice: dict[str, Any], ticket: Ticket, start: int) -> dict[str, Any]:
+        end = ticket.end
+        choice["finish_reason"] = None if end is None else _FINISHED.get(end.reason)
+        if end is not None:
+            choice["stop_reason"] = end.stopped_by
+        if self.body.return_token_ids:
+            choice["token_ids"] = list(ticket.token_ids(start))
+            if start == 0:
+                choice["prompt_token_ids"] = list(ticket.submission.prompt_token_ids)
+        return choice
+
+    # Log-probabilities
+
+    def _logprobs(self, ticket: Ticket, said: _Said) -> dict[str, Any] | None:
+        if self.body.num_logprobs is None:
+            return None
+        token_ids, logprobs = ticket.token_ids(said.num_tokens), ticket.logprobs(said.num_tokens)
+        if self._is_chat:
+            return {"content": [self._chat_entry(*one) for one in zip(token_ids, logprobs, strict=True)]}
+        return self._columns(token_ids, logprobs, said)
+
+    def _chat_entry(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, Any]:
+        top = [self._chat_token(*one) for one in logprobs.top]
+        return {**self._chat_token(token_id, logprobs.logprob), "top_logprobs": top}
+
+    def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self._text(token_id)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode("utf-8", "replace"))}
+
+    def _columns(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], said: _Said) -> dict[str, Any]:
+        texts = [self._text(token_id) for token_id in token_ids]
+        offsets = []
+        for text in texts:
+            offsets.append(said.text_offset)
+            said.text_offset += len(text)
+        tops: list[dict[str, float]] = []
+        for token_id, one in zip(token_ids, logprobs, strict=True):
+            top = {self._text(other): _finite(logprob) for other, logprob in reversed(one.top)}
+            top[self._text(token_id)] = _finite(one.logprob)
+            tops.append(top)
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [_finite(one.logprob) for one in logprobs],
+            "tokens": texts,
+            "top_logprobs": tops if self.body.num_logprobs else None,
+        }
+
+    def _text(self, token_id: int) -> str:
+        """A token as text; special ones, and those that are part of a character only, by their number."""
+        text = "" if self.tokenizer is None else self.tokenizer.decode([token_id])
+        return text if text and "\ufffd" not in text else f"token_id:{token_id}"
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > _LEAST_LOGPROB else _LEAST_LOGPROB

@@ -1,0 +1,250 @@
+"""Which paths are there, and what does each do?"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Body, FastAPI, Header, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from vajra_py import __version__
+from vajra_py.contract import Observer
+from vajra_py.runtime.controller import Controller
+from vajra_py.serve import errors as api_errors
+from vajra_py.serve import schema_answers as answers
+from vajra_py.serve.answers import Answer
+from vajra_py.serve.errors import ApiError
+from vajra_py.serve.exposition import Exposition, live
+from vajra_py.serve.gate import Gate
+from vajra_py.serve.openapi import true_document
+from vajra_py.serve.options import ServeOptions
+from vajra_py.serve.prepare import Preparer, Wanted, unknown_model
+from vajra_py.serve.replies import Exchange, now_s
+from vajra_py.serve.schema import ChatBody, CompletionBody, GenerationBody, SchedulingHeaders
+from vajra_py.serve.session import EngineSession, SessionState
+from vajra_py.serve.stats import ServerStats, time_policies
+
+_GENERATION_ERRORS = answers.errors(400, 401, 404, 408, 413, 429, 503)
+_STREAM: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+
+
+class Service:
+    """What the paths share: the session, the options, and how many requests are under way."""
+
+    def __init__(self, session: EngineSession, options: ServeOptions, run_seed: int) -> None:
+        self.session = session
+        self.options = options
+        self.preparer = Preparer(session, run_seed)
+        self.names = _served_names(session, options)
+        self.created = now_s()
+        self.num_exchanges = 0
+        self.stats: ServerStats | None = None
+        self.exposition = Exposition(self, options.metric_names)
+        session.watchers.append(self._watch)
+
+    def _watch(self, controller: Controller) -> Sequence[Observer]:
+        stats = ServerStats(controller, self.options.max_labels)
+        time_policies(controller, stats)
+        self.stats = stats
+        return (stats,)
+
+    @property
+    def model_name(self) -> str:
+        """See `Source`."""
+        return self.names[0]
+
+    @property
+    def controller(self) -> Controller | None:
+        """See `Source`."""
+        return self.session.controller
+
+    @property
+    def num_replicas_up(self) -> int:
+        """See `Source`."""
+        return self.session.num_replicas_up
+
+    @property
+    def is_saturated(self) -> bool:
+        """Whether no further request may generate now."""
+        return self.num_exchanges >= self.options.max_concurrent
+
+    def enter(self) -> None:
+        """One more request generates. Raises `ApiError` when there are too many, or no replica is ready."""
+        retry = self.options.retry_after_s
+        if not self.session.is_ready:
+            raise ApiError(503, self.session.why_unavailable(), code="unavailable", retry_after_s=retry)
+        if self.is_saturated:
+            message = f"{self.num_exchanges} requests are being answered; no more may be at once"
+            raise ApiError(429, message, code="too_many_requests", retry_after_s=retry)
+        self.num_exchanges += 1
+
+    def leave(self) -> None:
+        """One request less."""
+        self.num_exchanges -= 1
+
+    async def generate(self, request: Request, body: GenerationBody, headers: SchedulingHeaders) -> Response:
+        """Answer a request for outputs."""
+        if body.model not in self.names:
+            raise unknown_model(body.model, self.names)
+        self.enter()
+        try:
+            wanted = Wanted(body, headers, self.options.max_choices)
+            is_chat = isinstance(body, ChatBody)
+            name = self.preparer.new_id("chatcmpl" if is_chat else "cmpl")
+            prepare = self.preparer.chat if is_chat else self.preparer.completion
+            reply = await prepare(wanted, name)
+            answer = Answer(name, now_s(), body.model, body, reply, self.session.tokenizer)
+            exchange = Exchange(self.session, answer, self.options.retry_after_s, self.leave)
+        except BaseException:
+            self.leave()
+            raise
+        return await exchange.respond(request)
+
+
+def _served_names(session: EngineSession, options: ServeOptions) -> tuple[str, ...]:
+    """Names that requests may say: those that replicasets select by, and those of the model itself."""
+    if options.served_names:
+        return options.served_names
+    return (Path(session.settings.model).expanduser().resolve().name,)
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application. Its session is started and closed with it."""
+    session = service.session
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        session.start()
+        try:
+            yield
+        finally:
+            await session.close()
+
+    app = FastAPI(
+        title="vajra",
+        version=__version__,
+        description="An OpenAI-compatible server under pluggable scheduling policies.",
+        lifespan=lifespan,
+        redoc_url=None,
+        docs_url=None,
+        separate_input_output_schemas=False,
+    )
+    api_errors.install(app)
+    _add_generation(app, service)
+    _add_facts(app, service)
+    _add_numbers(app, service)
+    app.add_middleware(Gate, options=service.options)
+    has_key = service.options.api_key is not None
+    app.openapi = lambda: true_document(app, service.names, has_key=has_key)  # type: ignore[method-assign]
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post(
+        "/v1/completions",
+        response_model=answers.CompletionAnswer,
+        responses={200: {"content": _STREAM}, **_GENERATION_ERRORS},
+        tags=["generation"],
+    )
+    async def completions(
+        request: Request,
+        body: Annotated[CompletionBody, Body()],
+        headers: Annotated[SchedulingHeaders, Header()],
+    ) -> Response:
+        """Continue a text, or several."""
+        return await service.generate(request, body, headers)
+
+    @app.post(
+        "/v1/chat/completions",
+        response_model=answers.ChatAnswer,
+        responses={200: {"content": _STREAM}, **_GENERATION_ERRORS},
+        tags=["generation"],
+    )
+    async def chat_completions(
+        request: Request,
+        body: Annotated[ChatBody, Body()],
+        headers: Annotated[SchedulingHeaders, Header()],
+    ) -> Response:
+        """Answer a conversation, in the model's own chat template."""
+        return await service.generate(request, body, headers)
+
+
+def _add_numbers(app: FastAPI, service: Service) -> None:
+    page = resources.files("vajra_py.serve").joinpath("dashboard.html").read_text("utf-8")
+    text = {"text/plain": {"schema": {"type": "string"}}}
+
+    @app.get("/metrics", response_class=Response, responses={200: {"content": text}})
+    async def metrics() -> Response:
+        """Numbers for Prometheus."""
+        return Response(service.exposition.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/dashboard", response_class=HTMLResponse, responses=answers.errors(401))
+    async def dashboard() -> HTMLResponse:
+        """A page that shows the server at work."""
+        return HTMLResponse(page)
+
+    @app.get("/dashboard/data", response_model=dict[str, Any], responses=answers.errors(401))
+    async def dashboard_data() -> JSONResponse:
+        """What the page shows of now."""
+        shown: dict[str, Any] = {"status": service.session.state.value}
+        if service.stats is not None and service.controller is not None:
+            shown.update(live(service.controller, service.stats))
+        return JSONResponse(shown)
+
+
+def _add_facts(app: FastAPI, service: Service) -> None:
+    session = service.session
+
+    def describe(name: str) -> dict[str, Any]:
+        engine = session.engine
+        longest = None if engine is None else engine.prompt_limits().max_request_tokens
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "vajra",
+            "max_model_len": longest,
+        }
+
+    def health() -> dict[str, Any]:
+        replicas = 0 if session.engine is None else len(session.engine.units)
+        return {"status": session.state.value, "replicas_up": session.num_replicas_up, "replicas": replicas}
+
+    @app.get("/v1/models", response_model=answers.ModelsAnswer, responses=answers.errors(401))
+    async def models() -> JSONResponse:
+        """The models that requests may name."""
+        return JSONResponse({"object": "list", "data": [describe(name) for name in service.names]})
+
+    @app.get("/v1/models/{name:path}", response_model=answers.ModelAnswer, responses=answers.errors(401, 404))
+    async def model(name: str) -> JSONResponse:
+        """One of them."""
+        if name not in service.names:
+            raise unknown_model(name, service.names)
+        return JSONResponse(describe(name))
+
+    @app.get("/health", response_model=answers.HealthAnswer, responses=answers.errors(503))
+    async def healthy() -> JSONResponse:
+        """Whether the server is alive: loading counts, a failed engine does not."""
+        if session.state in (SessionState.FAILED, SessionState.CLOSED):
+            raise ApiError(503, session.why_unavailable(), code="unavailable")
+        return JSONResponse(health())
+
+    @app.get("/ready", response_model=answers.HealthAnswer, responses=answers.errors(401, 503))
+    async def ready() -> JSONResponse:
+        """Whether requests are taken: the model is loaded, a replica is up, no shutdown has begun."""
+        if not session.is_ready:
+            raise ApiError(503, session.why_unavailable(), code="unavailable", retry_after_s=1)
+        return JSONResponse(health())
+
+    @app.get("/version", response_model=answers.VersionAnswer, responses=answers.errors(401))
+    async def version() -> JSONResponse:
+        """The package's version."""
+        return JSONResponse({"version": __version__})
+
+
+__all__ = ["Service", "create_app"]

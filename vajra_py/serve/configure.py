@@ -1,0 +1,117 @@
+"""Which experiment does a server run: that of a file, or what flags named as vLLM names them make up?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from vajra_py.config import ExperimentConfig, config_from_mapping, load_config
+from vajra_py.config.yaml_file import read_yaml
+from vajra_py.engine.llm import CPU_MEMORY_FRACTION, NO_WORKLOAD
+from vajra_py.errors import ConfigError, Problem, did_you_mean
+from vajra_py.plugins import Registry
+
+PRESETS = {"fcfs": "vllm-v1", "priority": "vllm-v1-priority"}
+DEFAULT_MAX_QUEUED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlags:
+    """Flags of `vajra serve --model DIR`, under the names that vLLM gives them; None: the preset's own value."""
+
+    model: str
+    preset: str | None = None
+    scheduling_policy: str | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    block_size: int | None = None
+    num_gpu_blocks_override: int | None = None
+    gpu_memory_utilization: float | None = None
+    enable_prefix_caching: bool | None = None
+    tensor_parallel_size: int | None = None
+    data_parallel_size: int | None = None
+    dtype: str | None = None
+    device: str | None = None
+    load_format: str | None = None
+    seed: int | None = None
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+
+    def mapping(self) -> dict[str, Any]:
+        """The same as an experiment file would say it. Raises `ConfigError`."""
+        replicas = self.data_parallel_size or 1
+        is_cpu = self.device in (None, "cpu")
+        fraction = self.gpu_memory_utilization
+        if fraction is None and is_cpu:
+            fraction = CPU_MEMORY_FRACTION
+        memory = {
+            "block_size": self.block_size,
+            "num_blocks": self.num_gpu_blocks_override,
+            "memory_fraction": fraction,
+            "prefix_cache": _given(enabled=self.enable_prefix_caching),
+        }
+        engine = _given(
+            model=self.model,
+            device=self.device,
+            dtype=self.dtype,
+            tensor_parallel=self.tensor_parallel_size,
+            random_weights=True if self.load_format == "dummy" else None,
+            workers="process" if replicas > 1 else None,
+        )
+        queued = self.max_num_queued_reqs
+        return {
+            "version": 1,
+            "name": "serve",
+            "preset": self._preset(),
+            **_given(seed=self.seed),
+            "replica": _given(
+                max_batch_size=self.max_num_seqs,
+                max_batch_tokens=self.max_num_batched_tokens,
+                max_model_len=self.max_model_len,
+                memory=_given(**memory),
+            ),
+            "num_replicas": replicas,
+            "admission": _given(
+                max_queued_requests=DEFAULT_MAX_QUEUED if queued is None else queued,
+                max_queued_tokens=self.max_num_queued_tokens,
+            ),
+            "workload": dict(NO_WORKLOAD),
+            "backend": {"engine": engine},
+        }
+
+    def _preset(self) -> str:
+        policy = self.scheduling_policy
+        if policy is None:
+            return self.preset or PRESETS["fcfs"]
+        if self.preset is not None:
+            raise ConfigError(Problem("--preset", "does not go with --scheduling-policy", "Allowed: one of the two"))
+        if policy not in PRESETS:
+            raise ConfigError(Problem("--scheduling-policy", f"is unknown ({policy!r})", did_you_mean(policy, PRESETS)))
+        return PRESETS[policy]
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def config_of_flags(flags: ModelFlags, overrides: Sequence[str], registry: Registry) -> ExperimentConfig:
+    """The experiment that flags make up, `overrides` (`a.b=c`) applied. Raises `ConfigError`."""
+    return config_from_mapping(flags.mapping(), overrides, registry)
+
+
+def config_of_file(path: Path, overrides: Sequence[str], registry: Registry) -> ExperimentConfig:
+    """The experiment of a file; it may leave its workload out. Raises `ConfigError`."""
+    entries = read_yaml(path).entries
+    said = entries is not None and "workload" in entries
+    texts = [] if said else [f"workload={json.dumps(NO_WORKLOAD)}"]  # JSON is YAML on one line
+    config = load_config(path, (*texts, *overrides), registry)
+    if config.sweep is not None:
+        raise ConfigError(Problem(f"{path} sweep", "a server runs one experiment", "Leave the sweep out"))
+    return config
+
+
+FLAG_NAMES = tuple(one.name for one in fields(ModelFlags))

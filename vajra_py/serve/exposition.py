@@ -1,0 +1,193 @@
+"""How do a server's numbers read for Prometheus?
+
+Names are vLLM's where the thing is the same, behind the prefix `vajra:` (or `vllm:`, where dashboards for vLLM are to work
+unchanged); what vLLM has no name for always has the prefix `vajra:`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from vajra_py.runtime.controller import Controller
+from vajra_py.serve.stats import Histogram, ServerStats, SetStats
+
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "From arrival to the first token, seconds.", "ttft"),
+    ("inter_token_latency_seconds", "Between tokens of a request, seconds.", "gaps"),
+    ("e2e_request_latency_seconds", "From arrival to the end, seconds.", "e2e"),
+    ("request_queue_time_seconds", "From arrival to the first admission, seconds.", "queue"),
+    ("request_prefill_time_seconds", "From the first admission to the first token, seconds.", "prefill"),
+    ("request_decode_time_seconds", "From the first token to the end, seconds.", "decode"),
+    ("iteration_tokens_total", "Tokens of a step.", "step_tokens"),
+    ("request_prompt_tokens", "Tokens of a prompt.", "prompt"),
+    ("request_generation_tokens", "Tokens of an output.", "output"),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[SetStats], float]], ...] = (
+    ("prompt_tokens", "Prompt tokens of requests that ended.", lambda one: one.prompt.total),
+    ("generation_tokens", "Output tokens of requests that ended.", lambda one: one.output.total),
+    ("num_preemptions", "Requests that gave way.", lambda one: one.num_preemptions),
+    ("prefix_cache_queries", "Prompt tokens looked up.", lambda one: one.num_looked_up_tokens),
+    ("prefix_cache_hits", "Prompt tokens found.", lambda one: one.num_cached_tokens),
+)
+_OWN_HISTOGRAMS = (
+    ("step_time_seconds", "From forming a step to its end, seconds.", "step"),
+    ("step_forming_seconds", "Forming a step: policies and bookkeeping, seconds.", "forming"),
+)
+
+
+class Source(Protocol):
+    """Where the numbers are."""
+
+    @property
+    def model_name(self) -> str:
+        """Label of every number of an engine."""
+
+    @property
+    def controller(self) -> Controller | None:
+        """None until the engine is loaded."""
+
+    @property
+    def stats(self) -> ServerStats | None:
+        """None until the engine is loaded."""
+
+    @property
+    def num_replicas_up(self) -> int:
+        """Replicas that compute."""
+
+    @property
+    def num_exchanges(self) -> int:
+        """HTTP requests that generate now."""
+
+
+class Exposition(Collector):
+    """A server's `/metrics`."""
+
+    def __init__(self, source: Source, prefix: str) -> None:
+        self._source = source
+        self._prefix = f"{prefix}:"
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """The numbers of now, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing in advance: names are this collector's own."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Every number."""
+        source = self._source
+        yield GaugeMetricFamily("vajra:replicas_up", "Replicas that compute.", source.num_replicas_up)
+        yield GaugeMetricFamily("vajra:http_requests_open", "HTTP requests that generate.", source.num_exchanges)
+        stats, controller = source.stats, source.controller
+        if stats is None or controller is None:
+            return
+        yield from self._gauges(controller)
+        yield from self._counters(stats)
+        for names, prefix in ((_HISTOGRAMS, self._prefix), (_OWN_HISTOGRAMS, "vajra:")):
+            for name, text, attribute in names:
+                family = HistogramMetricFamily(prefix + name, text, labels=("model_name", "replicaset"))
+                for replicaset, one in stats.sets.items():
+                    _add(family, (source.model_name, replicaset), getattr(one, attribute))
+                yield family
+        yield from _own(stats)
+
+    def _gauges(self, controller: Controller) -> Iterator[Metric]:
+        labels = ("model_name", "replicaset", "replica")
+        running = GaugeMetricFamily(
+            self._prefix + "num_requests_running", "Requests that hold KV blocks.", labels=labels
+        )
+        waiting = GaugeMetricFamily(self._prefix + "num_requests_waiting", "Requests that wait.", labels=labels)
+        usage = GaugeMetricFamily(self._prefix + "kv_cache_usage_perc", "Used part of the KV blocks.", labels=labels)
+        for name, replicaset in controller.replicasets.items():
+            for replica in replicaset.replicas:
+                at = (self._source.model_name, name, str(replica.replica_id))
+                running.add_metric(at, replica.residents.num_running)
+                waiting.add_metric(at, len(replica.queue))
+                usage.add_metric(at, 1.0 - replica.memory.free_blocks / replica.memory.num_blocks)
+            waiting.add_metric((self._source.model_name, name, "shared"), len(replicaset.shared))
+        yield from (running, waiting, usage)
+
+    def _counters(self, stats: ServerStats) -> Iterator[Metric]:
+        labels = ("model_name", "replicaset")
+        for name, text, read in _COUNTERS:
+            family = CounterMetricFamily(self._prefix + name, text, labels=labels)
+            for replicaset, one in stats.sets.items():
+                family.add_metric((self._source.model_name, replicaset), read(one))
+            yield family
+        ended = CounterMetricFamily(
+            self._prefix + "request_success", "Requests by how they ended.", labels=(*labels, "finished_reason")
+        )
+        for replicaset, one in stats.sets.items():
+            for reason, count in dict(one.ended).items():
+                ended.add_metric((self._source.model_name, replicaset, reason), count)
+        yield ended
+
+
+def _own(stats: ServerStats) -> Iterator[Metric]:
+    """What vLLM has no name for."""
+    decisions = HistogramMetricFamily(
+        "vajra:policy_decision_seconds", "A decision of a policy, seconds.", labels=("replicaset", "layer", "policy")
+    )
+    for key, kept in dict(stats.decisions).items():
+        _add(decisions, key, kept)
+    yield decisions
+    violations = CounterMetricFamily(
+        "vajra:slo_violations", "Promises broken.", labels=("replicaset", "slo", "slo_class")
+    )
+    predicted = CounterMetricFamily("vajra:step_predicted_seconds", "Predicted step times.", labels=("replicaset",))
+    measured = CounterMetricFamily(
+        "vajra:step_measured_seconds", "Measured times of the steps that were predicted.", labels=("replicaset",)
+    )
+    for name, one in stats.sets.items():
+        for (slo, slo_class), count in dict(one.violations).items():
+            violations.add_metric((name, slo, slo_class), count)
+        predicted.add_metric((name,), one.predicted_s)
+        measured.add_metric((name,), one.measured_s)
+    yield from (violations, predicted, measured)
+    service = CounterMetricFamily("vajra:tenant_service_tokens", "Tokens served.", labels=("tenant",))
+    for tenant, count in dict(stats.service_tokens).items():
+        service.add_metric((tenant,), count)
+    yield service
+    yield GaugeMetricFamily("vajra:tenant_jain_index", "Jain's index of the tenants' tokens.", stats.jain_index())
+
+
+def _add(family: HistogramMetricFamily, labels: Sequence[str], kept: Histogram) -> None:
+    family.add_metric(labels, kept.cumulative(), kept.total)
+
+
+def live(controller: Controller, stats: ServerStats) -> dict[str, object]:
+    """What the dashboard shows of now."""
+    replicas = [
+        {
+            "replicaset": name,
+            "replica": replica.replica_id,
+            "running": replica.residents.num_running,
+            "waiting": len(replica.queue),
+            "kv_used": 1.0 - replica.memory.free_blocks / replica.memory.num_blocks,
+        }
+        for name, one in controller.replicasets.items()
+        for replica in one.replicas
+    ]
+    sets = {name: _live_set(one, len(controller.replicasets[name].shared)) for name, one in stats.sets.items()}
+    return {"replicas": replicas, "sets": sets, "classes": stats.percentiles(), "jain_index": stats.jain_index()}
+
+
+def _live_set(one: SetStats, num_shared: int) -> dict[str, object]:
+    return {
+        "shared_queue": num_shared,
+        "last_step": one.last_step,
+        "prompt_tokens": one.prompt.total,
+        "output_tokens": one.output.total,
+        "ended": dict(one.ended),
+        "preemptions": one.num_preemptions,
+        "steps": sum(one.step.counts),
+        "step_s": one.step.total,
+    }

@@ -1,0 +1,66 @@
+"""What may be said about a server, besides the experiment that it runs?"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from vajra_py.errors import ConfigError, Problem
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """How a server listens, what it lets in, and what it shows.
+
+    Attributes:
+        host: address to listen on; loopback unless told otherwise.
+        port: 0 takes a free one.
+        api_key: what every request but those for `/health` and `/metrics` has to carry; None: nothing.
+        served_names: names of the model, the first one being what answers say; empty: the model directory's name.
+        max_body_bytes: largest request body.
+        max_choices: most outputs of one HTTP request: prompts times `n`.
+        max_concurrent: most HTTP requests that generate at once; more are answered 429.
+        retry_after_s: when a client that got a 429 or 503 should come back, seconds.
+        grace_s: how long a shutdown lets requests finish, seconds.
+        metric_names: `vajra` (own prefix) or `vllm` (vLLM's names where the thing is the same).
+        max_labels: tenants, and classes of service, that numbers tell apart; further ones count as "other".
+        save_run: folder that gets the session as a run; None: it is not recorded.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = field(default=None, repr=False)
+    served_names: tuple[str, ...] = ()
+    max_body_bytes: int = 8 * 2**20
+    max_choices: int = 64
+    max_concurrent: int = 512
+    retry_after_s: float = 1.0
+    grace_s: float = 30.0
+    metric_names: Literal["vajra", "vllm"] = "vajra"
+    max_labels: int = 100
+    save_run: Path | None = None
+
+    def check(self) -> None:
+        """Raises `ConfigError` with everything that cannot be."""
+        problems = [
+            Problem(name, f"is too small ({getattr(self, name)})", "Allowed: 1 or more")
+            for name in ("max_body_bytes", "max_choices", "max_concurrent", "max_labels")
+            if getattr(self, name) < 1
+        ]
+        problems += [
+            Problem(name, f"is out of range ({getattr(self, name)})", "Allowed: 0 or more seconds")
+            for name in ("grace_s", "retry_after_s")
+            if not 0 <= getattr(self, name) < float("inf")
+        ]
+        if not 0 <= self.port <= 65535:
+            problems.append(Problem("port", f"is no port ({self.port})", "Allowed: 0 to 65535; 0 takes a free one"))
+        if self.api_key is not None and not re.fullmatch(r"[\x21-\x7e]+", self.api_key):
+            problems.append(Problem("api_key", "has characters that a header cannot carry", "Allowed: visible ASCII"))
+        if any(not one.strip() for one in self.served_names):
+            problems.append(Problem("served_names", "has an empty name", "Allowed: one character or more"))
+        if problems:
+            raise ConfigError(problems)

@@ -1,0 +1,183 @@
+"""How does an HTTP request become submissions for the engine, or a clear refusal before the engine hears of it?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+from vajra_py.engine.outputs import Collected, Submission
+from vajra_py.engine.params import PromptLimits, check_prompt, check_sampling
+from vajra_py.engine.prompts import request_seed
+from vajra_py.engine.tokenizer import TextStream, Tokenizer
+from vajra_py.errors import ConfigError
+from vajra_py.runtime.request import RequestFacts
+from vajra_py.serve.errors import ApiError, bad_request, of_config_error
+from vajra_py.serve.schema import ChatBody, CompletionBody, GenerationBody, SchedulingHeaders
+from vajra_py.serve.session import EngineSession
+from vajra_py.serve.tickets import Reply, Ticket
+
+LONG_TEXT = 20_000
+"""Characters from which on a text is tokenised outside the event loop's thread."""
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+"""Odd, so that the seeds of one request's outputs differ; 2^64 over the golden ratio."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What one HTTP request asks of the engine, prompts still as they came."""
+
+    body: GenerationBody
+    headers: SchedulingHeaders
+    max_choices: int
+
+
+class Preparer:
+    """Makes requests of one session ready."""
+
+    def __init__(self, session: EngineSession, run_seed: int) -> None:
+        self._session = session
+        self._run_seed = run_seed
+        self._numbers = count()
+
+    def new_id(self, prefix: str) -> str:
+        """The name of the next HTTP request."""
+        return f"{prefix}-{next(self._numbers)}"
+
+    async def completion(self, wanted: Wanted, name: str) -> Reply:
+        """Every output of a `/v1/completions` request. Raises `ApiError`."""
+        body = wanted.body
+        assert isinstance(body, CompletionBody)
+        given = body.prompts()
+        _check_choices(len(given) * body.n, wanted.max_choices)
+        return self._reply(wanted, [await self._tokens(one) for one in given], name)
+
+    async def chat(self, wanted: Wanted, name: str) -> Reply:
+        """Every output of a `/v1/chat/completions` request. Raises `ApiError`."""
+        body = wanted.body
+        assert isinstance(body, ChatBody)
+        _check_choices(body.n, wanted.max_choices)
+        messages = [message.plain() for message in body.messages]
+        tokenizer = self._tokenizer("messages")
+        size = sum(len(message["content"]) for message in messages)
+        try:
+            if size >= LONG_TEXT:
+                prompt = await asyncio.to_thread(tokenizer.apply_chat_template, messages)
+            else:
+                prompt = tokenizer.apply_chat_template(messages)
+        except ConfigError as error:
+            raise of_config_error(error) from None
+        return self._reply(wanted, [prompt], name)
+
+    async def _tokens(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        tokenizer = self._tokenizer("prompt")
+        if len(prompt) >= LONG_TEXT:
+            return await asyncio.to_thread(tokenizer.encode, prompt)
+        return tokenizer.encode(prompt)
+
+    def _tokenizer(self, param: str) -> Tokenizer:
+        tokenizer = self._session.tokenizer
+        if tokenizer is None:
+            message = "the model has no tokenizer; send prompts as token ids to /v1/completions"
+            raise bad_request(message, param, "no_tokenizer")
+        return tokenizer
+
+    def _reply(self, wanted: Wanted, prompts: Sequence[list[int]], name: str) -> Reply:
+        body = wanted.body
+        reply = Reply(streams=bool(body.stream))
+        for prompt in prompts:
+            for _ in range(body.n):
+                index = len(reply.tickets)
+                submission = self._submission(wanted, prompt, f"{name}-{index}", index)
+                reply.tickets.append(Ticket(index, submission, reply))
+        return reply
+
+    def _submission(self, wanted: Wanted, prompt: list[int], request_id: str, index: int) -> Submission:
+        session, body = self._session, wanted.body
+        facts = request_facts(wanted, request_id, len(prompt))
+        replicaset = session.replicaset_of(facts)
+        if replicaset is None:
+            message = "no replicaset takes a request of this model, tenant, class and length"
+            raise bad_request(message, None, "no_replicaset")
+        limits = session.prompt_limits(replicaset)
+        max_tokens = _max_tokens(body, prompt, limits)
+        seed = None if body.seed is None else (body.seed + index * _SEED_STRIDE) % 2**63
+        sampling = body.sampling(max_tokens, seed)
+        try:
+            check_sampling(sampling, "request", limits.vocab_size)
+        except ConfigError as error:
+            raise of_config_error(error) from None
+        tokenizer = session.tokenizer
+        if sampling.stop and tokenizer is None:
+            raise bad_request("the model has no tokenizer, so that no string can end an output", "stop", "no_tokenizer")
+        eos = () if sampling.ignore_eos else session.model.eos_token_ids
+        return Submission(
+            facts=replace(facts, max_tokens=max_tokens),
+            prompt_token_ids=prompt,
+            seed=request_seed(self._run_seed, request_id) if seed is None else seed,
+            collected=Collected(
+                sampling,
+                frozenset((*eos, *sampling.stop_token_ids)),
+                None if tokenizer is None else TextStream(tokenizer),
+            ),
+        )
+
+
+def _check_choices(num_choices: int, most: int) -> None:
+    if num_choices > most:
+        message = f"asks for {num_choices} outputs (prompts times n); at most {most} are allowed"
+        raise bad_request(message, "n")
+
+
+def _max_tokens(body: GenerationBody, prompt: Sequence[int], limits: PromptLimits) -> int:
+    """Most output tokens, checked against what fits. Raises `ApiError`."""
+    try:
+        check_prompt(prompt, limits)
+    except ConfigError as error:
+        too_long = len(prompt) >= limits.max_request_tokens
+        code = "context_length_exceeded" if too_long else "invalid_value"
+        raise bad_request(str(error), "prompt" if isinstance(body, CompletionBody) else "messages", code) from None
+    room = limits.max_request_tokens - len(prompt)
+    wanted = body.wanted_tokens()
+    if wanted is None:
+        return room
+    if wanted > room:
+        message = (
+            f"prompt and output are too long ({len(prompt)} + {wanted} tokens; at most "
+            f"{limits.max_request_tokens} together)"
+        )
+        raise bad_request(message, "max_tokens", "context_length_exceeded")
+    return wanted
+
+
+def request_facts(wanted: Wanted, request_id: str, num_prompt_tokens: int) -> RequestFacts:
+    """What policies see of the request; the same fields as a simulated one has."""
+    body, headers = wanted.body, wanted.headers
+    metadata: Mapping[str, str] = {**(body.metadata or {}), "model": body.model}
+    return RequestFacts(
+        request_id=request_id,
+        num_prompt_tokens=num_prompt_tokens,
+        priority=body.priority,
+        tenant=headers.x_llm_d_inference_fairness_id or body.user or "",
+        slo_class=headers.x_slo_class or body.slo_class or "",
+        ttft_slo_s=_seconds(headers.x_slo_ttft_ms, headers.x_llm_d_slo_ttft_ms, body.ttft_slo_ms),
+        tpot_slo_s=_seconds(headers.x_slo_tpot_ms, headers.x_llm_d_slo_tpot_ms, body.tpot_slo_ms),
+        deadline_s=_seconds(headers.x_deadline_ms, body.deadline_ms),
+        expires_after_s=_seconds(headers.x_expires_after_ms, body.expires_after_ms),
+        session_id=headers.x_session_id or body.session_id or "",
+        metadata=metadata,
+    )
+
+
+def _seconds(*milliseconds: float | None) -> float | None:
+    """The first one given, in seconds."""
+    return next((value / 1000.0 for value in milliseconds if value is not None), None)
+
+
+def unknown_model(name: str, known: Sequence[str]) -> ApiError:
+    """The model is not served here."""
+    message = f"the model {name!r} does not exist here. Served: {', '.join(known)}"
+    return ApiError(404, message, code="model_not_found", param="model")

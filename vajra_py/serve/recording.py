@@ -1,0 +1,120 @@
+"""How does a served session become a run's folder, as an experiment's is: to compare, to look at, to replay?
+
+The folder is complete when the server has shut down. Until then its logs grow on disk, and its tables in memory: about 200
+bytes a request and a step, 8 a token; so a session is recorded when asked for.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vajra_py.config import ExperimentConfig
+from vajra_py.contract import EndReason, Observer
+from vajra_py.engine.assembly import Engine
+from vajra_py.engine.loop import EngineLoop
+from vajra_py.engine.outputs import Submission
+from vajra_py.errors import ConfigError, Problem, VajraError
+from vajra_py.experiment.engined import ENGINE_FILE, OUTPUTS_FILE
+from vajra_py.experiment.folder import FAILED, FINISHED, RunFolder
+from vajra_py.metrics.recorder import Recorder
+from vajra_py.metrics.summary import summarise
+from vajra_py.metrics.tables import write_parquet
+from vajra_py.plugins import Registry
+from vajra_py.runtime.clock import to_seconds
+from vajra_py.runtime.decision_log import DecisionLog
+from vajra_py.runtime.input_log import INPUTS_FILE, Input, InputLog
+from vajra_py.runtime.request import Request
+
+
+class RunRecording:
+    """Keeps one session. Made before the model is loaded, so that a folder that is taken is found out at once."""
+
+    def __init__(self, config: ExperimentConfig, registry: Registry, folder: Path) -> None:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            problem = Problem(f"run folder {folder}", "is there already, and not empty", "A folder that is not there")
+            raise ConfigError(problem)
+        self._place = RunFolder(folder)
+        self._place.start(config, registry, overwrite=False)
+        self._keeps_steps = config.output.steps
+        self._inputs: InputLog | None = None
+        self._outputs: gzip.GzipFile | None = None
+        self._recorder: Recorder | None = None
+        self._decisions: DecisionLog | None = None
+
+    @property
+    def observers(self) -> Sequence[Observer]:
+        """See `Recording`."""
+        return [one for one in (self._recorder, self._decisions) if one is not None]
+
+    def begin(self, engine: Engine) -> None:
+        """See `Recording`."""
+        path = self._place.path
+        description = json.dumps(engine.description(), indent=1, sort_keys=True)
+        (path / ENGINE_FILE).write_text(description + "\n")
+        sizes = {name: one.replicas[0].memory.num_blocks for name, one in engine.controller.replicasets.items()}
+        self._recorder = Recorder(sizes.__getitem__, self._keeps_steps)
+        self._decisions = DecisionLog(path / "decisions.jsonl.gz")
+        self._inputs = InputLog(path / INPUTS_FILE)
+        self._outputs = gzip.GzipFile(path / OUTPUTS_FILE, "wb", compresslevel=1, mtime=0)
+
+    def note(self, entry: Input) -> None:
+        """See `Recording`."""
+        assert self._inputs is not None
+        self._inputs.note(entry)
+
+    def ended(self, submission: Submission, request: Request, reason: EndReason) -> None:
+        """See `Recording`."""
+        self._write_output(request, submission, reason.value)
+
+    def finish(self, loop: EngineLoop, error: BaseException | None) -> None:
+        """See `Recording`."""
+        assert self._inputs is not None
+        assert self._outputs is not None
+        for request, submission in loop.alive():
+            self._write_output(request, submission, "")
+        self._inputs.close()
+        self._outputs.close()
+        self._write_tables(loop)
+        facts = self._facts(loop)
+        if error is None:
+            self._place.note(FINISHED, **facts)
+        else:
+            said = str(error) if isinstance(error, VajraError) else f"{type(error).__name__}: {error}"
+            self._place.note(FAILED, error=said, **facts)
+
+    def _write_tables(self, loop: EngineLoop) -> None:
+        recorder, path = self._recorder, self._place.path
+        assert recorder is not None
+        assert self._decisions is not None
+        recorder.record_unfinished(loop.controller.alive())
+        self._decisions.close()
+        write_parquet(recorder.requests, path / "requests.parquet")
+        write_parquet(recorder.steps, path / "steps.parquet")
+        write_parquet(recorder.tbt, path / "tbt.parquet")
+        requests, steps, tbt = recorder.requests.to_table(), recorder.steps.to_table(), recorder.tbt.to_table()
+        (path / "summary.json").write_text(summarise(requests, steps, tbt, None).to_json())
+
+    def _facts(self, loop: EngineLoop) -> dict[str, Any]:
+        controller = loop.controller
+        return {
+            "ended_at_s": to_seconds(loop.now),
+            "num_steps": loop.num_steps,
+            "num_submitted": controller.num_submitted,
+            "num_ended": {reason.value: count for reason, count in sorted(controller.num_ended.items(), key=str)},
+            "num_unfinished": controller.num_alive,
+            "workload": {"num_requests": controller.num_submitted, "served": True},
+        }
+
+    def _write_output(self, request: Request, submission: Submission, reason: str) -> None:
+        assert self._outputs is not None
+        row = {
+            "index": request.index,
+            "request_id": request.request_id,
+            "reason": reason,
+            "token_ids": submission.collected.token_ids,
+        }
+        self._outputs.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")

@@ -1,0 +1,167 @@
+"""What does a client get back? The shapes of answers, for the OpenAPI document; answers themselves are plain dictionaries."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """Every answer that is no success."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(BaseModel):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int = Field(description="Of the prompt, found in the prefix cache.")
+
+
+class UsageAnswer(BaseModel):
+    """Tokens that a request took."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities, a list entry for each token."""
+
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]] | None
+
+
+class Choice(BaseModel):
+    """What both kinds of outputs have."""
+
+    index: int
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None = Field(description="The stop string or token that ended it.")
+    token_ids: list[int] | None = Field(None, description="With `return_token_ids`.")
+    prompt_token_ids: list[int] | None = Field(None, description="With `return_token_ids`.")
+
+
+class CompletionChoice(Choice):
+    """One output of `/v1/completions`."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class CompletionAnswer(BaseModel):
+    """Answer of `/v1/completions`."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageAnswer
+
+
+class TopLogprob(BaseModel):
+    """A token and how likely it was."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    """The token that was chosen, and the likeliest ones."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities, an entry for each token."""
+
+    content: list[ChatLogprob]
+
+
+class AnswerMessage(BaseModel):
+    """The model's message."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Choice):
+    """One output of `/v1/chat/completions`."""
+
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatAnswer(BaseModel):
+    """Answer of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageAnswer
+
+
+class ModelAnswer(BaseModel):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None = Field(description="Longest sequence; null while the model is being loaded.")
+
+
+class ModelsAnswer(BaseModel):
+    """Answer of `/v1/models`."""
+
+    object: Literal["list"]
+    data: list[ModelAnswer]
+
+
+class HealthAnswer(BaseModel):
+    """Answer of `/health` and `/ready`."""
+
+    status: str
+    replicas_up: int
+    replicas: int
+
+
+class VersionAnswer(BaseModel):
+    """Answer of `/version`."""
+
+    version: str
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The answers of a path that are no success."""
+    return {status: {"model": ErrorAnswer, "description": _DESCRIPTIONS[status]} for status in statuses}
+
+
+_DESCRIPTIONS = {
+    400: "The request is wrong.",
+    401: "The key is missing or wrong.",
+    404: "There is no such model.",
+    408: "The request waited longer than it allows.",
+    413: "The request is too large.",
+    429: "Queues are full; `Retry-After` says when to come back.",
+    503: "No replica is ready, or the one that ran the request failed.",
+}

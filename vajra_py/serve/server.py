@@ -1,0 +1,121 @@
+"""How does a server run from its start to its end?
+
+SIGTERM or SIGINT: nothing new is taken (503), what runs may finish within the grace time, the rest is answered 503, then the
+process ends. A second signal ends the wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.serve.app import Service, create_app
+from vajra_py.serve.session import SessionState
+
+_log = logging.getLogger(__name__)
+_BACKLOG = 2048
+_LAST_BYTES_S = 5.0
+"""How long connections get, at the very end, to take what was written to them."""
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, except that a signal first lets the session drain."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task[None] | None = None
+        self.on_listening: Callable[[], None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal has come; called between two bytecodes of the main thread."""
+        if self._event_loop is None or self._drain is not None:
+            self.should_exit = True
+            return
+        self._event_loop.call_soon_threadsafe(self.begin_drain)
+
+    def begin_drain(self) -> None:
+        """Stop taking requests, and exit when those that run are done; in the event loop's thread."""
+        if self._drain is None:
+            self._drain = asyncio.get_running_loop().create_task(self._drained())
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn; a task watches over the session from here on."""
+        await super().startup(sockets)
+        self._event_loop = asyncio.get_running_loop()
+        self._watch = self._event_loop.create_task(self._until_engine_ends())
+        if self.on_listening is not None:
+            self.on_listening()
+
+    async def _until_engine_ends(self) -> None:
+        """An engine that fails takes the server with it: whoever runs it starts it again."""
+        await self._service.session.ended()
+        if self._service.session.state is SessionState.FAILED:
+            self.begin_drain()
+
+    async def _drained(self) -> None:
+        service, session = self._service, self._service.session
+        session.drain()
+        _log.info("draining: %d requests are being answered", service.num_exchanges)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + service.options.grace_s
+        while service.num_exchanges and loop.time() < deadline and not self.should_exit:
+            await asyncio.sleep(0.02)
+        await session.close()
+        deadline = loop.time() + _LAST_BYTES_S
+        while service.num_exchanges and loop.time() < deadline:
+            await asyncio.sleep(0.01)
+        self.should_exit = True
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound, so that the port is known before anything heavy is loaded. Raises `ConfigError`."""
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = infos[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(Problem("host", f"cannot be listened on ({host!r}: {error})")) from None
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        message = f"cannot be listened on ({host} port {port}: {error.strerror})"
+        raise ConfigError(Problem("port", message, "A free port; 0 takes one")) from None
+    bound.listen(_BACKLOG)
+    bound.setblocking(False)
+    return bound
+
+
+def serve(service: Service, on_listening: Callable[[str, int], None]) -> None:
+    """Listen and answer until a signal comes. Raises what ended the engine, if anything did."""
+    options = service.options
+    options.check()
+    bound = bind(options.host, options.port)
+    config = uvicorn.Config(
+        create_app(service),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(_LAST_BYTES_S),
+        ws="none",
+        lifespan="on",
+    )
+    server = DrainingServer(config, service)
+    host, port = bound.getsockname()[:2]
+    server.on_listening = lambda: on_listening(host, port)
+    try:
+        server.run(sockets=[bound])
+    finally:
+        bound.close()
+    if service.session.error is not None:
+        raise service.session.error

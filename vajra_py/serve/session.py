@@ -1,0 +1,300 @@
+"""How does a server keep an engine: load it, hand requests to it, and let go of it without losing one?
+
+One thread loads the engine and then is its loop. Everything else here belongs to the event loop's thread.
+
+Invariants:
+    - A request that `submit` took gets an end on its ticket, whatever happens to the engine.
+    - Once the engine's thread is done, `submit` raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol, cast
+
+from vajra_py.config import ExperimentConfig
+from vajra_py.contract import EndReason, Observer
+from vajra_py.engine.assembly import Engine
+from vajra_py.engine.compute import ModelFacts
+from vajra_py.engine.config import EngineConfig
+from vajra_py.engine.loop import EngineLoop
+from vajra_py.engine.outputs import Submission
+from vajra_py.engine.params import PromptLimits
+from vajra_py.engine.services import engine_services
+from vajra_py.engine.tokenizer import HubTokenizer, Tokenizer, has_tokenizer
+from vajra_py.errors import ConfigError, Problem, VajraError
+from vajra_py.plugins import Registry
+from vajra_py.runtime.controller import Controller
+from vajra_py.runtime.input_log import Input
+from vajra_py.runtime.replicaset import max_request_tokens
+from vajra_py.runtime.request import Request, RequestFacts
+from vajra_py.serve.tickets import End, Mailbox, Ticket
+
+_log = logging.getLogger(__name__)
+
+
+class SessionState(Enum):
+    """Where a session stands."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    """Finishes what it has, takes nothing new."""
+    CLOSED = "closed"
+    FAILED = "failed"
+
+
+class Unavailable(Exception):
+    """The session takes no requests now; the text says why."""
+
+
+class Recording(Protocol):
+    """What keeps a session's run."""
+
+    @property
+    def observers(self) -> Sequence[Observer]:
+        """Who has to watch it."""
+
+    def begin(self, engine: Engine) -> None:
+        """The engine is loaded, and nothing has happened yet."""
+
+    def note(self, entry: Input) -> None:
+        """Something reached the controller."""
+
+    def ended(self, submission: Submission, request: Request, reason: EndReason) -> None:
+        """A request has ended."""
+
+    def finish(self, loop: EngineLoop, error: BaseException | None) -> None:
+        """Nothing more will happen; called in the engine's thread before the engine is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionParts:
+    """What a session is made of.
+
+    Attributes:
+        config: the experiment; its backend is the engine.
+        registry: installed policies.
+        recording: who keeps the run; None: nobody.
+        replaced: parts of `EngineServices` to replace, for tests.
+    """
+
+    config: ExperimentConfig
+    registry: Registry
+    recording: Recording | None = None
+    replaced: dict[str, Any] | None = None
+
+
+class EngineSession:
+    """One engine behind a server."""
+
+    def __init__(self, parts: SessionParts) -> None:
+        settings = parts.config.backend.settings
+        if not isinstance(settings, EngineConfig):
+            message = f"a server needs the engine (got {parts.config.backend.kind!r})"
+            raise ConfigError(Problem("backend", message, "Allowed: `backend: {engine: {model: …}}`"))
+        self.settings: EngineConfig = settings
+        self.state = SessionState.LOADING
+        self.error: BaseException | None = None
+        self.tokenizer: Tokenizer | None = None
+        self.engine: Engine | None = None
+        self.watchers: list[Callable[[Controller], Sequence[Observer]]] = []
+        """Called in the engine's thread when the engine is loaded; they say who watches it."""
+        self._parts = parts
+        self._loop: EngineLoop | None = None
+        self._tickets: dict[Ticket, None] = {}
+        self._mailbox: Mailbox | None = None
+        self._gate = threading.Lock()
+        self._takes = False
+        self._changed: asyncio.Event | None = None
+        self._thread = threading.Thread(target=self._run, name="vajra-engine", daemon=True)
+
+    # The event loop's side
+
+    def start(self) -> None:
+        """Begin to load; returns at once."""
+        loop = asyncio.get_running_loop()
+        self._mailbox = Mailbox(loop)
+        self._changed = asyncio.Event()
+        self._thread.start()
+
+    async def loaded(self) -> None:
+        """Wait until the engine serves. Raises what loading it raised."""
+        await self._until(lambda: self.state is not SessionState.LOADING)
+        if self.error is not None:
+            raise self.error
+
+    async def ended(self) -> None:
+        """Wait until the engine's thread is done, whatever ended it."""
+        await self._until(lambda: self.state in (SessionState.CLOSED, SessionState.FAILED))
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        assert self._changed is not None
+        while not holds():
+            self._changed.clear()
+            await self._changed.wait()
+
+    @property
+    def model(self) -> ModelFacts:
+        """The loaded model; only once it is loaded."""
+        assert self.engine is not None
+        return self.engine.facts
+
+    @property
+    def controller(self) -> Controller | None:
+        """The controller, once the engine is loaded; its numbers may be read from any thread."""
+        return None if self.engine is None else self.engine.controller
+
+    @property
+    def num_replicas_up(self) -> int:
+        """Replicas that compute."""
+        if self.engine is None or self.state not in (SessionState.READY, SessionState.DRAINING):
+            return 0
+        return sum(not unit.is_lost for unit in self.engine.units.values())
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request sent now would be taken and run."""
+        return self.state is SessionState.READY and self.num_replicas_up > 0
+
+    def replicaset_of(self, facts: RequestFacts) -> str | None:
+        """The replicaset that takes a request; None when none does."""
+        for name, one in self._parts.config.effective_replicasets.items():
+            if one.select.matches(cast(Any, facts)):
+                return name
+        return None
+
+    def prompt_limits(self, replicaset: str) -> PromptLimits:
+        """What a prompt may be there."""
+        assert self.engine is not None
+        replica = self.engine.controller.replicasets[replicaset].replicas[0]
+        return PromptLimits(self.model.vocab_size, replica.limits.max_model_len, max_request_tokens(replica))
+
+    def submit(self, tickets: Sequence[Ticket]) -> None:
+        """Hand outputs over to the engine, all or none. Raises `Unavailable`."""
+        assert self._mailbox is not None
+        for ticket in tickets:
+            self._mailbox.on_progress(ticket, self._forget)
+        with self._gate:
+            if not self._takes:
+                raise Unavailable(self.why_unavailable())
+            assert self._loop is not None
+            for ticket in tickets:
+                self._tickets[ticket] = None
+                self._loop.submit(ticket.submission)
+
+    def abort(self, tickets: Sequence[Ticket]) -> None:
+        """Take outputs back; those that have ended already stay as they are."""
+        if self._loop is not None:
+            for ticket in tickets:
+                if ticket.end is None:
+                    self._loop.abort(ticket.request_id)
+
+    def why_unavailable(self) -> str:
+        """What to tell a client whose request is not taken."""
+        if self.state is SessionState.LOADING:
+            return "the model is being loaded"
+        if self.state is SessionState.READY:
+            return "no replica is up"
+        if self.state is SessionState.FAILED:
+            return "the engine has failed; the server's log says why"
+        return "the server is shutting down"
+
+    @property
+    def num_open(self) -> int:
+        """Outputs taken and not ended."""
+        return len(self._tickets)
+
+    def drain(self) -> None:
+        """Take nothing new from now on."""
+        with self._gate:
+            self._takes = False
+        if self.state is SessionState.READY:
+            self._set_state(SessionState.DRAINING)
+
+    async def close(self) -> None:
+        """End everything that is left and the engine; returns when its thread is done."""
+        self.drain()
+        if self._thread.ident is None:
+            return
+        await self._until(lambda: self.state is not SessionState.LOADING)
+        if self._loop is not None:
+            self._loop.stop()
+        await self.ended()
+        await asyncio.to_thread(self._thread.join)
+
+    # The engine's side
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            self._load()
+            assert self._loop is not None
+            self._loop.run()
+        except BaseException as raised:  # whatever it was, every client has to be told
+            error = raised
+        with self._gate:
+            self._takes = False
+        self._end_all(error)  # first: closing may have to wait for a step, and clients need not
+        try:
+            self._finish(error)
+        except BaseException as raised:
+            _log.exception("closing the engine failed")
+            error = error or raised
+        self.error = error
+        if error is not None:
+            expected = isinstance(error, VajraError)
+            _log.error("the engine ended: %s", error, exc_info=None if expected else error)
+        self._set_state(SessionState.CLOSED if error is None else SessionState.FAILED)
+
+    def _load(self) -> None:
+        parts, settings = self._parts, self.settings
+        replaced = {"threaded": True, **(parts.replaced or {})}
+        services = engine_services(parts.config, parts.registry, {}, **replaced)
+        self.tokenizer = HubTokenizer(settings.model) if has_tokenizer(settings.model) else None
+        engine = Engine.load(parts.config, services)
+        self.engine = engine
+        recording = parts.recording
+        if recording is not None:
+            recording.begin(engine)
+        kept = () if recording is None else recording.observers
+        found = [one for make in self.watchers for one in make(engine.controller)]
+        engine.controller.watch([*found, *kept])
+        self._loop = engine.start(serves=True, note=None if recording is None else recording.note)
+        if recording is not None:
+            self._loop.on_ended = recording.ended
+        with self._gate:
+            self._takes = True
+        self._set_state(SessionState.READY)
+
+    def _finish(self, error: BaseException | None) -> None:
+        try:
+            if self._parts.recording is not None and self._loop is not None:
+                self._parts.recording.finish(self._loop, error)
+        finally:
+            if self.engine is not None:
+                self.engine.close()
+
+    def _end_all(self, error: BaseException | None) -> None:
+        """Tell everyone who still waits; a ticket that has ended meanwhile keeps its own end."""
+        assert self._mailbox is not None
+        detail = "the server is shutting down" if error is None else "the engine has failed; the server's log says why"
+        for ticket in list(self._tickets):
+            collected = ticket.submission.collected
+            end = End(EndReason.FAILED, detail)
+            self._mailbox.post(ticket, (len(collected.token_ids), collected.text, end))
+        self._tickets.clear()
+
+    def _forget(self, ticket: Ticket) -> None:
+        self._tickets.pop(ticket, None)
+
+    def _set_state(self, state: SessionState) -> None:
+        self.state = state
+        assert self._mailbox is not None
+        assert self._changed is not None
+        self._mailbox.call(self._changed.set)

@@ -1,0 +1,269 @@
+"""What has a server done so far, in numbers? Kept by an observer in the engine's thread, read from the event loop's.
+
+Everything is bounded: histograms have fixed buckets, tenants and classes beyond a limit count as "other", and percentiles
+are those of the last requests. A reader may see a request counted in one number and not yet in the next.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, cast
+
+import numpy as np
+
+from vajra_py.contract import (
+    EndReason,
+    LatencyModel,
+    Observer,
+    ReplicaId,
+    ReplicaScheduler,
+    ReplicasetScheduler,
+    RequestView,
+    StepEnd,
+)
+from vajra_py.contract.batch import BatchBuilder
+from vajra_py.contract.views import QueueView, ReplicaState, ReplicaView
+from vajra_py.errors import VajraError
+from vajra_py.metrics.recorder import token_times
+from vajra_py.runtime.controller import Controller
+from vajra_py.runtime.executor import StepPlan
+from vajra_py.runtime.request import Request
+
+OTHER = "other"
+RECENT = 512
+"""Requests whose latencies the percentiles are of, for each class."""
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+SHORT_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.1, 1.0)
+TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 65536.0)
+
+
+class Histogram:
+    """Counts by bucket, as Prometheus has them."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+        self._edges = np.asarray(bounds)
+
+    def add(self, value: float) -> None:
+        """One more value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def add_all(self, values: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+        """Several more."""
+        places = np.bincount(np.searchsorted(self._edges, values), minlength=len(self.counts))
+        for place in np.flatnonzero(places):
+            self.counts[place] += int(places[place])
+        self.total += float(values.sum())
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, values up to it), as an exposition has them."""
+        sums = list(accumulate(self.counts))
+        return [
+            *((str(bound), float(count)) for bound, count in zip(self.bounds, sums, strict=False)),
+            ("+Inf", sums[-1]),
+        ]
+
+
+@dataclass(slots=True)
+class Recent:
+    """Latencies of the last requests of one class, seconds."""
+
+    ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    tpot_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    e2e_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+
+class SetStats:
+    """The numbers of one replicaset."""
+
+    def __init__(self) -> None:
+        self.ttft = Histogram(SECONDS)
+        self.gaps = Histogram(SECONDS)
+        self.e2e = Histogram(SECONDS)
+        self.queue = Histogram(SECONDS)
+        self.prefill = Histogram(SECONDS)
+        self.decode = Histogram(SECONDS)
+        self.step = Histogram(SECONDS)
+        self.forming = Histogram(SHORT_SECONDS)
+        self.step_tokens = Histogram(TOKENS)
+        self.prompt = Histogram(TOKENS)
+        self.output = Histogram(TOKENS)
+        self.ended: Counter[str] = Counter()
+        self.violations: Counter[tuple[str, str]] = Counter()
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0
+        self.num_looked_up_tokens = 0
+        self.predicted_s = 0.0
+        self.measured_s = 0.0
+        self.last_step: dict[str, int] = {}
+
+
+class ServerStats(Observer):
+    """Counts what happens."""
+
+    def __init__(self, controller: Controller, max_labels: int) -> None:
+        self.sets = {name: SetStats() for name in controller.replicasets}
+        self.decisions: dict[tuple[str, str, str], Histogram] = {}
+        self.service_tokens: Counter[str] = Counter()
+        self.recent: defaultdict[str, Recent] = defaultdict(Recent)
+        self._max_labels = max_labels
+        self._latency: dict[str, LatencyModel | None] = {
+            name: one.replicas[0].parts.latency for name, one in controller.replicasets.items()
+        }
+
+    # What happens
+
+    def on_admitted(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """Count what the prefix cache spared, at the first admission."""
+        if request.num_preemptions:
+            return
+        stats = self._of(request)
+        stats.num_looked_up_tokens += request.num_prompt_tokens
+        stats.num_cached_tokens += request.num_cached_tokens
+        stats.queue.add(now - request.arrived_at)
+
+    def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
+        """Count it."""
+        self._of(request).num_preemptions += 1
+
+    def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
+        """Count the request's tokens, times and broken promises."""
+        one, stats = cast(Request, request), self._of(request)
+        stats.ended[reason.value] += 1
+        if reason is EndReason.REJECTED:
+            return
+        stats.prompt.add(one.num_prompt_tokens)
+        stats.output.add(one.num_output_tokens)
+        tenant = self._capped(one.tenant, self.service_tokens)
+        self.service_tokens[tenant] += one.num_computed_tokens + one.num_output_tokens
+        if one.first_token_at is None:
+            return
+        gaps = np.diff(token_times(one))
+        if len(gaps):
+            stats.gaps.add_all(gaps)
+        ttft, e2e = one.first_token_at - one.arrived_at, now - one.arrived_at
+        stats.ttft.add(ttft)
+        stats.e2e.add(e2e)
+        stats.prefill.add(one.first_token_at - (one.admitted_at or one.arrived_at))
+        stats.decode.add(now - one.first_token_at)
+        tpot = float(gaps.mean()) if len(gaps) else 0.0
+        name = self._capped(one.slo_class, self.recent)
+        recent = self.recent[name]
+        for kept, value in ((recent.ttft_s, ttft), (recent.tpot_s, tpot), (recent.e2e_s, e2e)):
+            kept.append(value)
+        late = one.deadline_at is not None and now > one.deadline_at
+        for promise, is_broken in (
+            ("ttft", one.ttft_slo_s is not None and ttft > one.ttft_slo_s),
+            ("tpot", one.tpot_slo_s is not None and tpot > one.tpot_slo_s),
+            ("deadline", late),
+        ):
+            stats.violations[promise, name] += is_broken
+
+    def on_step_end(self, step: StepEnd) -> None:
+        """Count it."""
+        stats, shape = self.sets[step.replicaset], step.shape
+        seconds = step.ended_at - step.formed_at
+        stats.step.add(seconds)
+        stats.step_tokens.add(shape.num_tokens)
+        stats.last_step = {"num_decodes": shape.num_decodes, "prefill_tokens": shape.prefill_tokens}
+        model = self._latency[step.replicaset]
+        if model is not None:
+            try:
+                stats.predicted_s += model.batch_time_s(shape)
+                stats.measured_s += seconds
+            except VajraError:  # this model predicts nothing
+                self._latency[step.replicaset] = None
+
+    # What it comes to
+
+    def jain_index(self) -> float:
+        """Jain's fairness of the tokens that tenants were served: 1 when all got the same, 1/n when one got everything."""
+        shares = [float(count) for count in dict(self.service_tokens).values()]
+        squares = sum(share * share for share in shares)
+        return 1.0 if squares == 0 else sum(shares) ** 2 / (len(shares) * squares)
+
+    def percentiles(self) -> dict[str, dict[str, float]]:
+        """P50 and P99 of the last requests' latencies by class, milliseconds; the class without a name is `(none)`."""
+        found = {}
+        for name, recent in dict(self.recent).items():
+            row = {"requests": float(len(recent.ttft_s))}
+            for what, kept in (("ttft", recent.ttft_s), ("tpot", recent.tpot_s), ("e2e", recent.e2e_s)):
+                low, high = _quantiles(kept.copy())
+                row[f"{what}_p50_ms"], row[f"{what}_p99_ms"] = 1e3 * low, 1e3 * high
+            found[name or "(none)"] = row
+        return found
+
+    def _of(self, request: RequestView) -> SetStats:
+        return self.sets[cast(Request, request).replicaset]
+
+    def _capped(self, name: str, known: Collection[str]) -> str:
+        return name if name in known or len(known) < self._max_labels else OTHER
+
+
+def _quantiles(values: Iterable[float]) -> tuple[float, float]:
+    found = np.fromiter(values, float)
+    return (0.0, 0.0) if not len(found) else (float(np.quantile(found, 0.5)), float(np.quantile(found, 0.99)))
+
+
+# How long policies take to decide: their calls are timed from outside, and nothing of them changes.
+
+
+class _TimedReplicaScheduler:
+    def __init__(self, policy: ReplicaScheduler, kept: Histogram) -> None:
+        self._policy = policy
+        self._kept = kept
+
+    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+        started = time.perf_counter()
+        self._policy.schedule(replica, batch, now)
+        self._kept.add(time.perf_counter() - started)
+
+
+class _TimedReplicasetScheduler:
+    def __init__(self, policy: ReplicasetScheduler, kept: Histogram) -> None:
+        self._policy = policy
+        self._kept = kept
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaView], now: float) -> ReplicaId | None:
+        started = time.perf_counter()
+        chosen = self._policy.assign(request, replicas, now)
+        self._kept.add(time.perf_counter() - started)
+        return chosen
+
+    def pull(self, replica: ReplicaView, queued: QueueView, now: float) -> Iterable[str]:
+        return self._policy.pull(replica, queued, now)
+
+
+def time_policies(controller: Controller, stats: ServerStats) -> None:
+    """Time the policies' decisions and the forming of steps from now on."""
+    for name, replicaset in controller.replicasets.items():
+        kept = stats.decisions.setdefault((name, "replicaset_scheduler", replicaset.scheduler_name), _short())
+        replicaset.scheduler = _TimedReplicasetScheduler(replicaset.scheduler, kept)
+        for replica in replicaset.replicas:
+            key = (name, "replica_scheduler", replica.parts.policy_name)
+            kept = stats.decisions.setdefault(key, _short())
+            replica._policy = _TimedReplicaScheduler(replica._policy, kept)
+            timed = _timed(replica.form_step, stats.sets[name].forming)
+            replica.form_step = timed  # type: ignore[method-assign, assignment]
+
+
+def _short() -> Histogram:
+    return Histogram(SHORT_SECONDS)
+
+
+def _timed(function: Callable[[int], StepPlan | None], kept: Histogram) -> Callable[[int], StepPlan | None]:
+    def timed(now: int) -> StepPlan | None:
+        started = time.perf_counter()
+        result = function(now)
+        kept.add(time.perf_counter() - started)
+        return result
+
+    return timed

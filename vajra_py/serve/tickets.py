@@ -1,0 +1,169 @@
+"""How does what the engine's thread finds out reach the request's own coroutine?
+
+The engine's thread leaves a note on a ticket and wakes the event loop once for everything that it left since; a slow
+client finds several tokens together, and nobody waits for it.
+
+Invariants:
+    - A ticket ends exactly once, with a reason; nothing follows.
+    - A note is a snapshot: what it says (so many tokens, this text) belongs together, whatever the engine does meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from vajra_py.contract import EndReason
+from vajra_py.engine.compute import TokenLogprobs
+from vajra_py.engine.outputs import Submission
+from vajra_py.runtime.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a request ended, and what it took.
+
+    Attributes:
+        reason: why.
+        detail: the same in words, where there is more to say.
+        stopped_by: the stop string or token that ended it.
+        num_cached_tokens: of the prompt, found in the prefix cache.
+    """
+
+    reason: EndReason
+    detail: str = ""
+    stopped_by: str | int | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One output on its way: what is known of it in the event loop's thread.
+
+    Attributes:
+        index: which output of its reply.
+        submission: what the engine was given.
+        num_tokens: tokens so far.
+        text: text so far that a client may see.
+        end: how it ended; None: it has not.
+    """
+
+    index: int
+    submission: Submission
+    reply: Reply
+    num_tokens: int = 0
+    text: str = ""
+    end: End | None = None
+
+    @property
+    def request_id(self) -> str:
+        """The engine's name for it."""
+        return self.submission.facts.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.submission.prompt_token_ids)
+
+    def token_ids(self, start: int = 0) -> Sequence[int]:
+        """Tokens that this ticket has been told of, from the `start`-th on."""
+        return self.submission.collected.token_ids[start : self.num_tokens]
+
+    def logprobs(self, start: int = 0) -> Sequence[TokenLogprobs]:
+        """Log-probabilities of the same tokens, where they were asked for."""
+        return self.submission.collected.logprobs[start : self.num_tokens]
+
+
+@dataclass(slots=True, eq=False)
+class Reply:
+    """The outputs of one HTTP request together: whoever answers it waits for any of them.
+
+    `streams` says whether every step matters, or only the end of each output.
+    """
+
+    streams: bool = False
+    tickets: list[Ticket] = field(default_factory=list)
+    _changed: dict[Ticket, None] = field(default_factory=dict)
+    _waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every output has ended."""
+        return all(ticket.end is not None for ticket in self.tickets)
+
+    async def changes(self) -> list[Ticket]:
+        """Wait for news; the outputs that have any, in the order in which it came."""
+        while not self._changed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        changed, self._changed = list(self._changed), {}
+        return changed
+
+    async def done(self) -> None:
+        """Wait until every output has ended."""
+        while not self.is_done:
+            await self.changes()
+
+    def tell(self, ticket: Ticket, note: Note) -> None:
+        """Bring a ticket up to date; in the event loop's thread."""
+        if ticket.end is not None:
+            return
+        ticket.num_tokens, ticket.text, ticket.end = note
+        self._changed[ticket] = None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+Note = tuple[int, str, End | None]
+"""(tokens so far, text so far, end)."""
+
+
+class Mailbox:
+    """Notes from the engine's thread to the event loop's; one wake-up for all that were left since the last."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._notes: deque[tuple[Ticket, Note]] = deque()
+        self._woken = False
+
+    def post(self, ticket: Ticket, note: Note) -> None:
+        """Leave a note; from any thread."""
+        self._notes.append((ticket, note))
+        if not self._woken:
+            self._woken = True
+            try:
+                self._loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:  # the event loop is closed: nobody reads any more
+                self._notes.clear()
+
+    def _deliver(self) -> None:
+        self._woken = False  # before reading: a note that comes meanwhile wakes the loop again
+        while self._notes:
+            ticket, note = self._notes.popleft()
+            ticket.reply.tell(ticket, note)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call something in the event loop's thread; from any thread."""
+        with suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(function)
+
+    def on_progress(self, ticket: Ticket, forget: Callable[[Ticket], None]) -> None:
+        """Let a ticket's submission report here; `forget` is called, in the engine's thread, when it has ended."""
+
+        def progress(submission: Submission, request: Request, reason: EndReason | None) -> None:
+            if reason is None and not ticket.reply.streams:
+                return
+            collected = submission.collected
+            end = None
+            if reason is not None:
+                forget(ticket)
+                end = End(reason, request.detail, collected.stopped_by, request.num_cached_tokens)
+            self.post(ticket, (len(collected.token_ids), collected.text, end))
+
+        ticket.submission.on_progress = progress

@@ -1,0 +1,1 @@
+"""What happens when the mechanism runs on predicted step durations?"""

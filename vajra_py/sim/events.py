@@ -1,0 +1,54 @@
+"""In which order do things happen? By (tick, phase, sequence): a total order, so that equal runs are equal to the byte."""
+
+from __future__ import annotations
+
+import heapq
+from enum import IntEnum
+from typing import Any
+
+from vajra_py.runtime.clock import NEVER
+
+
+class Phase(IntEnum):
+    """What goes first among events of one tick: what frees, then what comes, then what decides."""
+
+    STEP_END = 0
+    FAILURE = 1
+    STAGE_END = 2
+    ARRIVAL = 3
+    EXPIRY = 4
+    ABORT = 5
+    FORM = 6
+
+
+class EventQueue:
+    """Future events; `payload` never takes part in comparisons."""
+
+    __slots__ = ("_heap", "_sequence")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, int, Any]] = []
+        self._sequence = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, tick: int, phase: Phase, payload: Any) -> None:
+        """Let something happen at `tick`."""
+        self._sequence += 1
+        heapq.heappush(self._heap, (tick, phase, self._sequence, payload))
+
+    def pop(self) -> tuple[int, int, int, Any]:
+        """The next event: (tick, phase, sequence, payload)."""
+        return heapq.heappop(self._heap)
+
+    def next_tick(self) -> int:
+        """When the next event is due; `NEVER` when there is none."""
+        return self._heap[0][0] if self._heap else NEVER
+
+    def nothing_up_to(self, tick: int, phase: Phase) -> bool:
+        """Whether no event precedes (tick, phase), and none of it was pushed earlier."""
+        if not self._heap:
+            return True
+        first = self._heap[0]
+        return first[0] > tick or (first[0] == tick and first[1] > phase)

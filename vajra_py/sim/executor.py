@@ -1,0 +1,74 @@
+"""How long does a simulated step take, and when does a simulated request stop?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from vajra_py.contract import LatencyModel
+from vajra_py.runtime.clock import to_ticks
+from vajra_py.runtime.executor import StepPlan, StepResult
+from vajra_py.runtime.request import Request
+from vajra_py.sim.runs import Ticks, decode_run_times_s, run_ticks_of
+
+
+class StepTimer(Protocol):
+    """Durations of simulated steps."""
+
+    def stage_ticks(self, plan: StepPlan) -> int:
+        """Ticks that one pipeline stage (the whole step, when there is one) is busy with the plan."""
+
+
+class PredictedTimer:
+    """Steps last what the latency model says, and a fixed overhead for scheduling."""
+
+    def __init__(self, latency: LatencyModel, overhead_s: float = 0.0) -> None:
+        self._stage_time_s = latency.stage_time_s
+        self._decode_run_times_s = decode_run_times_s(latency)
+        self._overhead_ticks = to_ticks(overhead_s)
+
+    def stage_ticks(self, plan: StepPlan) -> int:
+        """The latency model's answer for the plan's slowest group."""
+        return to_ticks(self._stage_time_s(plan.shape)) + self._overhead_ticks
+
+    def run_ticks(self, num_decodes: int, first_context_tokens: int, num_steps: int) -> Ticks:
+        """The same for steps that do nothing but decode, one after another."""
+        seconds = self._decode_run_times_s(num_decodes, first_context_tokens, num_steps)
+        return run_ticks_of(seconds, self._overhead_ticks)
+
+
+class RecordedTimer:
+    """Steps last what they lasted in a recorded run, in the order in which the replica formed them."""
+
+    def __init__(self, next_duration_s: Callable[[int], float]) -> None:
+        self._next_duration_s = next_duration_s
+
+    def stage_ticks(self, plan: StepPlan) -> int:
+        """The next recorded duration of the plan's replica."""
+        return to_ticks(self._next_duration_s(plan.replica_id))
+
+
+_NOTHING_KNOWN = StepResult()
+
+
+class SimulatedExecutor:
+    """Knows the true output lengths of a workload; tokens have no identity here."""
+
+    def __init__(self) -> None:
+        self._output_tokens: dict[Request, int] = {}
+
+    def expect(self, request: Request, num_output_tokens: int) -> None:
+        """This request will stop by itself after so many tokens."""
+        self._output_tokens[request] = num_output_tokens
+
+    def result(self, plan: StepPlan) -> StepResult:
+        """What a step that has just ended gave: nothing but one token for every entry that was due one."""
+        return _NOTHING_KNOWN
+
+    def known_output_tokens(self, request: Request) -> int | None:
+        """The true output length."""
+        return self._output_tokens.get(request)
+
+    def release(self, request: Request) -> None:
+        """Forget an ended request."""
+        self._output_tokens.pop(request, None)

@@ -1,0 +1,418 @@
+"""What happens, and when, if these requests meet these policies on these replicas? A discrete-event simulation.
+
+Only steps, arrivals and ends are events. Between them nothing changes, and what a step costs is what changed in it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sortedcontainers import SortedDict
+
+from vajra_py.contract import EndReason, ReadsNoLoad
+from vajra_py.errors import PolicyError
+from vajra_py.runtime.clock import NEVER, to_seconds, to_ticks
+from vajra_py.runtime.content_of import facts_of, keys_of
+from vajra_py.runtime.controller import EXPIRED, TAKEN_BACK, Controller
+from vajra_py.runtime.executor import StepPlan
+from vajra_py.runtime.replica import Replica
+from vajra_py.runtime.replicaset import Replicaset
+from vajra_py.runtime.request import Request, RequestState
+from vajra_py.sim.events import EventQueue, Phase
+from vajra_py.sim.executor import SimulatedExecutor, StepTimer
+from vajra_py.sim.runs import MAX_STEPS, TimesRuns
+from vajra_py.workload import RequestSpec, Workload
+
+# Looking a member of an enumeration up costs more than a call, and these are looked up for every event.
+_STEP_END, _FORM, _ARRIVAL, _EXPIRY = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL, Phase.EXPIRY
+
+
+def _is_called_off(phase: int, payload: Any) -> bool:
+    """Whether an event no longer means anything: a step's end that moved, the expiry of a request that got its turn."""
+    if phase == _STEP_END:
+        clock, _, version = payload
+        return bool(version != clock.version)
+    return phase == _EXPIRY and isinstance(payload, Request) and payload.state is not RequestState.WAITING
+
+
+def _reads_load(replicaset: Replicaset) -> bool:
+    scheduler = replicaset.scheduler
+    return scheduler.reads_load if isinstance(scheduler, ReadsNoLoad) else True
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationOptions:
+    """Rules of one simulation."""
+
+    horizon_s: float | None = None
+    """No arrival after this; None: the whole workload."""
+    drain: bool = True
+    """Whether to run on after the last arrival (or the horizon) until every request has ended."""
+    tenant_salt: bool = False
+    runs_ahead: bool = True
+    """Whether steps that policies declare to repeat are worked out at once; the results are the same either way."""
+    check_every_steps: int = 0
+    """Check conservation every so many steps; 0: never."""
+    expires: bool = True
+    """Whether requests expire by the clock; False: only when told (`expire_at`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """A request is taken in at another time than the client sent it."""
+
+    spec: RequestSpec
+    arrived_at: float
+    """When the client sent it, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFailure:
+    """A replica is lost."""
+
+    replicaset: str
+    replica_id: int
+    detail: str
+
+
+@dataclass(slots=True)
+class _ReplicaClock:
+    """Where one replica is in time."""
+
+    replica: Replica
+    replicaset: Replicaset
+    timer: StepTimer
+    stage_free_at: list[int]
+    runs: TimesRuns | None
+    """The timer, where it knows the durations of several steps in advance."""
+    running_ahead: dict[int, _ReplicaClock]
+    """Those of its replicaset whose step in flight is the first of a run."""
+    is_idle: bool = True
+    form_pending: bool = False
+    plan: StepPlan | None = None
+    """The step in flight, with one pipeline stage."""
+    run_ends: list[int] | None = None
+    """Ticks at which the steps of a run end, when the step in flight is the first of one; the run's last is an event."""
+    version: int = 0
+    """Counts step ends that were called off."""
+
+
+class Simulator:
+    """One run of a workload over a controller's replicas."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        executor: SimulatedExecutor,
+        timer_of: Callable[[Replica], StepTimer],
+        options: SimulationOptions,
+        progress: Callable[[int, float], None] | None = None,
+    ) -> None:
+        self.controller = controller
+        self.now = 0
+        self.num_steps = 0
+        self._executor = executor
+        self._options = options
+        self._progress = progress
+        self._events = EventQueue()
+        self._clocks: dict[Replica, _ReplicaClock] = {}
+        self._idle: dict[str, SortedDict[int, _ReplicaClock]] = {}
+        self._running_ahead: dict[str, dict[int, _ReplicaClock]] = {}
+        self._reads_load = any(_reads_load(one) for one in controller.replicasets.values())
+        self._followers: dict[str, list[RequestSpec]] = {}
+        self._offers: set[str] = set()
+        self._all_arrived = False
+        for name, replicaset in controller.replicasets.items():
+            self._idle[name] = SortedDict()
+            ahead = self._running_ahead[name] = {}
+            for replica in replicaset.replicas:
+                timer = timer_of(replica)
+                runs = timer if options.runs_ahead and isinstance(timer, TimesRuns) else None
+                clock = _ReplicaClock(replica, replicaset, timer, [0] * replica.limits.pipeline_stages, runs, ahead)
+                self._clocks[replica] = clock
+                self._idle[name][replica.replica_id] = clock
+
+    # The loop
+
+    def run(self, workload: Iterable[RequestSpec]) -> None:
+        """Simulate to the end (or the horizon). Raises `PolicyError` when a policy leaves requests standing for ever."""
+        arrivals = self._timed(workload)
+        self._next_arrival(arrivals)
+        horizon = NEVER if self._options.horizon_s is None else to_ticks(self._options.horizon_s)
+        drains = self._options.drain
+        stop_at = NEVER if drains else horizon
+        events = self._events
+        while len(events):
+            if events.next_tick() > stop_at:
+                self.now = stop_at
+                self._catch_up_all(goes_on=False)
+                if events.next_tick() > stop_at:  # else a step that ended just now is followed by another
+                    break
+            tick, phase, _, payload = events.pop()
+            if _is_called_off(phase, payload):
+                continue
+            self.now = tick
+            if phase == _STEP_END:
+                self._step_ended(*payload)
+            elif phase == _FORM:
+                self._form(payload)
+            elif phase == _ARRIVAL:
+                if tick <= horizon:
+                    self._take_in(payload, arrivals)
+                if not drains and horizon == NEVER and self._all_arrived:
+                    stop_at = tick
+            elif phase == Phase.STAGE_END:
+                self._stage_ended(*payload)
+            elif phase == Phase.FAILURE:
+                self._fail(payload)
+            elif phase == Phase.EXPIRY:
+                self._end_early(payload, EndReason.EXPIRED, EXPIRED)
+            else:
+                self._end_early(payload, EndReason.ABORTED, TAKEN_BACK)
+        else:
+            self._check_stalled()
+
+    def abort_at(self, seconds: float, request_id: str) -> None:
+        """Let a client take its request back at a time of the run."""
+        self.inject(to_ticks(seconds), Phase.ABORT, request_id)
+
+    def inject(self, tick: int, phase: Phase, payload: Acceptance | ReplicaFailure | str) -> None:
+        """Let something of a recorded run happen: ARRIVAL of an `Acceptance`, a `ReplicaFailure`, EXPIRY or ABORT of an id."""
+        self._events.push(tick, phase, payload)
+
+    def _timed(self, workload: Iterable[RequestSpec]) -> Iterator[RequestSpec]:
+        """The requests that have an arrival time of their own; the others wait for the request that they follow."""
+        if isinstance(workload, Workload) and not workload.has_followers:
+            return iter(workload)
+        if isinstance(workload, Iterator):  # it is gone through twice
+            workload = list(workload)
+        for spec in workload:
+            if spec.follows is not None:
+                self._followers.setdefault(spec.follows, []).append(spec)
+        return (spec for spec in workload if spec.follows is None)
+
+    def _next_arrival(self, arrivals: Iterator[RequestSpec]) -> None:
+        spec = next(arrivals, None)
+        self._all_arrived = spec is None
+        if spec is not None:
+            self._events.push(to_ticks(spec.arrived_at), Phase.ARRIVAL, spec)
+
+    def _check_stalled(self) -> None:
+        if not self.controller.num_alive:
+            return
+        request = self.controller.alive()[0]
+        replicaset = self.controller.replicasets[request.replicaset]
+        remain = f"although {self.controller.num_alive} requests remain and nothing else will happen"
+        named = f"(the one named is {request.state.value})"
+        replica = self.controller.replica_of(request)
+        if replica is None and not any(replicaset.offers(one, self.now) for one in range(len(replicaset.replicas))):
+            message = f"offers no replica anything of the shared queue {remain} {named}"
+            raise PolicyError(replicaset.scheduler_name, message, request_id=request.request_id)
+        replica = replica or replicaset.replicas[0]
+        raise PolicyError(
+            replica.parts.policy_name,
+            f"scheduled nothing {remain} {named}",
+            request_id=request.request_id,
+            step=replica.num_steps,
+        )
+
+    # Arrivals and departures
+
+    def _take_in(self, payload: RequestSpec | Acceptance, arrivals: Iterator[RequestSpec]) -> None:
+        if isinstance(payload, Acceptance):
+            self._arrive(payload.spec, payload.arrived_at)
+            return
+        if payload.follows is None:  # first, so that no step is formed between arrivals of one tick
+            self._next_arrival(arrivals)
+        self._arrive(payload)
+
+    def _arrive(self, spec: RequestSpec, arrived_at: float | None = None) -> None:
+        if self._reads_load:
+            self._catch_up_all(goes_on=True)
+        salt = spec.tenant if self._options.tenant_salt else ""
+        request, replicaset, replica = self.controller.submit(
+            facts_of(spec), lambda size: keys_of(spec, size, salt), self.now, arrived_at
+        )
+        if request.state is RequestState.ENDED:
+            self._ended((request,))
+            return
+        self._executor.expect(request, spec.num_output_tokens)
+        if request.expires_at is not None and self._options.expires:
+            self._events.push(to_ticks(request.expires_at), Phase.EXPIRY, request)
+        if replica is not None:
+            clock = self._clocks[replica]
+            self._catch_up(clock, goes_on=replica.ignores_arrivals(clock.plan))
+            self._wake(clock)
+            return
+        for clock in list(self._running_ahead[replicaset.name].values()):
+            self._catch_up(clock, goes_on=False)
+        if replicaset.name not in self._offers:
+            self._offers.add(replicaset.name)
+            self._events.push(self.now, Phase.FORM, replicaset.name)
+
+    def _end_early(self, payload: Request | str, reason: EndReason, detail: str) -> None:
+        request = self.controller.find(payload) if isinstance(payload, str) else payload
+        if request is None:
+            return
+        replica = self.controller.replica_of(request)
+        if replica is not None:
+            self._catch_up(self._clocks[replica], goes_on=False)
+        if self.controller.end_early(request.request_id, reason, self.now, detail):
+            self._executor.release(request)
+            self._ended((request,))
+            if replica is not None:
+                self._wake(self._clocks[replica])
+
+    def _fail(self, failure: ReplicaFailure) -> None:
+        replica = self.controller.replicasets[failure.replicaset].replicas[failure.replica_id]
+        clock = self._clocks[replica]
+        self._catch_up(clock, goes_on=False)
+        clock.version += 1
+        clock.stage_free_at[0] = NEVER
+        clock.plan, clock.run_ends = None, None
+        if clock.is_idle:
+            clock.is_idle = False
+            del self._idle[failure.replicaset][failure.replica_id]
+        self._running_ahead[failure.replicaset].pop(failure.replica_id, None)
+        ended = self.controller.fail_replica(replica, failure.detail, self.now)
+        self._ended([request for request, _ in ended])
+
+    def _ended(self, requests: Sequence[Request]) -> None:
+        """Tell of ended requests, and let whoever follows one arrive after its think time."""
+        if self._progress is not None:
+            self._progress(len(requests), to_seconds(self.now))
+        if not self._followers:
+            return
+        for request in requests:
+            for spec in self._followers.pop(request.request_id, ()):
+                self._events.push(self.now + to_ticks(spec.think_time_s), Phase.ARRIVAL, spec)
+
+    # Steps
+
+    def _wake(self, clock: _ReplicaClock, *, at_once: bool = True) -> None:
+        """Let the replica form a step after everything else of this tick, unless it is busy.
+
+        `at_once` is False when something of this tick is being handled that the event queue no longer shows.
+        """
+        free_at = clock.stage_free_at
+        if clock.form_pending or free_at[0] > self.now or clock.replica.num_in_flight >= len(free_at):
+            return
+        if at_once and self._events.nothing_up_to(self.now, _FORM):
+            self._start(clock)
+            return
+        clock.form_pending = True
+        self._events.push(self.now, _FORM, clock)
+
+    def _form(self, payload: _ReplicaClock | str) -> None:
+        if isinstance(payload, _ReplicaClock):
+            payload.form_pending = False
+            self._start(payload)
+            return
+        self._offers.discard(payload)
+        shared = self.controller.replicasets[payload].shared
+        idle = self._idle[payload]
+        for replica_id in list(idle):
+            if not len(shared):
+                return
+            if replica_id in idle and not idle[replica_id].form_pending:
+                self._start(idle[replica_id])
+
+    def _start(self, clock: _ReplicaClock) -> None:
+        replica = clock.replica
+        plan = replica.next_plan(self.now)
+        if plan is None:  # perhaps with steps further up the pipeline; the first stage is free
+            if not clock.is_idle:
+                clock.is_idle = True
+                self._idle[replica.replicaset][replica.replica_id] = clock
+            return
+        if clock.is_idle:
+            clock.is_idle = False
+            del self._idle[replica.replicaset][replica.replica_id]
+        self.num_steps += 1
+        free_at = clock.stage_free_at
+        if len(free_at) == 1:
+            self._fly(clock, plan)
+            return
+        ticks = max(1, clock.timer.stage_ticks(plan))
+        leaves_at = self.now
+        for stage, free in enumerate(free_at):
+            leaves_at = max(leaves_at, free) + ticks
+            free_at[stage] = leaves_at
+        self._events.push(free_at[0], Phase.STAGE_END, (clock, plan))
+        self._events.push(leaves_at, _STEP_END, (clock, plan, clock.version))
+
+    def _fly(self, clock: _ReplicaClock, plan: StepPlan) -> None:
+        """The step begins; if it is sure to be repeated, so do its repetitions, as one event."""
+        runs, replica = clock.runs, clock.replica
+        num_steps = 1 if runs is None else min(1 + replica.num_repeats(plan), MAX_STEPS)
+        clock.plan = plan
+        if runs is not None and num_steps > 1:
+            shape = plan.shape
+            ticks = runs.run_ticks(shape.num_decodes, shape.decode_context_tokens, num_steps)
+            ends: list[int] = (ticks.cumsum() + self.now).tolist()
+            clock.run_ends = ends
+            end = ends[-1]
+            replica.note_waiting()
+            clock.running_ahead[replica.replica_id] = clock
+        else:
+            end = self.now + max(1, clock.timer.stage_ticks(plan))
+        clock.stage_free_at[0] = end
+        self._events.push(end, _STEP_END, (clock, None, clock.version))
+
+    def _catch_up(self, clock: _ReplicaClock, *, goes_on: bool) -> None:
+        """Apply the steps of a run that ended before now. Unless it goes on, the step in flight is its last."""
+        ends, plan = clock.run_ends, clock.plan
+        if ends is None or plan is None:
+            return
+        replica = clock.replica
+        num_done = bisect_left(ends, self.now)
+        if num_done:
+            replica.repeat_steps(plan, ends[:num_done])
+            self.num_steps += num_done
+            del ends[:num_done]
+        if len(ends) > 1 and ends[0] == self.now:  # its end precedes what happens now, and the next one follows it
+            clock.version += 1
+            del ends[1:]
+            clock.stage_free_at[0] = self.now
+            self._step_ended(clock, None, clock.version, forms_at_once=False)
+            return
+        if not goes_on and len(ends) > 1:
+            clock.version += 1
+            del ends[1:]
+            clock.stage_free_at[0] = end = ends[0]
+            self._events.push(end, _STEP_END, (clock, None, clock.version))
+            clock.running_ahead.pop(replica.replica_id, None)
+        replica.note_waiting()
+
+    def _catch_up_all(self, *, goes_on: bool) -> None:
+        for running in self._running_ahead.values():
+            for clock in list(running.values()):
+                self._catch_up(clock, goes_on=goes_on)
+
+    def _stage_ended(self, clock: _ReplicaClock, plan: StepPlan) -> None:
+        clock.replica.first_stage_completed(plan)
+        self._wake(clock)
+
+    def _step_ended(
+        self, clock: _ReplicaClock, plan: StepPlan | None, _version: int, *, forms_at_once: bool = True
+    ) -> None:
+        replica = clock.replica
+        if plan is None:
+            if clock.run_ends is not None:
+                if len(clock.run_ends) > 1:
+                    self._catch_up(clock, goes_on=True)
+                clock.running_ahead.pop(replica.replica_id, None)
+                clock.run_ends = None
+            plan, clock.plan = clock.plan, None
+            assert plan is not None
+        ended = replica.complete_step(plan, self._executor.result(plan), self.now)
+        if ended:
+            self.controller.settle(ended, self.now)
+            self._ended([request for request, _ in ended])
+        every = self._options.check_every_steps
+        if every and self.num_steps % every == 0:
+            self.controller.check_conservation()
+        self._wake(clock, at_once=forms_at_once)

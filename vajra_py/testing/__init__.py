@@ -1,0 +1,67 @@
+"""Does a policy keep the contract? The checks, fakes and scenarios shipped to plug-in authors.
+
+Names are loaded when they are first used: importing this package alone costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vajra_py.testing.conformance import Check, check_policy, conformance_checks, policies_under_test
+    from vajra_py.testing.harness import Harness, HarnessOptions, PolicySource, Step, StepEntry
+    from vajra_py.testing.partners import ByArrival, BySlack, InTurn, PlainChunks, Shared
+    from vajra_py.testing.scenarios import SCENARIOS, Scenario
+    from vajra_py.testing.strict import StrictViews
+
+_HOMES = {
+    "ByArrival": "partners",
+    "BySlack": "partners",
+    "Check": "conformance",
+    "Harness": "harness",
+    "HarnessOptions": "harness",
+    "InTurn": "partners",
+    "PlainChunks": "partners",
+    "PolicySource": "harness",
+    "SCENARIOS": "scenarios",
+    "Scenario": "scenarios",
+    "Shared": "partners",
+    "Step": "harness",
+    "StepEntry": "harness",
+    "StrictViews": "strict",
+    "check_policy": "conformance",
+    "conformance_checks": "conformance",
+    "policies_under_test": "conformance",
+}
+
+__all__ = [
+    "SCENARIOS",
+    "ByArrival",
+    "BySlack",
+    "Check",
+    "Harness",
+    "HarnessOptions",
+    "InTurn",
+    "PlainChunks",
+    "PolicySource",
+    "Scenario",
+    "Shared",
+    "Step",
+    "StepEntry",
+    "StrictViews",
+    "check_policy",
+    "conformance_checks",
+    "policies_under_test",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module when it is first asked for (PEP 562)."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,425 @@
+"""Does a policy keep the contract? The checks that every policy must pass, built-in or not.
+
+In a package's own tests one line does:
+
+    @pytest.mark.parametrize("spec", vajra_policies(), ids=lambda spec: spec.name)
+    def test_keeps_the_contract(spec):
+        check_policy(spec)
+
+The policy is built as a run builds it and put through small simulated situations beside plain policies for the other
+two layers. Whatever it promises beyond its Protocol (how keys move, steps that repeat, no need of load figures, no idling)
+is held against what it does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from vajra_py.contract import (
+    Key,
+    KeyMotion,
+    Layer,
+    PolicyContext,
+    PolicySpec,
+    ReplicaScheduler,
+    ReplicasetScheduler,
+    RequestPrioritizer,
+    RequestView,
+)
+from vajra_py.errors import VajraError
+from vajra_py.plugins import check_policy_shape, load_registry
+from vajra_py.testing import scenarios
+from vajra_py.testing.harness import Harness, PolicySource
+from vajra_py.testing.partners import ByArrival, InTurn, PlainChunks, Shared, by_slack
+from vajra_py.testing.purity import only_pure
+from vajra_py.testing.scenarios import Outcome, Policies, Rules, Scenario, StuckError, simulate
+from vajra_py.testing.strict import StrictViews, interpose
+
+__all__ = ["Check", "check_policy", "conformance_checks", "policies_under_test"]
+
+PROTOCOLS: Mapping[Layer, type] = {
+    Layer.REQUEST_PRIORITIZER: RequestPrioritizer,
+    Layer.REPLICASET_SCHEDULER: ReplicasetScheduler,
+    Layer.REPLICA_SCHEDULER: ReplicaScheduler,
+}
+NUM_REPLICAS = {Layer.REQUEST_PRIORITIZER: 2, Layer.REPLICASET_SCHEDULER: 2, Layer.REPLICA_SCHEDULER: 1}
+ALL_LAYERS = tuple(Layer)
+COUNTED = Rules()
+UNCOUNTED = Rules(check_every_step=False)
+
+Interposing = Callable[[Any], Any]
+"""Puts something between a policy and the mechanism."""
+
+
+def check_policy(spec: PolicySpec, params: Mapping[str, Any] | None = None) -> None:
+    """Run every check of the policy's layer, with its default parameters or these.
+
+    Raises `AssertionError` that names the policy and, one to a line, every check that failed and what was found.
+    """
+    subject = Subject(spec, params or {})
+    failures = []
+    for check in conformance_checks(spec.layer):
+        failure = check.failure(subject)
+        if failure is not None:
+            failures.append(f"  {check.name}: {failure}")
+            if check.is_needed_by_all:
+                break
+    if failures:
+        raise AssertionError("\n".join([f"{subject} breaks the contract:", *failures]))
+
+
+def conformance_checks(layer: Layer) -> list[Check]:
+    """The checks for policies of a layer; each can be called with a `PolicySpec` (and parameters) by itself."""
+    return [check for check in _CHECKS if layer in check.layers]
+
+
+def policies_under_test() -> list[PolicySpec]:
+    """Every installed policy, layer by layer and by name; what `pytest.mark.parametrize` needs."""
+    registry = load_registry()
+    return [offer.spec for layer in Layer for offer in registry.policies(layer).values()]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that the contract demands."""
+
+    name: str
+    layers: tuple[Layer, ...]
+    run: Callable[[Subject], None]
+    is_needed_by_all: bool = False
+    """Whether nothing else can be checked where this fails."""
+
+    def __call__(self, spec: PolicySpec, params: Mapping[str, Any] | None = None) -> None:
+        """Check one policy. Raises `AssertionError`."""
+        subject = Subject(spec, params or {})
+        failure = self.failure(subject)
+        if failure is not None:
+            raise AssertionError(f"{subject} breaks the contract:\n  {self.name}: {failure}")
+
+    def failure(self, subject: Subject) -> str | None:
+        """What was found; None when all is well."""
+        try:
+            self.run(subject)
+        except (AssertionError, VajraError, StuckError, RuntimeError) as error:
+            return str(error)
+        return None
+
+
+@dataclass(eq=False)
+class Subject:
+    """A policy with its parameters, and what it did in each scenario so far."""
+
+    spec: PolicySpec
+    params: Mapping[str, Any]
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """How failures name it."""
+        return f"{self.spec.layer.value} {self.spec.name!r}"
+
+    @property
+    def layer(self) -> Layer:
+        """The policy's layer."""
+        return self.spec.layer
+
+    def build(self, context: PolicyContext) -> Any:
+        """A fresh policy."""
+        return self.spec.build(self.spec.config(**self.params), context)
+
+    def suits(self, scenario: Scenario) -> bool:
+        """Whether the policy takes replicas of this kind; it may refuse some by a `ValueError`."""
+        try:
+            self.build(_context(scenario))
+        except ValueError:
+            return False
+        return True
+
+    def run(self, scenario: Scenario, interposing: Interposing | None = None, rules: Rules = COUNTED) -> Outcome:
+        """Put it into a scenario, perhaps with something between it and the mechanism. Failures name the scenario."""
+        layer = self.layer
+
+        def source(context: PolicyContext) -> Any:
+            policy = self.build(context)
+            return policy if interposing is None else interposing(policy)
+
+        rules = replace(rules, num_replicas=NUM_REPLICAS[layer])
+        try:
+            return simulate(scenario, _beside_partners(layer, source, scenario), rules)
+        except (VajraError, StuckError, RuntimeError, AssertionError) as error:
+            raise AssertionError(f"{error} ({scenario.name})") from error
+
+    def base(self, scenario: Scenario) -> Outcome:
+        """What it does in a scenario when left alone."""
+        outcome = self.outcomes.get(scenario.name)
+        if outcome is None:
+            outcome = self.outcomes[scenario.name] = self.run(scenario)
+        return outcome
+
+
+def _context(scenario: Scenario) -> PolicyContext:
+    return Harness(ByArrival(), Shared(), lambda context: PlainChunks(), scenario.options).context
+
+
+def _beside_partners(layer: Layer, source: PolicySource, scenario: Scenario) -> Policies:
+    """The policy with plain ones in the other layers; where it is told apart by them, scenarios take turns."""
+    odd = scenarios.SCENARIOS.index(scenario) % 2 == 1 if scenario in scenarios.SCENARIOS else False
+    prioritizer: PolicySource = by_slack if odd else ByArrival()
+    if layer is Layer.REQUEST_PRIORITIZER:
+        return Policies(source, InTurn() if odd else Shared(), lambda context: PlainChunks())
+    if layer is Layer.REPLICASET_SCHEDULER:
+        return Policies(prioritizer, source, lambda context: PlainChunks())
+    return Policies(prioritizer, Shared() if odd else InTurn(), source)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
+
+
+# For every layer
+
+
+def _builds(subject: Subject) -> None:
+    try:
+        policy = subject.build(_context(scenarios.LIGHT))
+    except Exception as error:
+        message = f"cannot be built from {dict(subject.params) or 'its default parameters'}"
+        raise AssertionError(f"{message}: {type(error).__name__}: {error}") from error
+    try:
+        check_policy_shape(subject.layer, policy, "it", "under test")
+    except VajraError as error:
+        raise AssertionError(str(error)) from error
+    protocol = PROTOCOLS[subject.layer]
+    _require(isinstance(policy, protocol), f"{policy!r} is no {protocol.__name__}")
+
+
+def _serves(scenario: Scenario) -> Callable[[Subject], None]:
+    def check(subject: Subject) -> None:
+        if not subject.suits(scenario):
+            return
+        outcome = subject.base(scenario)
+        _require(outcome.num_unfinished == 0, f"{outcome.num_unfinished} requests never ended")
+        num_ends = len({end[0] for end in outcome.ends})
+        _require(num_ends == len(outcome.ends) == len(outcome.requests), "a request ended twice or not at all")
+
+    return check
+
+
+_AGAIN = (scenarios.STARVED, scenarios.LEAVING, scenarios.SHARED_PREFIXES)
+
+
+def _decides_again(subject: Subject, what: str, interposing: Interposing | None, breaches: Sequence[str] = ()) -> None:
+    """The same decisions in a further run, with something interposed that must make no difference."""
+    for scenario in _AGAIN:
+        if not subject.suits(scenario):
+            continue
+        try:
+            outcome = subject.run(scenario, interposing, UNCOUNTED)
+        except AssertionError as error:
+            if breaches:
+                raise AssertionError(breaches[0]) from error
+            raise
+        _require(not breaches, breaches[0] if breaches else "")
+        first = subject.base(scenario)
+        for position, (before, now) in enumerate(zip(first.decisions, outcome.decisions, strict=False)):
+            _require(before == now, f"step {position} differs {what} ({scenario.name}): {before} and then {now}")
+        same = len(first.decisions) == len(outcome.decisions) and first.ends == outcome.ends
+        _require(same, f"the run ends in another way {what} ({scenario.name})")
+
+
+def _is_repeatable(subject: Subject) -> None:
+    _decides_again(subject, "when the run is repeated with the same seed", None)
+
+
+def _is_pure(subject: Subject) -> None:
+    spec = subject.spec
+    modules = {spec.build.__module__, spec.config.__module__, type(subject.build(_context(scenarios.LIGHT))).__module__}
+    packages = {name.partition(".")[0] for name in modules} - {"vajra_py"}
+    breaches: list[str] = []
+    with only_pure(packages, breaches):
+        _decides_again(subject, "without clocks and global generators", None, breaches)
+
+
+def _reads_the_contract_only(subject: Subject) -> None:
+    views = StrictViews()
+    _decides_again(subject, "behind views that know the contract alone", views.policy, views.breaches)
+
+
+# Prioritizers
+
+
+@dataclass(eq=False)
+class _KeyWatch:
+    """Reads a prioritizer's keys more often than the mechanism does, and holds them to what it declares."""
+
+    policy: Any
+    stream: np.random.Generator
+    seen: dict[RequestView, tuple[object, Key]] = field(default_factory=dict)
+    shapes: set[int] = field(default_factory=set)
+
+    def interposed(self) -> Any:
+        """The policy under watch."""
+        return interpose(self.policy, {"key": self.key, "line": self.line})
+
+    def line(self, request: RequestView) -> tuple[float, float]:
+        """The policy's line, watched."""
+        self.look(request, 0.0)
+        line: tuple[float, float] = self.policy.line(request)
+        return line
+
+    def key(self, request: RequestView, now: float) -> Key:
+        """The policy's key, watched."""
+        self.look(request, now)
+        key: Key = self.policy.key(request, now)
+        return key
+
+    def look(self, request: RequestView, now: float) -> None:
+        """Ask at two times what the key is, and compare with what was declared and seen before."""
+        later = now + float(self.stream.exponential(2.0))
+        name = request.request_id
+        for at in (now, later):
+            key = self.policy.key(request, at)
+            again = self.policy.key(request, at)
+            _require(key == again, f"key({name}, {at!r}) is {key!r}, and asked again {again!r}")
+            parts = key if isinstance(key, tuple) else (key,)
+            numbers = all(isinstance(part, int | float | np.number) and math.isfinite(part) for part in parts)
+            _require(bool(parts) and numbers, f"key({name}, {at!r}) is not finite numbers: {key!r}")
+            self.shapes.add(len(parts) if isinstance(key, tuple) else 0)
+            _require(len(self.shapes) == 1, f"keys have several shapes, the latest is key({name}, {at!r}) = {key!r}")
+            self._compare(request, at, key)
+
+    def _compare(self, request: RequestView, at: float, key: Key) -> None:
+        motion = self.policy.key_motion
+        if motion is KeyMotion.TIME_LINEAR:
+            intercept, slope = self.policy.line(request)
+            _require(isinstance(key, float | int), f"a TIME_LINEAR key is a number, not {key!r}")
+            scale = max(1.0, abs(intercept), abs(slope * at))
+            on_line = isinstance(key, float | int) and abs(intercept + slope * at - key) <= 1e-9 * scale
+            text = f"key({request.request_id}, {at!r}) is {key!r}, and its line says {intercept + slope * at!r}"
+            _require(on_line, text)
+        elif motion is not KeyMotion.ARBITRARY:
+            progress = (request.num_computed_tokens, request.num_output_tokens, request.num_preemptions)
+            state = None if motion is KeyMotion.STATIC else progress
+            before = self.seen.get(request)
+            if before is not None and before[0] == state:
+                since = "since arrival" if state is None else f"without progress (computed, output, preempted: {state})"
+                text = f"key of {request.request_id} is {motion.name} and moved {since}: {before[1]!r}, now {key!r}"
+                _require(before[1] == key, text)
+            self.seen[request] = (state, key)
+
+
+def _keys_move_as_declared(subject: Subject) -> None:
+    def watched(policy: Any) -> Any:
+        return _KeyWatch(policy, np.random.default_rng(3)).interposed()
+
+    _decides_again(subject, "when keys are read more often", watched)
+
+
+# Replicaset schedulers
+
+
+def _respects_who_is_up(subject: Subject) -> None:
+    outcome = subject.run(scenarios.ONE_DOWN)
+    _require(outcome.num_unfinished == 0, f"{outcome.num_unfinished} requests never ended with one replica down")
+    down = scenarios.ONE_DOWN.down
+    served = sorted(name for name, request in outcome.requests.items() if request.replica_id in down)
+    _require(not served, f"replicas {sorted(down)} take no requests and were given {served}")
+
+
+def _claims_about_load_are_true(subject: Subject) -> None:
+    if getattr(subject.build(_context(scenarios.LIGHT)), "reads_load", True) is False:
+        _is_the_same_when_run_ahead(subject, "reads_load = False")
+
+
+# Replica schedulers
+
+
+def _claims_about_repetition_are_true(subject: Subject) -> None:
+    if getattr(subject.build(_context(scenarios.LIGHT)), "repeats_decodes", None):
+        _is_the_same_when_run_ahead(subject, "repeats_decodes")
+
+
+def _is_the_same_when_run_ahead(subject: Subject, claim: str) -> None:
+    for scenario in (scenarios.LIGHT, scenarios.OVERLOADED, scenarios.STARVED, scenarios.LEAVING):
+        if not subject.suits(scenario):
+            continue
+        asked = subject.run(scenario, None, replace(UNCOUNTED, detailed=False, runs_ahead=False))
+        ahead = subject.run(scenario, None, replace(UNCOUNTED, detailed=False))
+        for one, other in zip(asked.steps, ahead.steps, strict=False):
+            text = (
+                f"{claim} is not true: asked step by step it decides {one}, else it would be {other} ({scenario.name})"
+            )
+            _require(one == other, text)
+        same = len(asked.steps) == len(ahead.steps) and asked.ends == ahead.ends
+        _require(same, f"{claim} is not true: runs end in different ways ({scenario.name})")
+
+
+def _lone_chunks_are_true(subject: Subject) -> None:
+    policy = subject.build(_context(scenarios.LIGHT))
+    lone_chunk = getattr(policy, "lone_chunk", None)
+    if lone_chunk is None:
+        return
+    for num_tokens in (1, 40, 700):
+        harness = Harness(ByArrival(), InTurn(), subject.build, scenarios.SMALL)
+        harness.submit("lone", num_tokens, 1)
+        done = 0
+        for step in harness.steps_until_idle():
+            promised = lone_chunk(done, num_tokens - done)
+            given = step.tokens["lone"]
+            text = f"lone_chunk({done}, {num_tokens - done}) is {promised!r}, but the prompt alone got {given} tokens"
+            _require(promised == given, text)
+            done += given
+        _require(done == num_tokens, f"a prompt of {num_tokens} tokens alone was not finished")
+
+
+# Both kinds of scheduler
+
+
+def _works_while_there_is_work(subject: Subject) -> None:
+    if not getattr(subject.build(_context(scenarios.LIGHT)), "is_work_conserving", False):
+        return
+    for scenario in scenarios.SCENARIOS:
+        if scenario.is_memory_ample and subject.suits(scenario):
+            idle = _idle_beside_work(subject.base(scenario), NUM_REPLICAS[subject.layer])
+            _require(idle is None, f"is_work_conserving is not true: {idle} ({scenario.name})")
+
+
+def _idle_beside_work(outcome: Outcome, num_replicas: int) -> str | None:
+    """The first time at which a replica stood idle while it could have worked; None if there is none.
+
+    With one replica there is work while any request lives; with several while one waits that nobody has admitted.
+    """
+    wanting = []
+    for name, _, ended_at, _, _, _, admitted_at in outcome.ends:
+        until = ended_at if num_replicas == 1 or admitted_at is None else admitted_at
+        wanting.append((outcome.requests[name].arrived_at, until, name))
+    for replica_id in range(num_replicas):
+        free_from = 0.0
+        busy = sorted((step[3], step[4]) for step in outcome.steps if step[1] == replica_id)
+        for begun_at, ended_at in [*busy, (math.inf, math.inf)]:
+            for arrived_at, until, name in wanting:
+                if max(free_from, arrived_at) < min(begun_at, until):
+                    return f"replica {replica_id} is idle at {max(free_from, arrived_at)} s, and {name} waits"
+            free_from = max(free_from, ended_at)
+    return None
+
+
+_SCHEDULERS = (Layer.REPLICASET_SCHEDULER, Layer.REPLICA_SCHEDULER)
+_CHECKS: tuple[Check, ...] = (
+    Check("is built from its parameters", ALL_LAYERS, _builds, is_needed_by_all=True),
+    *(Check(f"serves everybody: {one.name}", ALL_LAYERS, _serves(one)) for one in scenarios.SCENARIOS),
+    Check("decides the same again", ALL_LAYERS, _is_repeatable),
+    Check("is pure", ALL_LAYERS, _is_pure),
+    Check("reads what the contract offers", ALL_LAYERS, _reads_the_contract_only),
+    Check("keys move as declared", (Layer.REQUEST_PRIORITIZER,), _keys_move_as_declared),
+    Check("leaves alone who is down", (Layer.REPLICASET_SCHEDULER,), _respects_who_is_up),
+    Check("needs no load where it says so", (Layer.REPLICASET_SCHEDULER,), _claims_about_load_are_true),
+    Check("repeats itself where it says so", (Layer.REPLICA_SCHEDULER,), _claims_about_repetition_are_true),
+    Check("chunks lone prompts as it says", (Layer.REPLICA_SCHEDULER,), _lone_chunks_are_true),
+    Check("works while there is work, where it says so", _SCHEDULERS, _works_while_there_is_work),
+)

@@ -1,0 +1,234 @@
+"""What does the engine do with a model whose every token is known beforehand?
+
+`FakeRunner` keeps to the runner's protocol without computing anything: KV memory holds token ids, so a block table that is
+wrong, a copy that is missing, or a chunk that starts at the wrong place gives other tokens, or an error that says so. The
+token after a sequence is a hash of the sequence; `expected_output` says what must come out, however it was scheduled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TypeVar
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from vajra_py.engine.clock import TICKS_PER_NANOSECOND
+from vajra_py.engine.compute import (
+    ModelFacts,
+    ModelRunner,
+    PendingStep,
+    RunnerOptions,
+    StepInput,
+    StepOutput,
+    TokenLogprobs,
+)
+from vajra_py.engine.worker import Deliver, InlineWorker, ReplicaKey, Worker
+from vajra_py.errors import ExecutorError
+from vajra_py.runtime.clock import NEVER
+from vajra_py.runtime.kv import CopyDirection
+
+T = TypeVar("T")
+VOCAB_SIZE = 997
+EOS_TOKEN_ID = 7
+FREE_BLOCKS = 64
+_JUMPS = 0.2
+_EMPTY = -1
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """The token that follows a sequence: any of the vocabulary, the end of sequence included."""
+    return xxh3_64_intdigest(np.asarray(token_ids, np.int64).tobytes()) % VOCAB_SIZE
+
+
+def expected_output(prompt: Sequence[int], num_tokens: int, stops_at_eos: bool = False) -> list[int]:
+    """What a prompt gives."""
+    known = list(prompt)
+    for _ in range(num_tokens):
+        known.append(next_token(known))
+        if stops_at_eos and known[-1] == EOS_TOKEN_ID:
+            break
+    return known[len(prompt) :]
+
+
+@dataclass(slots=True)
+class _Slot:
+    table: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    last: int | None = None
+    min_tokens: int = 0
+    wants_logprobs: bool = False
+    num_output: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        """See `PendingStep`."""
+        return self.output
+
+
+class FakeRunner:
+    """A `ModelRunner` that checks what it is told; `fail_at_step` makes that step raise."""
+
+    def __init__(self, options: RunnerOptions, fail_at_step: int | None = None) -> None:
+        self._options = options
+        self._fail_at_step = fail_at_step
+        self._num_steps = 0
+        self._slots: dict[int, _Slot] = {}
+        self._device = self._host = np.empty((0, 0), np.int64)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """A small model's."""
+        options = self._options
+        return ModelFacts(
+            "fake", 1, 0, 1, 1, 1, 8, 8, options.block_size, options.max_model_len or 2048, VOCAB_SIZE,
+            (EOS_TOKEN_ID,), "float32", "cpu", "fused",
+        )  # fmt: skip
+
+    def profile_num_blocks(self, memory_fraction: float) -> int:
+        """A few."""
+        return FREE_BLOCKS
+
+    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """See `ModelRunner`."""
+        self._device = np.full((num_blocks, self._options.block_size), _EMPTY, np.int64)
+        self._host = np.full((num_host_blocks, self._options.block_size), _EMPTY, np.int64)
+
+    def submit(self, step: StepInput) -> PendingStep:
+        """See `ModelRunner`."""
+        return _Done(self.run(step))
+
+    def run(self, step: StepInput) -> StepOutput:
+        """See `ModelRunner`."""
+        self._num_steps += 1
+        if self._num_steps - 1 == self._fail_at_step:
+            raise ExecutorError("step: out of memory on fake")
+        self._take_changes(step)
+        sampled: list[tuple[int, int]] = []
+        for slot in step.decodes:
+            row = self._slots[slot]
+            if row.last is None:
+                raise ExecutorError(f"slot {slot}: goes on, and its newest token is not known here")
+            sampled.append((slot, self._sample(row, [row.last], row.num_computed)))
+        for chunk in step.chunks:
+            row = self._slots[chunk.slot]
+            token = self._sample(row, chunk.token_ids, chunk.num_computed, samples=chunk.samples)
+            if chunk.samples:
+                sampled.append((chunk.slot, token))
+        logprobs = {
+            slot: TokenLogprobs(-0.5, 1, ((token, -0.5),))
+            for slot, token in sampled
+            if self._slots[slot].wants_logprobs
+        }
+        return StepOutput([slot for slot, _ in sampled], [token for _, token in sampled], 1e-6, logprobs)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _take_changes(self, step: StepInput) -> None:
+        for slot in step.freed:
+            del self._slots[slot]
+        for new in step.new:
+            if new.slot in self._slots or not 0 <= new.slot < self._options.max_requests:
+                raise ExecutorError(f"slot {new.slot}: is taken, or there is no such slot")
+            sampling = new.sampling
+            wants = sampling.logprobs is not None
+            self._slots[new.slot] = _Slot(
+                min_tokens=sampling.min_tokens, wants_logprobs=wants, num_output=new.num_output_tokens
+            )
+        for update in step.tables:
+            table = self._slots[update.slot].table
+            if update.start > len(table):
+                raise ExecutorError(f"slot {update.slot}: its block table has a hole")
+            table[update.start :] = update.block_ids
+        for source, target, direction, _ in step.copies:
+            if direction is CopyDirection.TO_HOST:
+                self._host[target] = self._device[source]
+            else:
+                self._device[target] = self._host[source]
+        if len({*step.decodes, *(chunk.slot for chunk in step.chunks)}) != len(step.decodes) + len(step.chunks):
+            raise ExecutorError("step: names a slot twice")
+
+    def _sample(self, row: _Slot, token_ids: Sequence[int], start: int, samples: bool = True) -> int:
+        size, end = self._options.block_size, start + len(token_ids)
+        if end > len(row.table) * size:
+            raise ExecutorError(f"a row of {end} tokens has {len(row.table)} blocks of {size}")
+        for position, token in enumerate(token_ids, start):
+            self._device[row.table[position // size], position % size] = token
+        row.num_computed, row.last = end, None
+        if not samples:
+            return _EMPTY
+        known = self._device[row.table].reshape(-1)[:end].tolist()
+        if _EMPTY in known:
+            raise ExecutorError("a row attends to KV that was never computed")
+        row.num_output += 1
+        row.last = token = next_token(known)
+        if token == EOS_TOKEN_ID and row.num_output < row.min_tokens:
+            row.last = token + 1
+        return row.last
+
+
+class SteppedWorld:
+    """Clock and workers of a run in which no time passes: several replicas compute at once, on one thread.
+
+    The clock moves by a random time whenever it is read. When the loop has nothing to do, either a step comes back, any of
+    those under way, or the clock jumps to what is due next. `services` of an engine get `clock` and `worker`.
+    """
+
+    def __init__(
+        self,
+        stream: np.random.Generator,
+        mean_step_s: float = 0.01,
+        runner: Callable[[ReplicaKey, RunnerOptions], ModelRunner] | None = None,
+    ) -> None:
+        self._stream = stream
+        self._mean_ns = mean_step_s * 1e9
+        self._runner = runner or (lambda replica, options: FakeRunner(options))
+        self._now = 0
+        self.on_read: Callable[[], None] | None = None
+        """Called whenever the clock is read: the place for clients that come and go by themselves."""
+        self._under_way: list[Callable[[], None]] = []
+
+    def clock(self) -> SteppedWorld:
+        """This, as an `EngineClock`."""
+        return self
+
+    def worker(self, replica: ReplicaKey, options: RunnerOptions) -> Worker:
+        """The worker of one replica."""
+        return _SteppedWorker(replica, self._runner(replica, options), self._under_way)
+
+    def now(self) -> int:
+        """See `EngineClock`."""
+        if self.on_read is not None:
+            self.on_read()
+        self._now += int(self._stream.exponential(self._mean_ns)) * TICKS_PER_NANOSECOND
+        return self._now
+
+    def wait(self, inbox: SimpleQueue[T], until: int) -> T | None:
+        """See `EngineClock`."""
+        jumps = until < NEVER and (not self._under_way or self._stream.random() < _JUMPS)
+        if jumps:
+            self._now = max(self._now, -(-until // TICKS_PER_NANOSECOND) * TICKS_PER_NANOSECOND)
+            return None
+        if not self._under_way:
+            raise RuntimeError("the loop waits for ever")
+        self._under_way.pop(int(self._stream.integers(len(self._under_way))))()
+        return inbox.get_nowait()
+
+
+class _SteppedWorker(InlineWorker):
+    """Computes when asked, and delivers when the world lets it."""
+
+    def __init__(self, replica: ReplicaKey, runner: ModelRunner, under_way: list[Callable[[], None]]) -> None:
+        super().__init__(replica, runner)
+        self._under_way = under_way
+
+    def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
+        """See `Worker`."""
+        super().start(num_blocks, num_host_blocks, lambda finished: self._under_way.append(lambda: deliver(finished)))

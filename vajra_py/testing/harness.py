@@ -1,0 +1,385 @@
+"""What do these policies decide, step by step, on replicas small enough to follow by hand?
+
+A harness puts policies on the real mechanism (queues, KV memory, batch builder, replicas) with sizes of your choice. Either
+you drive it (`submit`, `step`), or the simulator does (`run`); both tell every step as a `Step`.
+
+    harness = Harness("fcfs", "round_robin", MyScheduler(...), HarnessOptions(num_blocks=8, max_batch_size=4))
+    harness.submit("a", num_prompt_tokens=100, num_output_tokens=3)
+    assert harness.step().tokens == {"a": 100}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
+
+from vajra_py.contract import (
+    LatencyModel,
+    Layer,
+    ListensToRequests,
+    Observer,
+    OutputLengthPredictor,
+    PolicyContext,
+    ReplicaLimits,
+    RequestView,
+    SchedulingPolicy,
+    StepEnd,
+    StepRecord,
+)
+from vajra_py.latency import AffineModel, PrefillTimeTable
+from vajra_py.latency.output_length import NoLengths
+from vajra_py.plugins import build_policy, check_policy_shape
+from vajra_py.runtime.assembly import LatePrefillTime, lone_chunk_rule
+from vajra_py.runtime.builder_options import BuilderOptions
+from vajra_py.runtime.clock import to_seconds, to_ticks
+from vajra_py.runtime.content_of import facts_of, keys_of
+from vajra_py.runtime.controller import Controller
+from vajra_py.runtime.executor import StepResult
+from vajra_py.runtime.kv import AnyKvMemory, KvGroups, KvMemory, KvParallelMemory, PrefixCacheOptions
+from vajra_py.runtime.queues import make_queue
+from vajra_py.runtime.replica import Replica, ReplicaParts
+from vajra_py.runtime.replicaset import AdmissionLimits, Replicaset
+from vajra_py.runtime.request import Request, RequestState
+from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.shared_queue import SharedAccess
+from vajra_py.sim.executor import PredictedTimer, SimulatedExecutor
+from vajra_py.sim.simulator import SimulationOptions, Simulator
+from vajra_py.workload.request import RequestSpec
+
+PolicySource: TypeAlias = str | tuple[str, Mapping[str, Any]] | SchedulingPolicy | Callable[[PolicyContext], Any]
+"""A policy: the name of an installed one (with parameters, if any), an object, or a function that builds one.
+
+A replica scheduler given as an object is shared by all replicas; otherwise each replica gets one of its own, as in a run.
+"""
+
+_QUESTION = {
+    Layer.REQUEST_PRIORITIZER: "key",
+    Layer.REPLICASET_SCHEDULER: "assign",
+    Layer.REPLICA_SCHEDULER: "schedule",
+}
+_NAME = "harness"
+
+
+def _affine() -> LatencyModel:
+    return AffineModel(base_s=0.005, per_token_s=0.0001)
+
+
+@dataclass(frozen=True, slots=True)
+class HarnessOptions:
+    """Sizes of the replicas and services for the policies; small by default, so that every step can be followed."""
+
+    num_replicas: int = 1
+    block_size: int = 16
+    num_blocks: int = 64
+    max_batch_size: int = 8
+    max_batch_tokens: int | None = None
+    max_model_len: int = 1 << 22
+    pipeline_stages: int = 1
+    kv_parallel_groups: int = 1
+    kv_group_tokens: int | None = None
+    """Tokens of one request that one KV-parallel group holds; needed with several groups."""
+    host_blocks: int = 0
+    bytes_per_block: int = 0
+    watermark_blocks: int = 0
+    reserve_prompt: bool = True
+    """Whether admission takes blocks for the whole known sequence, or for the first step's tokens alone."""
+    prefix_cache: PrefixCacheOptions | None = None
+    publish_at_schedule: bool = True
+    """Whether a full block can be hit once its step is formed, or once the step has come back."""
+    latency: LatencyModel = field(default_factory=_affine)
+    """Predicts step times for policies and clock alike; by default 5 ms and 0.1 ms a token."""
+    output_lengths: OutputLengthPredictor = field(default_factory=NoLengths)
+    seed: int = 0
+    check_conservation: bool = True
+    """Whether requests and KV blocks are counted after every step: costs time for every block."""
+
+    def limits(self) -> ReplicaLimits:
+        """The sizes as policies see them."""
+        return ReplicaLimits(
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            max_batch_size=self.max_batch_size,
+            max_batch_tokens=self.max_batch_tokens,
+            max_model_len=self.max_model_len,
+            pipeline_stages=self.pipeline_stages,
+            kv_parallel_groups=self.kv_parallel_groups,
+            kv_group_tokens=self.kv_group_tokens,
+            bytes_per_block=self.bytes_per_block,
+            host_blocks=self.host_blocks,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepEntry:
+    """One request's part in a step."""
+
+    request_id: str
+    num_tokens: int
+    num_computed_before: int
+    """Tokens in KV before the step, cached prefix included."""
+    kind: str
+    """"running", "admitted" or "resumed"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one replica decided for one step, and when the step ran."""
+
+    replica_id: int
+    formed_at: float
+    ended_at: float
+    entries: tuple[StepEntry, ...]
+    """In batch order."""
+    preempted: tuple[tuple[str, str], ...]
+    """(request, "recompute" or "swap") in the order in which they gave way."""
+    ended: tuple[str, ...]
+    """Requests that this step ended."""
+    free_blocks: int
+    """Right after the step was formed."""
+    num_waiting: int
+    notes: Mapping[str, Mapping[str, float | int | str]]
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Query tokens by request, in batch order."""
+        return {entry.request_id: entry.num_tokens for entry in self.entries}
+
+    @property
+    def admitted(self) -> list[str]:
+        """Requests that got memory in this step, for the first time or again."""
+        return [entry.request_id for entry in self.entries if entry.kind != "running"]
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the step."""
+        return sum(entry.num_tokens for entry in self.entries)
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from forming it to its end."""
+        return self.ended_at - self.formed_at
+
+
+class _StepRecorder(Observer):
+    """Keeps every step that has ended, in the order in which steps end."""
+
+    wants_steps = True
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.requests: dict[str, Request] = {}
+        self._begun: dict[tuple[int, int], StepRecord] = {}
+        self._entries: dict[tuple[int, int], tuple[StepEntry, ...]] = {}
+        self._preempted: dict[tuple[int, int], tuple[tuple[str, str], ...]] = {}
+
+    def on_arrival(self, request: RequestView, now: float) -> None:
+        self.requests[request.request_id] = cast(Request, request)
+
+    def on_step_begin(self, step: StepRecord) -> None:
+        key = (step.replica_id, step.step_index)
+        self._begun[key] = step
+        self._entries[key] = tuple(
+            StepEntry(chunk.request.request_id, chunk.num_tokens, chunk.num_computed_before, chunk.kind)
+            for chunk in step.chunks
+        )
+        earlier = self._preempted.pop(key, ())  # a step that only preempted has the index of the one after it
+        self._preempted[key] = earlier + tuple((request.request_id, mode) for request, mode in step.preempted)
+
+    def on_step_end(self, step: StepEnd) -> None:
+        key = (step.replica_id, step.step_index)
+        begun = self._begun.pop(key)
+        self.steps.append(
+            Step(
+                step.replica_id,
+                begun.formed_at,
+                step.ended_at,
+                self._entries.pop(key),
+                self._preempted.pop(key),
+                tuple(request.request_id for request, _ in step.finished),
+                begun.free_blocks,
+                begun.num_waiting,
+                begun.notes,
+            )
+        )
+
+
+class Harness:
+    """Policies on the real mechanism, with a clock that moves by predicted step times.
+
+    Each policy is a `PolicySource`. Every step is checked for conservation of requests and KV blocks unless the options
+    say otherwise; `RuntimeError` if anything is lost, `PolicyError` if a policy breaks the contract.
+    """
+
+    def __init__(
+        self,
+        prioritizer: PolicySource,
+        replicaset_scheduler: PolicySource,
+        replica_scheduler: PolicySource,
+        options: HarnessOptions | None = None,
+    ) -> None:
+        self.options = options = options or HarnessOptions()
+        self._limits = limits = options.limits()
+        self._now = 0
+        self._executor = SimulatedExecutor()
+        self._timer = PredictedTimer(options.latency)
+        late = LatePrefillTime()
+        self.context = PolicyContext(
+            limits=limits,
+            num_replicas=options.num_replicas,
+            latency=options.latency,
+            prefill_time=late,
+            output_lengths=options.output_lengths,
+            random_stream=SeedTree(options.seed).stream,
+        )
+        schedulers = [self._policy(Layer.REPLICA_SCHEDULER, replica_scheduler) for _ in range(options.num_replicas)]
+        late.table = PrefillTimeTable(options.latency, lone_chunk_rule(schedulers[0], limits), limits.pipeline_stages)
+        self.prioritizer = self._policy(Layer.REQUEST_PRIORITIZER, prioritizer)
+        self.replicaset_scheduler = self._policy(Layer.REPLICASET_SCHEDULER, replicaset_scheduler)
+        self.replica_schedulers: list[Any] = schedulers
+        policies = {id(one): one for one in (self.prioritizer, self.replicaset_scheduler, *schedulers)}
+        listening = [one for one in policies.values() if isinstance(one, ListensToRequests)]
+        self.replicaset = Replicaset(
+            _NAME, self.replicaset_scheduler, "replicaset scheduler", make_queue(self.prioritizer), AdmissionLimits()
+        )
+        self.replicaset.listeners = listening
+        for replica_id in range(options.num_replicas):
+            self.replicaset.add_replica(lambda shared, i=replica_id: self._replica(i, shared))  # type: ignore[misc]
+        self.controller = Controller({_NAME: self.replicaset}, lambda request: _NAME)
+        self._recorder = _StepRecorder()
+        self.controller.watch((self._recorder,))
+
+    def _policy(self, layer: Layer, source: PolicySource) -> Any:
+        if isinstance(source, str):
+            return build_policy(layer, source, {}, self.context)
+        if isinstance(source, tuple):
+            return build_policy(layer, source[0], source[1], self.context)
+        if not isinstance(source, type) and hasattr(source, _QUESTION[layer]):
+            return source
+        policy = cast(Callable[[PolicyContext], Any], source)(self.context)
+        check_policy_shape(layer, policy, f"{layer.value} {policy!r}", _NAME)
+        return policy
+
+    def _replica(self, replica_id: int, shared: SharedAccess) -> Replica:
+        options = self.options
+        scheduler = self.replica_schedulers[replica_id]
+        candidates = {id(one): one for one in (self.prioritizer, self.replicaset_scheduler, scheduler)}
+        return Replica(
+            ReplicaParts(
+                replicaset=_NAME,
+                replica_id=replica_id,
+                limits=self._limits,
+                memory=self._memory(),
+                queue=make_queue(self.prioritizer),
+                shared=shared,
+                policy=scheduler,
+                policy_name=type(scheduler).__name__,
+                latency=options.latency,
+                options=BuilderOptions(
+                    reserve_prompt=options.reserve_prompt,
+                    watermark_blocks=options.watermark_blocks,
+                    publish_at_schedule=options.publish_at_schedule,
+                ),
+                executor=self._executor,
+                listeners=[one for one in candidates.values() if isinstance(one, ListensToRequests)],
+            )
+        )
+
+    def _memory(self) -> AnyKvMemory:
+        options = self.options
+        if options.kv_group_tokens is None:
+            return KvMemory(
+                options.num_blocks,
+                options.block_size,
+                prefix_cache=options.prefix_cache,
+                host_blocks=options.host_blocks,
+            )
+        groups = KvGroups(
+            num_groups=options.kv_parallel_groups,
+            group_tokens=options.kv_group_tokens,
+            blocks_per_group=options.num_blocks // options.kv_parallel_groups,
+        )
+        return KvParallelMemory(groups, options.block_size, host_blocks=options.host_blocks)
+
+    # What there is to look at
+
+    @property
+    def now(self) -> float:
+        """The clock, seconds."""
+        return to_seconds(self._now)
+
+    @property
+    def steps(self) -> Sequence[Step]:
+        """Every step that has ended, in the order in which steps end."""
+        return self._recorder.steps
+
+    def request(self, request_id: str) -> Request:
+        """A request that was submitted, ended or not: what policies see, and state, end and times besides."""
+        return self._recorder.requests[request_id]
+
+    def replica(self, replica_id: int = 0) -> Replica:
+        """One of the replicas."""
+        return self.replicaset.replicas[replica_id]
+
+    def waiting(self, replica_id: int = 0) -> list[str]:
+        """What the replica could admit now, most urgent first."""
+        residents = self.replica(replica_id).residents
+        own = [request.request_id for request in residents.queue.ordered(self.now)]
+        return [*own, *(request.request_id for request in residents.shared.pulled(self.now))]
+
+    # Driven by hand
+
+    def submit(self, request_id: str, num_prompt_tokens: int, num_output_tokens: int = 1, **facts: Any) -> Request:
+        """Let a request arrive now; `facts` are further fields of `RequestSpec` (priority, tenant, content, …)."""
+        return self.submit_spec(RequestSpec(request_id, self.now, num_prompt_tokens, num_output_tokens, **facts))
+
+    def submit_spec(self, spec: RequestSpec) -> Request:
+        """Let a request of a workload arrive now, whatever its own arrival time says."""
+        request, _, _ = self.controller.submit(facts_of(spec), lambda size: keys_of(spec, size, ""), self._now)
+        if request.state is not RequestState.ENDED:
+            self._executor.expect(request, spec.num_output_tokens)
+        return request
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass without anything running."""
+        self._now += to_ticks(seconds)
+
+    def step(self, replica_id: int = 0) -> Step | None:
+        """Let one replica form a step, run it, and move the clock to its end; None when it has nothing to run."""
+        replica = self.replica(replica_id)
+        plan = replica.next_plan(self._now)
+        if plan is None:
+            return None
+        self._now += max(1, self._timer.stage_ticks(plan))
+        ended = replica.complete_step(plan, StepResult(), self._now)
+        self.controller.settle(ended, self._now)
+        if self.options.check_conservation:
+            self.controller.check_conservation()
+        return self.steps[-1]
+
+    def steps_until_idle(self, replica_id: int = 0, at_most: int = 10_000) -> list[Step]:
+        """Step one replica until it has nothing to run. Raises `RuntimeError` if that takes too many steps."""
+        steps: list[Step] = []
+        while (step := self.step(replica_id)) is not None:
+            steps.append(step)
+            if len(steps) > at_most:
+                raise RuntimeError(f"replica {replica_id} is still busy after {at_most} steps")
+        return steps
+
+    # Driven by the simulator
+
+    def simulator(self, options: SimulationOptions) -> Simulator:
+        """A simulator of these replicas with rules of your own, at time 0; for one run."""
+        return Simulator(self.controller, self._executor, lambda replica: self._timer, options)
+
+    def run(self, workload: Iterable[RequestSpec]) -> Sequence[Step]:
+        """Simulate a workload to its end and return its steps, in the order in which they end.
+
+        Raises `PolicyError` when the policies leave requests standing for ever.
+        """
+        first = len(self.steps)
+        options = SimulationOptions(check_every_steps=1 if self.options.check_conservation else 0)
+        simulator = self.simulator(options)
+        simulator.run(list(workload))
+        self._now = simulator.now
+        return self.steps[first:]

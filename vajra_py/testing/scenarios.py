@@ -1,0 +1,275 @@
+"""Which situations must a policy master, and what happened when it was put into them?
+
+Small on purpose (at most 200 KV blocks, a few dozen requests): everything is counted after every step. The seed of every
+scenario is fixed, so that two runs of the same policy must decide the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+
+from vajra_py.contract import EndReason, Observer, RequestView, StepEnd, StepRecord
+from vajra_py.latency import AffineModel
+from vajra_py.metrics.recorder import token_times
+from vajra_py.runtime.decision_log import step_row
+from vajra_py.runtime.kv import PrefixCacheOptions
+from vajra_py.runtime.request import Request
+from vajra_py.sim.simulator import SimulationOptions
+from vajra_py.testing.harness import Harness, HarnessOptions, PolicySource
+from vajra_py.workload.request import PromptContent, RequestSpec
+
+STEP_TIME = AffineModel(base_s=0.004, per_token_s=0.0002, per_prefill_pair_s=2e-7, per_decode_context_token_s=1e-6)
+"""50 ms hold about 200 prompt tokens, so that policies that aim at a step time have to cut prompts into chunks."""
+
+SMALL = HarnessOptions(num_blocks=64, max_batch_size=8, latency=STEP_TIME, seed=7)
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """The three policies of a run."""
+
+    prioritizer: PolicySource
+    replicaset_scheduler: PolicySource
+    replica_scheduler: PolicySource
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One situation. Everything is per replica: with n replicas, n times the requests arrive at n times the rate."""
+
+    name: str
+    options: HarnessOptions
+    requests: Callable[[np.random.Generator, int], list[RequestSpec]]
+    is_memory_ample: bool = False
+    """Whether whatever fits into a batch fits into memory too."""
+    num_aborted: int = 0
+    down: frozenset[int] = frozenset()
+    """Replicas that take no requests."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What was decided, and what became of the requests."""
+
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+    """A row for each formed step, as in the decision log, without its end."""
+    ends: list[tuple[Any, ...]] = field(default_factory=list)
+    """(request, reason, time, first token, all tokens, preemptions, first admission) in the order of ending."""
+    steps: list[tuple[Any, ...]] = field(default_factory=list)
+    """What observers are told of each step that came back."""
+    requests: dict[str, Request] = field(default_factory=dict)
+    num_unfinished: int = 0
+
+
+class StuckError(Exception):
+    """Steps follow one another and nobody gets anywhere."""
+
+
+class _Watch(Observer):
+    """Keeps an `Outcome`, and stops a run that goes round in circles."""
+
+    def __init__(self, *, detailed: bool) -> None:
+        self.wants_steps = detailed
+        self.outcome = Outcome()
+        self._num_futile = 0
+        self._last_served = (-1, -1)
+        self._alive: dict[str, Request] = {}
+
+    def on_arrival(self, request: RequestView, now: float) -> None:
+        self.outcome.requests[request.request_id] = self._alive[request.request_id] = cast(Request, request)
+
+    def on_step_begin(self, step: StepRecord) -> None:
+        self.outcome.decisions.append(step_row(step))
+
+    def on_step_end(self, step: StepEnd) -> None:
+        finished = tuple((request.request_id, reason) for request, reason in step.finished)
+        figures = (step.shape, step.free_blocks, step.num_waiting, step.num_running, step.num_preempted)
+        place = (step.replicaset, step.replica_id, step.step_index)
+        self.outcome.steps.append((*place, step.formed_at, step.ended_at, *figures, finished))
+        served = (len(self._alive), sum(request.num_output_tokens for request in self._alive.values()))
+        if served != self._last_served:
+            self._last_served, self._num_futile = served, 0
+            return
+        self._num_futile += 1
+        if self._num_futile > 100 + sum(request.num_known_tokens for request in self._alive.values()):
+            raise StuckError(f"{self._num_futile} steps in a row ended without a single token for anybody")
+
+    def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
+        self._alive.pop(request.request_id, None)
+        one = cast(Request, request)
+        self.outcome.ends.append(
+            (
+                one.request_id,
+                reason,
+                now,
+                one.first_token_at,
+                tuple(token_times(one)),
+                one.num_preemptions,
+                one.admitted_at,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How a scenario is run."""
+
+    num_replicas: int = 1
+    detailed: bool = True
+    """Whether every decision is kept; the simulator then forms every step by itself."""
+    runs_ahead: bool = True
+    check_every_step: bool = True
+    """Whether requests and blocks are counted after every step, or at the end alone."""
+
+
+def simulate(scenario: Scenario, policies: Policies, rules: Rules) -> Outcome:
+    """Put the policies into the situation.
+
+    Raises what the mechanism raises (`PolicyError` for a breach of the contract), and `StuckError`.
+    """
+    options = replace(scenario.options, num_replicas=rules.num_replicas)
+    harness = Harness(policies.prioritizer, policies.replicaset_scheduler, policies.replica_scheduler, options)
+    for replica_id in scenario.down:
+        harness.replicaset.set_up(replica_id, False)
+    watch = _Watch(detailed=rules.detailed)
+    harness.controller.watch((watch,))
+    simulator = harness.simulator(
+        SimulationOptions(runs_ahead=rules.runs_ahead, check_every_steps=int(rules.check_every_step))
+    )
+    specs = requests_of(scenario, rules.num_replicas)
+    stream = np.random.default_rng(11)
+    for spec in specs[: scenario.num_aborted * rules.num_replicas]:
+        simulator.abort_at(spec.arrived_at + float(stream.uniform(0.0, 0.4)), spec.request_id)
+    simulator.run(specs)
+    harness.controller.check_conservation()
+    outcome = watch.outcome
+    outcome.steps.sort(key=lambda step: step[:3])
+    outcome.num_unfinished = harness.controller.num_alive
+    return outcome
+
+
+def requests_of(scenario: Scenario, num_replicas: int) -> list[RequestSpec]:
+    """The scenario's requests, in order of arrival; always the same."""
+    return scenario.requests(np.random.default_rng(5), num_replicas)
+
+
+Range = tuple[int, int]
+
+
+def _spread(
+    count: int, over_s: float, prompts: Range, outputs: Range, expires_s: float | None = None
+) -> Callable[[np.random.Generator, int], list[RequestSpec]]:
+    """`count` requests a replica, at uniform times, with lengths, classes and promises drawn at random."""
+
+    def make(stream: np.random.Generator, num_replicas: int) -> list[RequestSpec]:
+        total = count * num_replicas
+        times = np.sort(stream.uniform(0.0, over_s, total))
+        specs = []
+        for index, arrived_at in enumerate(times.tolist()):
+            promised = bool(stream.random() < 0.5)
+            expires = expires_s is not None and bool(stream.random() < 0.5)
+            specs.append(
+                RequestSpec(
+                    f"r{index}",
+                    arrived_at,
+                    int(stream.integers(*prompts, endpoint=True)),
+                    int(stream.integers(*outputs, endpoint=True)),
+                    priority=int(stream.integers(-1, 2)),
+                    tenant=f"tenant{int(stream.integers(3))}",
+                    slo_class=("batch", "interactive")[promised],
+                    ttft_slo_s=0.5 if promised else None,
+                    tpot_slo_s=0.05 if promised else None,
+                    deadline_s=float(stream.uniform(0.2, 5.0)) if promised else None,
+                    expires_after_s=expires_s if expires else None,
+                )
+            )
+        return specs
+
+    return make
+
+
+def _long_and_short(stream: np.random.Generator, num_replicas: int) -> list[RequestSpec]:
+    specs = _spread(12, 0.5, (10, 60), (2, 12))(stream, num_replicas)
+    for index in range(0, len(specs), 6):
+        specs[index] = replace(specs[index], num_prompt_tokens=1100 + 100 * (index % 4))
+    return specs
+
+
+def _all_at_once(stream: np.random.Generator, num_replicas: int) -> list[RequestSpec]:
+    return [RequestSpec(f"r{index}", 0.0, 40, 6) for index in range(14 * num_replicas)]
+
+
+def _with_shared_prefixes(stream: np.random.Generator, num_replicas: int) -> list[RequestSpec]:
+    specs = []
+    for spec in _spread(16, 0.6, (20, 90), (4, 24))(stream, num_replicas):
+        prefix = int(stream.integers(3))
+        content = PromptContent(((f"prefix{prefix}", 48), (spec.request_id, spec.num_prompt_tokens)))
+        specs.append(replace(spec, num_prompt_tokens=content.num_tokens, content=content))
+    return specs
+
+
+LIGHT = Scenario("light load", SMALL, _spread(8, 6.0, (20, 300), (2, 16)), is_memory_ample=True)
+OVERLOADED = Scenario(
+    "far more requests than fit into a batch",
+    replace(SMALL, num_blocks=128, max_batch_size=4, max_batch_tokens=64),
+    _spread(20, 0.05, (16, 200), (2, 12)),
+    is_memory_ample=True,
+)
+ALL_AT_ONCE = Scenario("equal requests, all at once", SMALL, _all_at_once, is_memory_ample=True)
+LONG_AND_SHORT = Scenario("long and short prompts", replace(SMALL, num_blocks=160), _long_and_short)
+STARVED = Scenario(
+    "too little memory: decodes must give way",
+    replace(SMALL, num_blocks=16, host_blocks=4),
+    _spread(10, 0.3, (30, 120), (30, 60)),
+)
+INCREMENTAL = Scenario(
+    "too little memory, taken chunk by chunk",
+    replace(SMALL, num_blocks=20, max_batch_tokens=48, reserve_prompt=False, watermark_blocks=1),
+    _spread(10, 0.3, (60, 200), (10, 40)),
+)
+SWAPPING = Scenario(
+    "too little memory, and a host to swap to",
+    replace(SMALL, num_blocks=16, host_blocks=40, bytes_per_block=4096),
+    _spread(10, 0.3, (30, 120), (30, 60)),
+)
+LEAVING = Scenario(
+    "requests are taken back and expire",
+    replace(SMALL, num_blocks=24, max_batch_size=4),
+    _spread(20, 0.6, (16, 120), (4, 40), expires_s=0.3),
+    num_aborted=12,
+)
+SHARED_PREFIXES = Scenario(
+    "shared prefixes in a small cache",
+    replace(SMALL, num_blocks=24, prefix_cache=PrefixCacheOptions()),
+    _with_shared_prefixes,
+)
+PIPELINED = Scenario(
+    "two pipeline stages",
+    replace(SMALL, pipeline_stages=2, num_blocks=24, max_batch_tokens=64, latency=replace(STEP_TIME, num_stages=2)),
+    _spread(12, 0.4, (16, 200), (4, 30)),
+)
+KV_PARALLEL = Scenario(
+    "two KV-parallel groups",
+    replace(SMALL, kv_parallel_groups=2, kv_group_tokens=320, num_blocks=60),
+    _spread(10, 0.4, (40, 420), (4, 30)),
+)
+ONE_DOWN = Scenario("one replica takes no requests", SMALL, _spread(8, 0.5, (20, 100), (2, 12)), down=frozenset({1}))
+
+SCENARIOS = (
+    LIGHT,
+    OVERLOADED,
+    ALL_AT_ONCE,
+    LONG_AND_SHORT,
+    STARVED,
+    INCREMENTAL,
+    SWAPPING,
+    LEAVING,
+    SHARED_PREFIXES,
+    PIPELINED,
+    KV_PARALLEL,
+)
+"""What every policy is put through."""

@@ -1,0 +1,257 @@
+"""Does a policy read what the contract offers, and nothing else? Views that know no more than their Protocols do.
+
+What is not in the Protocol cannot be read, and nothing can be written: either is noted as a breach and raises. One object
+stands for one request throughout, so that identity means what it means to the mechanism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from vajra_py.contract import (
+    BatchBuilder,
+    DecodeStop,
+    PreemptionMode,
+    PriorityKey,
+    QueueView,
+    Refusal,
+    ReplicaState,
+    ReplicaView,
+    RequestView,
+)
+
+_DECLARATIONS = ("key_motion", "repeats_decodes", "reads_load", "is_work_conserving")
+_METHODS = (
+    "key",
+    "line",
+    "assign",
+    "pull",
+    "schedule",
+    "lone_chunk",
+    "refuses",
+    "on_arrivals",
+    "on_step_end",
+    "on_departures",
+)
+LOADLESS = frozenset({"replica_id", "is_up"})
+"""What a replicaset scheduler that declares `reads_load = False` may look at."""
+
+
+def interpose(policy: Any, replacements: Mapping[str, Callable[..., Any]]) -> Any:
+    """A policy that declares and does what `policy` does, but for the methods that are replaced."""
+    members: dict[str, Any] = {name: getattr(policy, name) for name in _DECLARATIONS if hasattr(policy, name)}
+    for name in _METHODS:
+        method = getattr(policy, name, None)
+        if callable(method):
+            members[name] = staticmethod(replacements.get(name, method))
+    return type(type(policy).__name__, (), members)()
+
+
+def public_names(protocol: type) -> frozenset[str]:
+    """What a Protocol of the contract offers."""
+    return frozenset(name for name in dir(protocol) if not name.startswith("_"))
+
+
+class StrictViews:
+    """Hands out strict views and keeps the list of breaches."""
+
+    def __init__(self) -> None:
+        self.breaches: list[str] = []
+        self._requests: dict[RequestView, StrictRequest] = {}
+
+    def request(self, request: RequestView) -> RequestView:
+        """The one strict view of a request."""
+        view = self._requests.get(request)
+        if view is None:
+            view = self._requests[request] = StrictRequest(self, request)
+        return cast(RequestView, view)
+
+    def requests(self, requests: Iterable[RequestView]) -> list[RequestView]:
+        """Strict views of several requests."""
+        return [self.request(request) for request in requests]
+
+    def real(self, view: object) -> RequestView:
+        """The request behind a strict view; whatever else a policy passed is handed on for the mechanism to judge."""
+        return cast(RequestView, view._target) if isinstance(view, StrictRequest) else cast(RequestView, view)
+
+    def breach(self, message: str) -> AttributeError:
+        """Note a breach; the error to raise."""
+        self.breaches.append(message)
+        return AttributeError(message)
+
+    def policy(self, policy: Any) -> Any:
+        """The policy, behind strict views in every method that is shown requests or replicas."""
+        loadless = getattr(policy, "reads_load", True) is False
+
+        def assign(request: RequestView, replicas: Sequence[ReplicaView], now: float) -> Any:
+            names = LOADLESS if loadless else None
+            views = [StrictReplicaView(self, replica, names) for replica in replicas]
+            return policy.assign(self.request(request), views, now)
+
+        def pull(replica: ReplicaView, queued: QueueView, now: float) -> Any:
+            return policy.pull(StrictReplicaView(self, replica), StrictQueue(self, queued), now)
+
+        def schedule(replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+            policy.schedule(StrictReplicaState(self, replica), StrictBatch(self, batch), now)
+
+        def telling(name: str) -> Callable[[Sequence[RequestView], float], None]:
+            return lambda requests, now: getattr(policy, name)(self.requests(requests), now)
+
+        return interpose(
+            policy,
+            {
+                "key": lambda request, now: policy.key(self.request(request), now),
+                "line": lambda request: policy.line(self.request(request)),
+                "assign": assign,
+                "pull": pull,
+                "schedule": schedule,
+                "refuses": lambda request: policy.refuses(self.request(request)),
+                "on_arrivals": telling("on_arrivals"),
+                "on_step_end": telling("on_step_end"),
+                "on_departures": telling("on_departures"),
+            },
+        )
+
+
+class _View:
+    """Reads public names of a Protocol from a target, and nothing else."""
+
+    __slots__ = ("_names", "_target", "_views")
+    _what = ""
+    _public: frozenset[str] = frozenset()
+
+    def __init__(self, views: StrictViews, target: object, names: frozenset[str] | None = None) -> None:
+        object.__setattr__(self, "_views", views)
+        object.__setattr__(self, "_target", target)
+        object.__setattr__(self, "_names", self._public if names is None else names)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._check(name)
+        return getattr(self._target, name)
+
+    def _check(self, name: str) -> None:
+        if name not in self._names:
+            raise self._views.breach(f"reads {self._what}.{name}, which is not there for it to read")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise self._views.breach(f"writes {self._what}.{name}; views are there to be read")
+
+
+class StrictRequest(_View):
+    """A `RequestView` and nothing more."""
+
+    __slots__ = ()
+    _what = "request"
+    _public = public_names(RequestView)
+
+
+class StrictReplicaView(_View):
+    """A `ReplicaView` and nothing more."""
+
+    __slots__ = ()
+    _what = "replica view"
+    _public = public_names(ReplicaView)
+
+    def prefix_hit_tokens(self, request: RequestView) -> int:
+        """See `ReplicaView.prefix_hit_tokens`."""
+        self._check("prefix_hit_tokens")
+        hit: int = self._target.prefix_hit_tokens(self._views.real(request))
+        return hit
+
+
+class StrictQueue:
+    """A `QueueView` and nothing more."""
+
+    __slots__ = ("_queued", "_views")
+
+    def __init__(self, views: StrictViews, queued: QueueView) -> None:
+        self._views = views
+        self._queued = queued
+
+    def __len__(self) -> int:
+        return len(self._queued)
+
+    def __iter__(self) -> Iterator[RequestView]:
+        return map(self._views.request, self._queued)
+
+
+class StrictReplicaState(_View):
+    """A `ReplicaState` and nothing more."""
+
+    __slots__ = ()
+    _what = "replica"
+    _public = public_names(ReplicaState)
+
+    def running(self) -> Sequence[RequestView]:
+        """See `ReplicaState.running`."""
+        return cast(Sequence[RequestView], self._views.requests(self._target.running()))
+
+    def decodes(self) -> Sequence[RequestView]:
+        """See `ReplicaState.decodes`."""
+        return cast(Sequence[RequestView], self._views.requests(self._target.decodes()))
+
+    def partial_prefills(self) -> Sequence[RequestView]:
+        """See `ReplicaState.partial_prefills`."""
+        return cast(Sequence[RequestView], self._views.requests(self._target.partial_prefills()))
+
+    def waiting(self) -> Iterator[RequestView]:
+        """See `ReplicaState.waiting`."""
+        return map(self._views.request, self._target.waiting())
+
+    def urgency(self, request: RequestView) -> PriorityKey:
+        """See `ReplicaState.urgency`."""
+        return cast(PriorityKey, self._target.urgency(self._views.real(request)))
+
+
+class StrictBatch(_View):
+    """A `BatchBuilder` and nothing more."""
+
+    __slots__ = ()
+    _what = "batch"
+    _public = public_names(BatchBuilder)
+
+    def __contains__(self, request: object) -> bool:
+        return self._views.real(request) in self._target
+
+    def add(self, request: RequestView, num_tokens: int, *, reserve_tokens: int | None = None) -> Refusal | None:
+        """See `BatchBuilder.add`."""
+        real = self._views.real(request)
+        return cast("Refusal | None", self._target.add(real, num_tokens, reserve_tokens=reserve_tokens))
+
+    def add_decodes(self) -> DecodeStop | None:
+        """See `BatchBuilder.add_decodes`."""
+        return self._stop(self._target.add_decodes())
+
+    def add_running(self, max_chunk_tokens: int | None = None) -> DecodeStop | None:
+        """See `BatchBuilder.add_running`."""
+        return self._stop(self._target.add_running(max_chunk_tokens))
+
+    def _stop(self, stop: DecodeStop | None) -> DecodeStop | None:
+        return None if stop is None else DecodeStop(self._views.request(stop.request), stop.refusal)
+
+    def preempt(self, request: RequestView, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> Refusal | None:
+        """See `BatchBuilder.preempt`."""
+        return cast("Refusal | None", self._target.preempt(self._views.real(request), mode))
+
+    def cached_tokens(self, request: RequestView) -> int:
+        """See `BatchBuilder.cached_tokens`."""
+        return cast(int, self._target.cached_tokens(self._views.real(request)))
+
+    def blocks_needed(self, request: RequestView, num_tokens: int) -> int:
+        """See `BatchBuilder.blocks_needed`."""
+        return cast(int, self._target.blocks_needed(self._views.real(request), num_tokens))
+
+    def max_chunk(self, request: RequestView) -> int:
+        """See `BatchBuilder.max_chunk`."""
+        return cast(int, self._target.max_chunk(self._views.real(request)))
+
+    def predicted_time_with(self, request: RequestView, num_tokens: int) -> float:
+        """See `BatchBuilder.predicted_time_with`."""
+        return cast(float, self._target.predicted_time_with(self._views.real(request), num_tokens))
+
+    def note(self, request: RequestView, **scores: float | int | str) -> None:
+        """See `BatchBuilder.note`."""
+        self._target.note(self._views.real(request), **scores)

@@ -1,0 +1,322 @@
+"""When do the requests of a synthetic workload arrive?
+
+Each process is stationary at its rate (requests per second) from time 0 on, draws from the streams it is given only, and gives the same
+first arrivals whatever number is asked for. Renewal processes draw gaps; modulated ones (on/off, piecewise, Cox) draw a Poisson process
+of rate 1 in operational time and map it through the inverse of the integrated rate.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Annotated, Literal, TypeAlias
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from vajra_py.errors import WorkloadError
+from vajra_py.workload.arrays import F64
+from vajra_py.workload.distributions import NonNegative, Positive
+
+__all__ = [
+    "ArrivalProcess",
+    "AtOnce",
+    "CoxGamma",
+    "FixedInterval",
+    "Gamma",
+    "OnOff",
+    "Piece",
+    "PiecewiseConstant",
+    "Poisson",
+    "QuantileGaps",
+    "Weibull",
+    "arrival_times",
+]
+
+BLOCK = 4096
+MAX_REQUESTS = 1_000_000_000
+
+
+class _Process(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    @abstractmethod
+    def blocks(self, rng: np.random.Generator, modulation: np.random.Generator) -> Iterator[F64]:
+        """Arrival times, ascending, block after block; `modulation` is for what changes the rate."""
+
+
+class _Renewal(_Process):
+    @abstractmethod
+    def gaps(self, rng: np.random.Generator, size: int) -> F64:
+        """Inter-arrival times."""
+
+    def blocks(self, rng: np.random.Generator, modulation: np.random.Generator) -> Iterator[F64]:
+        """Sums of the gaps."""
+        now = 0.0
+        while True:
+            times = now + np.cumsum(self.gaps(rng, BLOCK))
+            now = float(times[-1])
+            yield times
+
+
+class Poisson(_Renewal):
+    """Independent arrivals: exponential gaps (CV 1)."""
+
+    type: Literal["poisson"] = "poisson"
+    rate: Positive = Field(description="Mean rate in requests per second.")
+
+    def gaps(self, rng: np.random.Generator, size: int) -> F64:
+        """Inter-arrival times in seconds."""
+        return rng.exponential(1.0 / self.rate, size)
+
+
+class Gamma(_Renewal):
+    """Gamma-distributed gaps: burstier than Poisson above a CV of 1, more even below."""
+
+    type: Literal["gamma"] = "gamma"
+    rate: Positive = Field(description="Mean rate in requests per second.")
+    cv: Positive = Field(description="Coefficient of variation of the gaps (standard deviation / mean); 1 is Poisson.")
+
+    def gaps(self, rng: np.random.Generator, size: int) -> F64:
+        """Inter-arrival times in seconds."""
+        shape = 1.0 / (self.cv * self.cv)
+        return rng.gamma(shape, 1.0 / (shape * self.rate), size)
+
+
+class Weibull(_Renewal):
+    """Weibull-distributed gaps: burstier than Poisson below a shape of 1."""
+
+    type: Literal["weibull"] = "weibull"
+    rate: Positive = Field(description="Mean rate in requests per second.")
+    shape: Positive = Field(description="Shape of the distribution of the gaps; 1 is Poisson.")
+
+    def gaps(self, rng: np.random.Generator, size: int) -> F64:
+        """Inter-arrival times in seconds."""
+        gaps: F64 = rng.weibull(self.shape, size) / (self.rate * math.gamma(1.0 + 1.0 / self.shape))
+        return gaps
+
+
+class QuantileGaps(_Renewal):
+    """Gaps drawn from a table of quantiles, the logarithm interpolated linearly in probability, scaled to the rate."""
+
+    type: Literal["quantile_gaps"] = "quantile_gaps"
+    rate: Positive = Field(description="Mean rate in requests per second.")
+    probabilities: tuple[float, ...] = Field(min_length=2, description="Ascending, the first 0, the last 1.")
+    gaps_s: tuple[Positive, ...] = Field(
+        min_length=2, description="Gap in seconds at each probability, never descending."
+    )
+
+    @model_validator(mode="after")
+    def _ascending(self) -> QuantileGaps:
+        probabilities, gaps = self.probabilities, self.gaps_s
+        if len(probabilities) != len(gaps) or probabilities[0] != 0 or probabilities[-1] != 1:
+            raise ValueError(
+                "the table is uneven or does not span 0 to 1. Allowed: one gap per probability, from 0 to 1"
+            )
+        if np.any(np.diff(probabilities) <= 0) or np.any(np.diff(gaps) < 0):
+            raise ValueError("the table descends. Allowed: ascending probabilities, gaps that never descend")
+        return self
+
+    def gaps(self, rng: np.random.Generator, size: int) -> F64:
+        """Inter-arrival times in seconds."""
+        logs = np.log(self.gaps_s)
+        return np.exp(np.interp(rng.random(size), self.probabilities, logs)) / (self.rate * self._mean_gap_s())
+
+    def _mean_gap_s(self) -> float:
+        """Mean of the table as interpolated: the integral of exp(linear) over each interval."""
+        low, high = np.array(self.gaps_s[:-1]), np.array(self.gaps_s[1:])
+        ratio = np.log(high / low)
+        flat = ratio < 1e-9
+        means = np.where(flat, low, (high - low) / np.where(flat, 1.0, ratio))
+        return float((means * np.diff(self.probabilities)).sum())
+
+
+class FixedInterval(_Process):
+    """One request every 1 / rate seconds, the first at 0."""
+
+    type: Literal["fixed"] = "fixed"
+    rate: Positive = Field(description="Rate in requests per second.")
+
+    def blocks(self, rng: np.random.Generator, modulation: np.random.Generator) -> Iterator[F64]:
+        """Multiples of the interval."""
+        start = 0
+        while True:
+            yield np.arange(start, start + BLOCK) / self.rate
+            start += BLOCK
+
+
+class AtOnce(_Process):
+    """All requests at time 0: how fast is a batch of work done?"""
+
+    type: Literal["at_once"] = "at_once"
+
+    def blocks(self, rng: np.random.Generator, modulation: np.random.Generator) -> Iterator[F64]:
+        """Zeros."""
+        while True:
+            yield np.zeros(BLOCK)
+
+
+class _Modulated(_Process):
+    @abstractmethod
+    def stretches(self, modulation: np.random.Generator) -> Iterator[tuple[F64, F64]]:
+        """Durations in seconds and rates of the next pieces of constant rate."""
+
+    def blocks(self, rng: np.random.Generator, modulation: np.random.Generator) -> Iterator[F64]:
+        """A Poisson process of rate 1, mapped through the inverse of the integrated rate."""
+        stretches = self.stretches(modulation)
+        begin_s = work = 0.0  # start of the pieces at hand, and the integrated rate up to there
+        durations = rates = np.zeros(0)
+        drawn = 0.0
+        while True:
+            targets = drawn + np.cumsum(rng.exponential(1.0, BLOCK))
+            drawn = float(targets[-1])
+            while work + float((durations * rates).sum()) < drawn:
+                more = next(stretches, None)
+                if more is None:
+                    yield _inverse(targets, (begin_s, work), durations, rates)
+                    return
+                durations, rates = np.concatenate([durations, more[0]]), np.concatenate([rates, more[1]])
+            yield _inverse(targets, (begin_s, work), durations, rates)
+            done = int(np.searchsorted(work + np.cumsum(durations * rates), drawn, side="left"))
+            begin_s += float(durations[:done].sum())
+            work += float((durations[:done] * rates[:done]).sum())
+            durations, rates = durations[done:], rates[done:]
+
+
+def _inverse(targets: F64, origin: tuple[float, float], durations: F64, rates: F64) -> F64:
+    """When does the integrated rate reach each target? Those never reached are left out."""
+    begin_s, work = origin
+    reached = np.concatenate([[work], work + np.cumsum(durations * rates)])
+    starts = np.concatenate([[begin_s], begin_s + np.cumsum(durations)])
+    targets = targets[targets <= reached[-1]]
+    piece = np.searchsorted(reached, targets, side="left") - 1
+    times: F64 = starts[piece] + (targets - reached[piece]) / rates[piece]
+    return times
+
+
+class OnOff(_Modulated):
+    """Bursts: exponentially long on and off times, Poisson arrivals within (a Markov-modulated Poisson process of two states)."""
+
+    type: Literal["on_off"] = "on_off"
+    rate: Positive = Field(description="Mean rate over on and off times, in requests per second.")
+    mean_on_s: Positive = Field(description="Mean length of an on time, in seconds.")
+    mean_off_s: Positive = Field(description="Mean length of an off time, in seconds.")
+    off_rate_fraction: float = Field(
+        0.0, ge=0, le=1, description="Rate in an off time as a fraction of that in an on time."
+    )
+
+    def stretches(self, modulation: np.random.Generator) -> Iterator[tuple[F64, F64]]:
+        """On, off, on, off, …; which one is first is drawn by their share of time."""
+        cycle_s = self.mean_on_s + self.mean_off_s
+        on_rate = self.rate * cycle_s / (self.mean_on_s + self.off_rate_fraction * self.mean_off_s)
+        states = ((self.mean_on_s, on_rate), (self.mean_off_s, on_rate * self.off_rate_fraction))
+        if modulation.random() >= self.mean_on_s / cycle_s:
+            states = (states[1], states[0])
+        means = np.tile([mean for mean, _ in states], BLOCK // 2)
+        rates = np.tile([rate for _, rate in states], BLOCK // 2)
+        while True:
+            yield modulation.exponential(1.0, BLOCK) * means, rates
+
+
+class Piece(BaseModel):
+    """A stretch of time at one rate."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    duration_s: Positive = Field(description="Length in seconds.")
+    rate: NonNegative = Field(description="Rate in requests per second; 0 is silence.")
+
+
+class PiecewiseConstant(_Modulated):
+    """Poisson arrivals whose rate changes at given times: ramps, steps, a day's profile."""
+
+    type: Literal["piecewise"] = "piecewise"
+    pieces: tuple[Piece, ...] = Field(
+        alias="pieces", min_length=1, description="The stretches of time, one after the other."
+    )
+    repeat: bool = Field(False, description="Start again after the last piece; otherwise the arrivals end with it.")
+
+    @model_validator(mode="after")
+    def _any_rate(self) -> PiecewiseConstant:
+        if not any(piece.rate for piece in self.pieces):
+            raise ValueError("all rates are 0. Allowed: at least one rate > 0")
+        return self
+
+    @property
+    def rate(self) -> float:
+        """Mean rate over the pieces, in requests per second."""
+        return sum(piece.duration_s * piece.rate for piece in self.pieces) / self.duration_s
+
+    @property
+    def duration_s(self) -> float:
+        """Length of all pieces in seconds."""
+        return sum(piece.duration_s for piece in self.pieces)
+
+    def stretches(self, modulation: np.random.Generator) -> Iterator[tuple[F64, F64]]:
+        """The given pieces, once or again and again."""
+        durations = np.array([piece.duration_s for piece in self.pieces])
+        rates = np.array([piece.rate for piece in self.pieces], dtype=np.float64)
+        yield durations, rates
+        while self.repeat:
+            yield durations, rates
+
+
+class CoxGamma(_Modulated):
+    """Poisson arrivals whose rate is drawn anew for each window from a gamma distribution: a load that wanders, as in Azure's traces."""
+
+    type: Literal["cox_gamma"] = "cox_gamma"
+    rate: Positive = Field(description="Mean rate in requests per second.")
+    shape: Positive = Field(description="Shape of the rate's gamma distribution: its CV is 1 / sqrt(shape).")
+    window_s: Positive = Field(60.0, description="How long a rate stays, in seconds.")
+
+    def stretches(self, modulation: np.random.Generator) -> Iterator[tuple[F64, F64]]:
+        """Windows with their rates."""
+        while True:
+            yield np.full(64, self.window_s), modulation.gamma(self.shape, self.rate / self.shape, 64)
+
+
+ArrivalProcess: TypeAlias = Annotated[
+    Poisson | Gamma | Weibull | QuantileGaps | FixedInterval | AtOnce | OnOff | PiecewiseConstant | CoxGamma,
+    Field(discriminator="type"),
+]
+"""Any of the arrival processes, told apart by `type`."""
+
+
+def arrival_times(
+    process: ArrivalProcess,
+    rng: np.random.Generator,
+    modulation: np.random.Generator,
+    *,
+    num_requests: int | None = None,
+    duration_s: float | None = None,
+) -> F64:
+    """The first `num_requests` arrivals, those before `duration_s` seconds, or whichever is fewer; all of piecewise rates with an end.
+
+    Raises:
+        WorkloadError: neither is given for a process without an end, the rates end before `num_requests` arrivals, or nothing arrives.
+    """
+    ends = isinstance(process, PiecewiseConstant) and not process.repeat
+    if num_requests is None and (isinstance(process, AtOnce) or (duration_s is None and not ends)):
+        raise WorkloadError("arrivals", None, f"{process.type} arrivals have no end", "num_requests or duration_s")
+    blocks: list[F64] = []
+    count = 0
+    for block in process.blocks(rng, modulation):
+        blocks.append(block if duration_s is None else block[block < duration_s])
+        count += len(blocks[-1])
+        if (num_requests is not None and count >= num_requests) or len(blocks[-1]) < len(block):
+            break
+        if count > MAX_REQUESTS:
+            raise WorkloadError(
+                "arrivals",
+                None,
+                f"more than {MAX_REQUESTS} arrivals before the end",
+                "A shorter duration or a lower rate",
+            )
+    times = np.concatenate(blocks)[:num_requests]
+    if ends and duration_s is None and num_requests is not None and len(times) < num_requests:
+        message = f"the rates end after {len(times)} requests ({num_requests} asked for)"
+        raise WorkloadError("arrivals", None, message, "Fewer requests, longer pieces, or repeat: true")
+    if not len(times):
+        raise WorkloadError("arrivals", None, "nothing arrives", "A longer duration or a higher rate")
+    return times

@@ -1,0 +1,206 @@
+"""Which workload does a configuration describe?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import singledispatch
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vajra_py.errors import WorkloadError
+from vajra_py.workload.arrays import F64
+from vajra_py.workload.arrivals import ArrivalProcess, arrival_times
+from vajra_py.workload.config import (
+    AgenticConfig,
+    AzureConfig,
+    BurstGptConfig,
+    CsvConfig,
+    JsonlConfig,
+    LengthsConfig,
+    MergeConfig,
+    MooncakeConfig,
+    ProfileConfig,
+    SessionsConfig,
+    SyntheticConfig,
+    WorkloadConfig,
+    WorkloadOptions,
+)
+from vajra_py.workload.profiles import profile
+from vajra_py.workload.read_agentic import read_agentic
+from vajra_py.workload.read_csv import CsvLayout, read_azure, read_burstgpt, read_csv, read_lengths
+from vajra_py.workload.read_jsonl import read_jsonl
+from vajra_py.workload.read_mooncake import MooncakeOptions, read_mooncake
+from vajra_py.workload.sessions import sessions_workload, zipf_shares
+from vajra_py.workload.synthetic import ClosedLoop, RngFor, closed_loop_workload, stream_facts, synthetic_workload
+from vajra_py.workload.workload import SloClass, Workload, distinct_names
+
+__all__ = ["build_workload"]
+
+
+def build_workload(config: WorkloadConfig, rng_for: RngFor, base_dir: Path) -> Workload:
+    """The workload that `config` describes; relative paths are seen from `base_dir`.
+
+    `rng_for` gives the random stream of a name: `arrivals`, `arrival_rates`, `lengths`, `turns`, `think_times`, `system_prompts`,
+    `resets`, `classes`, `rows`, `dither`, `priorities`, `tenants`, `slo_classes`; for the parts of a merged workload the part's `name`
+    (else its `type`, told apart as `azure#2`) and a slash stand before it. The streams used are named in `source["streams"]`.
+
+    Raises:
+        WorkloadError: a file is broken (names the line), or the configuration asks for what the source cannot give.
+    """
+    used: dict[str, np.random.Generator] = {}
+
+    def recorded(name: str) -> np.random.Generator:
+        rng = rng_for(name)
+        used[name] = rng
+        return rng
+
+    workload = _with_options(_source(config, recorded, base_dir), config, recorded)
+    if not len(workload):
+        raise WorkloadError(workload.name, None, "no request is left after cutting and limits", "At least one request")
+    source = {**workload.source, "streams": stream_facts(used)} if used else workload.source
+    return Workload(workload.columns, workload.name, source)
+
+
+def _with_options(workload: Workload, config: WorkloadOptions, rng_for: RngFor) -> Workload:
+    """The options all types share, in the order that the documentation of `config` gives."""
+    if config.name is not None:
+        workload = workload.renamed(config.name)
+    if config.start_s is not None or config.end_s is not None or config.skip:
+        workload = workload.slice(start_s=config.start_s, end_s=config.end_s, skip=config.skip)
+    if config.max_prompt_tokens is not None or config.max_total_tokens is not None:
+        workload = workload.limit_lengths(config.max_prompt_tokens, config.max_total_tokens, config.too_long)
+    if config.first is not None:
+        workload = workload.slice(first=config.first)
+    if config.rate is not None and not _has_rate(config, workload):
+        workload = workload.at_rate(config.rate)
+    if config.time_scale is not None:
+        workload = workload.scale_time(config.time_scale)
+    if config.max_tokens is not None:
+        workload = workload.with_max_tokens(config.max_tokens)
+    if config.priorities:
+        shares = {entry.priority: entry.share for entry in config.priorities}
+        workload = workload.with_priorities(shares, rng_for("priorities"))
+    if config.tenants is not None:
+        tenants = config.tenants
+        if tenants.shares is not None:
+            named = dict(tenants.shares)
+        else:
+            drawn = zipf_shares(tenants.count or 1, tenants.zipf_exponent)
+            named = {f"tenant-{index}": share for index, share in enumerate(drawn.tolist())}
+        workload = workload.with_tenants(named, rng_for("tenants"))
+    if config.slo_classes:
+        classes = [SloClass(**entry.model_dump()) for entry in config.slo_classes]
+        workload = workload.with_slo_classes(classes, rng_for("slo_classes"))
+    return workload
+
+
+def _has_rate(config: WorkloadOptions, workload: Workload) -> bool:
+    """Whether the rate was reached in drawing; profiles of sessions start their sessions accordingly."""
+    if isinstance(config, ProfileConfig) and workload.columns.session_id is not None:
+        return True
+    return config.rate is not None and math.isclose(workload.rate, config.rate, rel_tol=1e-12)
+
+
+def _starts(process: ArrivalProcess, rng_for: RngFor) -> Callable[[int], F64]:
+    """The first so many arrivals of a process."""
+
+    def times(number: int) -> F64:
+        return arrival_times(process, rng_for("arrivals"), rng_for("arrival_rates"), num_requests=number)
+
+    return times
+
+
+@singledispatch
+def _source(config: Any, rng_for: RngFor, base_dir: Path) -> Workload:
+    """The workload before any of the common options."""
+    raise TypeError(f"no kind of workload ({type(config).__name__})")
+
+
+@_source.register
+def _(config: AzureConfig, rng_for: RngFor, base_dir: Path) -> Workload:
+    return read_azure(base_dir / config.path, sort=config.sort, drop_empty=config.drop_empty)
+
+
+@_source.register
+def _(config: BurstGptConfig, rng_for: RngFor, base_dir: Path) -> Workload:
+    return read_burstgpt(
+        base_dir / config.path,
+        sort=config.sort,
+        drop_empty=config.drop_empty,
+        model=config.model,
+        log_type=config.log_type,
+    )
+
+
+@_source.register
+def _(config: MooncakeConfig, rng_for: RngFor, base_dir: Path) -> Workload:
+    options = MooncakeOptions(config.block_tokens, config.tick_s, config.drop_empty, config.sort)
+    return read_mooncake(base_dir / config.path, options, rng_for("dither") if config.tick_s else None)
+
+
+@_source.register
+def _(config: LengthsConfig, rng_for: RngFor, base_dir: Path) -> Workload:
+    return read_lengths(
+        base_dir / config.path,
+        arrivals=None if config.arrivals is None else _starts(config.arrivals, rng_for),
+        num_requests=config.num_requests,
+        sample=rng_for("rows") if config.sample else None,
+        layout=CsvLayout(
+            {str(key): name for key, name in config.columns.items()}, sort=config.sort, drop_empty=config.drop_empty
+        ),
+    )
+
+
+@_source.register
+def _(config: CsvConfig, rng_for: RngFor, base_dir: Path) -> Workload:
+    layout = CsvLayout({str(key): name for key, name in config.columns.items()}, config.time_unit, config.metadata)
+    return read_csv(base_dir / config.path, replace(layout, sort=config.sort, drop_empty=config.drop_empty))
+
+
+@_source.register
+def _(config: JsonlConfig, rng_for: RngFor, base_dir: Path) -> Workload:
+    return read_jsonl(base_dir / config.path, sort=config.sort)
+
+
+@_source.register
+def _(config: AgenticConfig, rng_for: RngFor, base_dir: Path) -> Workload:
+    starts = _starts(config.arrivals, rng_for)
+    return read_agentic(base_dir / config.path, starts, num_sessions=config.num_sessions, mode=config.mode)
+
+
+@_source.register
+def _(config: SyntheticConfig, rng_for: RngFor, base_dir: Path) -> Workload:
+    if isinstance(config.arrivals, ClosedLoop):
+        return closed_loop_workload(config.arrivals, config, rng_for, config.num_requests or 0)
+    return synthetic_workload(
+        config.arrivals, config, rng_for, num_requests=config.num_requests, duration_s=config.duration_s
+    )
+
+
+@_source.register
+def _(config: SessionsConfig, rng_for: RngFor, base_dir: Path) -> Workload:
+    return sessions_workload(
+        config, config.arrivals, rng_for, num_sessions=config.num_sessions, duration_s=config.duration_s
+    )
+
+
+@_source.register
+def _(config: ProfileConfig, rng_for: RngFor, base_dir: Path) -> Workload:
+    return profile(config.profile, rng_for, config.num_requests, config.rate)
+
+
+@_source.register
+def _(config: MergeConfig, rng_for: RngFor, base_dir: Path) -> Workload:
+    names = distinct_names([part.name or part.type for part in config.workloads])
+    parts: list[Workload] = []
+    for part, name in zip(config.workloads, names, strict=True):
+
+        def streams(stream: str, part_name: str = name) -> np.random.Generator:
+            return rng_for(f"{part_name}/{stream}")
+
+        parts.append(_with_options(_source(part, streams, base_dir), part, streams))
+    return parts[0].merge(*parts[1:], share_content=config.share_content)

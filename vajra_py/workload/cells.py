@@ -1,0 +1,115 @@
+"""What may stand in the cells of a trace, and how are a million of them turned into numbers?
+
+A parser takes the cells of one column and gives an array, or raises ValueError when any of them is not accepted; tried on one cell it
+tells which.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from vajra_py.workload.arrays import F64, I64, objects
+from vajra_py.workload.files import Parser
+
+__all__ = ["TimeUnit", "durations", "finite_times", "limits", "text", "times_in", "token_counts", "whole_numbers"]
+
+TimeUnit: TypeAlias = Literal["s", "ms", "us", "ns", "datetime"]
+
+UNITS_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+NUMERALS = frozenset("0123456789+-.eE \t")
+DATETIME = re.compile(
+    r"\s*((?:19[7-9]\d|2[01]\d\d|22[0-5]\d)-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:\.\d{1,9})?)(?:Z|\+00:00)?\s*", re.ASCII
+)
+
+
+def _checked(cells: Sequence[str]) -> Sequence[str]:
+    """The cells, when they are made of the signs of decimal numbers only (no `1_000`, `nan`, `inf`, other scripts' digits)."""
+    if not NUMERALS.issuperset("".join(cells)):
+        raise ValueError("not a decimal number")
+    return cells
+
+
+def _numbers(cells: Sequence[str]) -> F64:
+    values = np.array(list(map(float, _checked(cells))), dtype=np.float64)
+    if not bool(np.all(np.isfinite(values))):
+        raise ValueError("not finite")
+    return values
+
+
+def whole_numbers(cells: Sequence[str]) -> I64:
+    """Whole numbers, of either sign; `374.0` is one too."""
+    try:
+        return np.array(list(map(int, _checked(cells))), dtype=np.int64)
+    except ValueError:
+        values = _numbers(cells)
+        whole = values.astype(np.int64)
+        if not bool(np.all((whole == values) & (np.abs(values) < 2**53))):
+            raise
+        return whole
+
+
+def token_counts(minimum: int) -> Parser:
+    """Numbers of tokens, at least `minimum`."""
+
+    def parse(cells: Sequence[str]) -> I64:
+        values = whole_numbers(cells)
+        if bool(np.any((values < minimum) | (values > np.iinfo(np.int32).max))):
+            raise ValueError("out of range")
+        return values
+
+    return parse
+
+
+def finite_times(cells: Sequence[str]) -> F64:
+    """Numbers >= 0."""
+    values = _numbers(cells)
+    if bool(np.any(values < 0)):
+        raise ValueError("negative")
+    return values
+
+
+def durations(cells: Sequence[str]) -> F64:
+    """Seconds >= 0; an empty cell is NaN, which stands for none."""
+    blank = [not cell.strip() for cell in cells]
+    values = finite_times(["0" if empty else cell for cell, empty in zip(cells, blank, strict=True)])
+    values[np.array(blank, dtype=np.bool_)] = np.nan
+    return values
+
+
+def limits(cells: Sequence[str]) -> I64:
+    """Whole numbers >= 1; an empty cell is -1, which stands for none."""
+    blank = [not cell.strip() for cell in cells]
+    values = token_counts(1)(["1" if empty else cell for cell, empty in zip(cells, blank, strict=True)])
+    values[np.array(blank, dtype=np.bool_)] = -1
+    return values
+
+
+def text(cells: Sequence[str]) -> npt.NDArray[np.object_]:
+    """Any text, as it stands."""
+    return objects([cell.strip() for cell in cells])
+
+
+def _datetimes(cells: Sequence[str]) -> I64:
+    """Nanoseconds since 1970 of `YYYY-MM-DD hh:mm:ss[.fraction]`, with no zone or UTC."""
+    matches = [DATETIME.fullmatch(cell) for cell in cells]
+    stamps = np.array([match[1] for match in matches if match is not None], dtype="datetime64[ns]")
+    if len(stamps) < len(cells):
+        raise ValueError("not a date and time")
+    return stamps.astype(np.int64)
+
+
+def times_in(unit: TimeUnit) -> tuple[Parser, str]:
+    """How arrival times in this unit are read, and what their cells may hold. Seconds as floats; datetimes as nanoseconds since 1970."""
+    if unit == "datetime":
+        return _datetimes, "A date and time from 1970 to 2259: YYYY-MM-DD hh:mm:ss[.fraction], no zone or UTC"
+    units_per_second = UNITS_PER_SECOND[unit]
+
+    def parse(cells: Sequence[str]) -> F64:
+        return finite_times(cells) / units_per_second
+
+    return parse, f"A finite number >= 0 (time in {unit})"

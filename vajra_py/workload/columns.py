@@ -1,0 +1,239 @@
+"""How are the requests of a workload kept, column by column, and how are rows selected, joined and read back?
+
+Invariants: all columns are as long as `arrived_at`; a request comes after the one it follows; an absent column means the default of
+`RequestSpec` in every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from vajra_py.workload.arrays import F64, I64, ObjectArray, StringColumn, int64s, objects
+from vajra_py.workload.content import NO_NODE, ContentColumn, concat_content, content_from_prompts
+from vajra_py.workload.request import NO_METADATA, MetadataValue, PromptContent, RequestSpec
+
+__all__ = ["Columns", "columns_from_requests", "concat_columns"]
+
+BLOCK_ROWS = 4096
+FLOAT_OPTIONS = ("ttft_slo_s", "tpot_slo_s", "deadline_s", "expires_after_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns. In `max_tokens` and `follows` (a row) -1 stands for None, in the floats NaN does."""
+
+    arrived_at: F64
+    num_prompt_tokens: I64
+    num_output_tokens: I64
+    request_id: StringColumn
+    max_tokens: I64 | None = None
+    priority: I64 | None = None
+    tenant: StringColumn | None = None
+    slo_class: StringColumn | None = None
+    ttft_slo_s: F64 | None = None
+    tpot_slo_s: F64 | None = None
+    deadline_s: F64 | None = None
+    expires_after_s: F64 | None = None
+    session_id: StringColumn | None = None
+    content: ContentColumn | None = None
+    prompt_token_ids: ObjectArray | None = None
+    follows: I64 | None = None
+    think_time_s: F64 | None = None
+    metadata: ObjectArray | None = None
+
+    def __len__(self) -> int:
+        """Number of requests."""
+        return len(self.arrived_at)
+
+    def take(self, rows: I64) -> Columns:
+        """The rows asked for, in that order. A request whose predecessor is left out follows its nearest kept ancestor, else nobody."""
+        changed: dict[str, Any] = {}
+        for column in fields(self):
+            value = getattr(self, column.name)
+            if value is None or column.name == "follows":
+                continue
+            changed[column.name] = value.take(rows) if isinstance(value, StringColumn | ContentColumn) else value[rows]
+        if self.follows is not None:
+            changed["follows"] = _kept_ancestors(self.follows, rows)
+        return replace(self, **changed)
+
+    def sorted_by_arrival(self) -> Columns:
+        """The same requests in order of arrival; ties keep their order."""
+        if len(self) < 2 or bool(np.all(self.arrived_at[1:] >= self.arrived_at[:-1])):
+            return self
+        return self.take(np.argsort(self.arrived_at, kind="stable"))
+
+    def renamed(self, prefix: str, *, share_content: bool) -> Columns:
+        """The same requests with `prefix` before their ids and their sessions'; content stays the same only with `share_content`."""
+        return replace(
+            self,
+            request_id=self.request_id.renamed(prefix),
+            session_id=None if self.session_id is None else self.session_id.renamed(prefix),
+            content=None if self.content is None else self.content.renamed(prefix, share=share_content),
+        )
+
+    def row(self, row: int) -> RequestSpec:
+        """The request in this row (from 0)."""
+        return next(self.rows(row, row + 1))
+
+    def rows(self, start: int, stop: int) -> Iterator[RequestSpec]:
+        """The requests [start, stop)."""
+        for begin in range(start, stop, BLOCK_ROWS):
+            yield from self._block(begin, min(begin + BLOCK_ROWS, stop))
+
+    def _block(self, start: int, stop: int) -> Iterator[RequestSpec]:
+        size = stop - start
+        prompts = self.num_prompt_tokens[start:stop].tolist()
+        columns: tuple[Sequence[Any], ...] = (
+            self.request_id.slice(start, stop).tolist(),
+            self.arrived_at[start:stop].tolist(),
+            prompts,
+            self.num_output_tokens[start:stop].tolist(),
+            _optional_ints(self.max_tokens, start, stop),
+            [0] * size if self.priority is None else self.priority[start:stop].tolist(),
+            _strings(self.tenant, start, stop),
+            _strings(self.slo_class, start, stop),
+            *(_optional_floats(getattr(self, name), start, stop) for name in FLOAT_OPTIONS),
+            _strings(self.session_id, start, stop),
+            self._contents(start, prompts),
+            self._token_ids(start, prompts),
+            self._followed(start, stop),
+            [0.0] * size if self.think_time_s is None else self.think_time_s[start:stop].tolist(),
+            [NO_METADATA] * size if self.metadata is None else self.metadata[start:stop].tolist(),
+        )
+        return map(RequestSpec, *columns)
+
+    def _contents(self, start: int, prompts: Sequence[int]) -> list[PromptContent | None]:
+        column = self.content
+        if column is None:
+            return [None] * len(prompts)
+        return [column.get(row, length) for row, length in enumerate(prompts, start)]
+
+    def _token_ids(self, start: int, prompts: Sequence[int]) -> list[tuple[int, ...] | None]:
+        column = self.prompt_token_ids
+        if column is None:
+            return [None] * len(prompts)
+        return [None if ids is None else ids[:length] for ids, length in zip(column[start:], prompts, strict=False)]
+
+    def _followed(self, start: int, stop: int) -> list[str | None]:
+        if self.follows is None:
+            return [None] * (stop - start)
+        return [None if row < 0 else self.request_id[row] for row in self.follows[start:stop].tolist()]
+
+
+def _strings(column: StringColumn | None, start: int, stop: int) -> list[str]:
+    return [""] * (stop - start) if column is None else column.slice(start, stop).tolist()
+
+
+def _optional_ints(column: I64 | None, start: int, stop: int) -> list[int | None]:
+    if column is None:
+        return [None] * (stop - start)
+    return [None if value < 0 else value for value in column[start:stop].tolist()]
+
+
+def _optional_floats(column: F64 | None, start: int, stop: int) -> list[float | None]:
+    if column is None:
+        return [None] * (stop - start)
+    return [None if value != value else value for value in column[start:stop].tolist()]
+
+
+def _kept_ancestors(follows: I64, rows: I64) -> I64:
+    """New row of the nearest ancestor that is kept, -1 where there is none."""
+    new_row = int64s(len(follows), -1)
+    new_row[rows] = np.arange(len(rows))
+    ancestor = follows[rows]
+    while True:
+        lost = (ancestor >= 0) & (new_row[ancestor] < 0)
+        if not bool(lost.any()):
+            return np.where(ancestor >= 0, new_row[ancestor], -1)
+        ancestor = np.where(lost, follows[ancestor], ancestor)
+
+
+def _joined(parts: Sequence[Columns], name: str, default: Callable[[int], Any]) -> Any:
+    """One optional array column of all parts, filled with its default where a part has none."""
+    values = [getattr(part, name) for part in parts]
+    if all(value is None for value in values):
+        return None
+    filled = [default(len(part)) if value is None else value for part, value in zip(parts, values, strict=True)]
+    return StringColumn.concat(filled) if isinstance(filled[0], StringColumn) else np.concatenate(filled)
+
+
+def concat_columns(parts: Sequence[Columns]) -> Columns:
+    """The requests of all parts, one part after the other (not sorted)."""
+    offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
+    shifted = [
+        part if part.follows is None else replace(part, follows=np.where(part.follows < 0, -1, part.follows + offset))
+        for part, offset in zip(parts, offsets[:-1].tolist(), strict=True)
+    ]
+
+    def nothing(size: int) -> F64:
+        return np.full(size, np.nan)
+
+    def blank(size: int) -> StringColumn:
+        return StringColumn.constant("", size)
+
+    def absent(size: int) -> I64:
+        return int64s(size, NO_NODE)
+
+    return Columns(
+        arrived_at=np.concatenate([part.arrived_at for part in parts]),
+        num_prompt_tokens=np.concatenate([part.num_prompt_tokens for part in parts]),
+        num_output_tokens=np.concatenate([part.num_output_tokens for part in parts]),
+        request_id=StringColumn.concat([part.request_id for part in parts]),
+        max_tokens=_joined(parts, "max_tokens", absent),
+        priority=_joined(parts, "priority", int64s),
+        tenant=_joined(parts, "tenant", blank),
+        slo_class=_joined(parts, "slo_class", blank),
+        **{name: _joined(parts, name, nothing) for name in FLOAT_OPTIONS},
+        session_id=_joined(parts, "session_id", blank),
+        content=concat_content([(part.content, len(part)) for part in parts]),
+        prompt_token_ids=_joined(parts, "prompt_token_ids", lambda size: objects([None] * size)),
+        follows=_joined(shifted, "follows", absent),
+        think_time_s=_joined(parts, "think_time_s", np.zeros),
+        metadata=_joined(parts, "metadata", lambda size: objects([NO_METADATA] * size)),
+    )
+
+
+def columns_from_requests(requests: Sequence[RequestSpec]) -> Columns:
+    """The columns of requests in arrival order (ids unique, predecessors first)."""
+    row_of = {request.request_id: row for row, request in enumerate(requests)}
+
+    def ints(values: list[int], default: int) -> I64 | None:
+        return None if all(value == default for value in values) else np.array(values, dtype=np.int64)
+
+    def floats(values: list[float | None]) -> F64 | None:
+        if all(value is None for value in values):
+            return None
+        return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+    def strings(values: list[str]) -> StringColumn | None:
+        return StringColumn.of(values) if any(values) else None
+
+    has_ids = any(r.prompt_token_ids is not None for r in requests)
+    has_metadata = any(r.metadata for r in requests)
+    thinks = [r.think_time_s for r in requests]
+    metadata: list[Mapping[str, MetadataValue]] = [r.metadata if r.metadata else NO_METADATA for r in requests]
+    return Columns(
+        arrived_at=np.array([r.arrived_at for r in requests], dtype=np.float64),
+        num_prompt_tokens=np.array([r.num_prompt_tokens for r in requests], dtype=np.int64),
+        num_output_tokens=np.array([r.num_output_tokens for r in requests], dtype=np.int64),
+        request_id=StringColumn.of(row_of),
+        max_tokens=ints([-1 if r.max_tokens is None else r.max_tokens for r in requests], -1),
+        priority=ints([r.priority for r in requests], 0),
+        tenant=strings([r.tenant for r in requests]),
+        slo_class=strings([r.slo_class for r in requests]),
+        ttft_slo_s=floats([r.ttft_slo_s for r in requests]),
+        tpot_slo_s=floats([r.tpot_slo_s for r in requests]),
+        deadline_s=floats([r.deadline_s for r in requests]),
+        expires_after_s=floats([r.expires_after_s for r in requests]),
+        session_id=strings([r.session_id for r in requests]),
+        content=content_from_prompts([r.content for r in requests]),
+        prompt_token_ids=objects([r.prompt_token_ids for r in requests]) if has_ids else None,
+        follows=ints([-1 if r.follows is None else row_of[r.follows] for r in requests], -1),
+        think_time_s=np.array(thinks, dtype=np.float64) if any(thinks) else None,
+        metadata=objects(metadata) if has_metadata else None,
+    )

@@ -1,0 +1,344 @@
+"""What may be written under `workload:`, and what does it mean?
+
+Each class is one `type`. The options that all types share are applied in this order, whatever order they are written in: cut by time
+(`start_s`, `end_s`), `skip`, limit lengths, `first`, set the pace (`rate` or `time_scale`), then `max_tokens`, `priorities`, `tenants`,
+`slo_classes`. Relative paths are relative to the current folder, or to the folder given as `base_folder` in pydantic's validation
+context.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from vajra_py.workload.arrivals import ArrivalProcess, AtOnce, PiecewiseConstant
+from vajra_py.workload.cells import TimeUnit
+from vajra_py.workload.distributions import NonNegative, Positive
+from vajra_py.workload.sessions import Sessions
+from vajra_py.workload.synthetic import ClosedLoop, Lengths
+
+__all__ = [
+    "AgenticConfig",
+    "AzureConfig",
+    "BurstGptConfig",
+    "CsvConfig",
+    "JsonlConfig",
+    "LengthsConfig",
+    "MergeConfig",
+    "MooncakeConfig",
+    "PriorityShare",
+    "ProfileConfig",
+    "SessionsConfig",
+    "SloClassConfig",
+    "SyntheticConfig",
+    "TenantShares",
+    "WorkloadConfig",
+    "WorkloadOptions",
+]
+
+_Count: TypeAlias = Annotated[int, Field(ge=1)]
+CsvField: TypeAlias = Literal[
+    "arrived_at", "num_prompt_tokens", "num_output_tokens", "max_tokens", "priority", "ttft_slo_s", "tpot_slo_s", "deadline_s",
+    "expires_after_s", "think_time_s", "request_id", "tenant", "slo_class", "session_id", "follows",
+]  # fmt: skip
+ProfileName: TypeAlias = Literal[
+    "agentic_coding", "agentic_coding_sessions", "arxiv_summarization", "azure2023_code", "azure2023_conv", "mooncake_conversation",
+    "mooncake_conversation_sessions", "mooncake_synthetic", "mooncake_toolagent", "servegen_deepseek_r1", "servegen_m_large",
+    "servegen_m_mid", "servegen_m_small", "servegen_mm_image", "sharegpt300", "vtc_arena",
+]  # fmt: skip
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
+
+
+class PriorityShare(_Config):
+    """A client priority and how many requests have it."""
+
+    priority: int = Field(description="The priority; lower is more urgent.")
+    share: Positive = Field(description="Share of the requests, relative to the other priorities'.")
+
+
+class TenantShares(_Config):
+    """Who sends the requests: given names, or a number of tenants of Zipf-distributed size."""
+
+    shares: dict[str, Positive] | None = Field(
+        None, min_length=1, description="Share of each tenant by name, relative to the others'."
+    )
+    count: _Count | None = Field(
+        None, description="Number of tenants, named tenant-0, tenant-1, …, in place of `shares`."
+    )
+    zipf_exponent: NonNegative = Field(
+        1.0, description="With `count`: the k-th tenant sends in proportion to 1 / k^exponent."
+    )
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TenantShares:
+        if (self.shares is None) == (self.count is None):
+            raise ValueError("needs either shares or count. Allowed: one of the two")
+        return self
+
+
+class SloClassConfig(_Config):
+    """A service class and what its requests expect."""
+
+    name: str = Field(min_length=1, description="The class's name.")
+    share: Positive = Field(1.0, description="Share of the requests, relative to the other classes'.")
+    ttft_slo_s: Positive | None = Field(None, description="Time to the first token at most, in seconds.")
+    tpot_slo_s: Positive | None = Field(None, description="Time per output token after the first at most, in seconds.")
+    deadline_s: Positive | None = Field(None, description="End-to-end deadline in seconds from arrival.")
+    expires_after_s: Positive | None = Field(
+        None, description="Leaves the queue when not started so many seconds after arrival."
+    )
+    priority: int | None = Field(
+        None, description="Client priority of the class, lower is more urgent; null leaves the requests' own."
+    )
+
+
+class WorkloadOptions(_Config):
+    """What every kind of workload can be asked."""
+
+    name: str | None = Field(
+        None,
+        min_length=1,
+        description="Name in tables, and before the ids in a merged workload; null: from the source.",
+    )
+    start_s: NonNegative | None = Field(
+        None, description="Leave out what arrives before, in the source's seconds; becomes time 0."
+    )
+    end_s: NonNegative | None = Field(
+        None, description="Leave out what arrives at this time or later, in the source's seconds."
+    )
+    skip: int = Field(
+        0, ge=0, description="Leave out so many requests at the start; the clock then starts at the first one kept."
+    )
+    first: _Count | None = Field(
+        None, description="Keep so many requests, after skip and the limits of length; null: all."
+    )
+    max_prompt_tokens: _Count | None = Field(None, description="Longest prompt in tokens; null: no limit.")
+    max_total_tokens: int | None = Field(
+        None, ge=2, description="Most tokens of prompt and output together; null: no limit."
+    )
+    too_long: Literal["drop", "clip", "error"] = Field(
+        "drop", description="Requests over a limit of length are left out, shortened (prompt first), or refused."
+    )
+    rate: Positive | None = Field(
+        None, description="Mean rate in requests per second: all arrival times are stretched by one factor to it."
+    )
+    time_scale: Positive | None = Field(
+        None, description="Arrival and think times are multiplied by this (2 halves the rate); not with rate."
+    )
+    max_tokens: _Count | None = Field(
+        None, description="Output tokens that every client asks for at most; null: as in the source."
+    )
+    priorities: tuple[PriorityShare, ...] = Field(
+        (), description="Client priorities to draw from, per session where there are sessions."
+    )
+    tenants: TenantShares | None = Field(
+        None, description="Tenants to draw from, per session where there are sessions."
+    )
+    slo_classes: tuple[SloClassConfig, ...] = Field(
+        (), description="Service classes to draw from, per session where there are sessions."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> WorkloadOptions:
+        if self.rate is not None and self.time_scale is not None:
+            raise ValueError("rate and time_scale both set the pace. Allowed: one of the two")
+        if self.start_s is not None and self.end_s is not None and self.start_s >= self.end_s:
+            raise ValueError(
+                f"start_s is not before end_s ({self.start_s:g} and {self.end_s:g}). Allowed: start_s < end_s"
+            )
+        for what, names in (
+            ("priorities", [str(entry.priority) for entry in self.priorities]),
+            ("slo_classes", [entry.name for entry in self.slo_classes]),
+        ):
+            if len(set(names)) < len(names):
+                raise ValueError(f"{what} name one twice ({', '.join(names)}). Allowed: each once")
+        return self
+
+
+class _FileOptions(WorkloadOptions):
+    path: str = Field(min_length=1, description="The file, plain or gzip'd.")
+
+    @field_validator("path")
+    @classmethod
+    def _seen_from_base_folder(cls, path: str, info: ValidationInfo) -> str:
+        folder = info.context.get("base_folder") if isinstance(info.context, dict) else None
+        if folder is not None and not Path(path).is_absolute() and (Path(folder) / path).exists():
+            return str(Path(folder) / path)
+        return path
+
+
+class _TraceOptions(_FileOptions):
+    sort: bool = Field(False, description="Sort the file by arrival; otherwise descending times are an error.")
+    drop_empty: bool = Field(
+        False, description="Leave out and count requests of 0 prompt or output tokens; otherwise they are an error."
+    )
+
+
+class AzureConfig(_TraceOptions):
+    """An Azure LLM inference trace (2023, 2024): CSV with TIMESTAMP, ContextTokens, GeneratedTokens."""
+
+    type: Literal["azure"]
+
+
+class MooncakeConfig(_TraceOptions):
+    """A Mooncake trace: JSON lines with timestamp (ms), input_length, output_length, hash_ids (prefix blocks)."""
+
+    type: Literal["mooncake"]
+    block_tokens: _Count = Field(512, description="Tokens of a hashed block.")
+    tick_s: NonNegative = Field(
+        0.0,
+        description="Spread each request uniformly over so many seconds after its timestamp (conversation trace: 3).",
+    )
+
+
+class BurstGptConfig(_TraceOptions):
+    """A BurstGPT trace: CSV with Timestamp, Model, Request tokens, Response tokens, Total tokens, Log Type."""
+
+    type: Literal["burstgpt"]
+    drop_empty: bool = Field(
+        True, description="Leave out and count failures (0 response tokens); otherwise they are an error."
+    )
+    model: str | None = Field(
+        None, description="Keep the requests to this model only (as in the file: ChatGPT, GPT-4)."
+    )
+    log_type: str | None = Field(
+        None, description="Keep the requests of this kind only (as in the file: Conversation log, API log)."
+    )
+
+
+class LengthsConfig(_TraceOptions):
+    """A CSV file of prompt and output lengths, such as those made from ShareGPT, with or without arrivals and tenants."""
+
+    type: Literal["lengths"]
+    arrivals: ArrivalProcess | None = Field(None, description="When requests arrive; null: the file's column.")
+    num_requests: _Count | None = Field(
+        None, description="Number of requests: the file's first rows, or rows drawn from it; null: all rows."
+    )
+    sample: bool = Field(
+        False, description="Draw rows at random, with replacement, in place of the file's order; needs arrivals."
+    )
+    columns: dict[CsvField, str] = Field({}, description="Column names of fields that go by no usual name.")
+
+    @model_validator(mode="after")
+    def _sampled_with_arrivals(self) -> LengthsConfig:
+        if self.sample and self.arrivals is None:
+            raise ValueError("sample mixes up the file's arrivals. Allowed: sample together with arrivals")
+        return self
+
+
+class JsonlConfig(_FileOptions):
+    """A workload in this project's own format: one request a line."""
+
+    type: Literal["jsonl"]
+    sort: bool = Field(False, description="Sort the file by arrival; otherwise descending times are an error.")
+
+
+class CsvConfig(_TraceOptions):
+    """Any CSV file with a header; columns are found by the names of the fields, the usual names, or `columns`."""
+
+    type: Literal["csv"]
+    columns: dict[CsvField, str] = Field({}, description="Column name of each field that is not found by its own.")
+    time_unit: TimeUnit = Field(
+        "s", description="Unit of the arrivals; datetime: date and time, the clock then starts at the first."
+    )
+    metadata: tuple[str, ...] = Field((), description="Columns kept as metadata of the requests.")
+
+
+class AgenticConfig(_FileOptions):
+    """Recorded sessions of coding agents (JSON lines), whose prompts share what was said before."""
+
+    type: Literal["agentic"]
+    arrivals: ArrivalProcess = Field(description="When sessions start (rates in sessions per second).")
+    num_sessions: _Count | None = Field(None, description="Number of sessions, the first of the file; null: all.")
+    mode: Literal["closed", "open"] = Field(
+        "closed",
+        description="closed: a turn waits for the end of the one before, then thinks; open: turns arrive at their recorded times.",
+    )
+
+
+class SyntheticConfig(WorkloadOptions, Lengths):
+    """Independent requests, or users who wait for their answers, with drawn lengths."""
+
+    type: Literal["synthetic"]
+    arrivals: Annotated[ArrivalProcess | ClosedLoop, Field(discriminator="type")] = Field(
+        description="When requests arrive."
+    )
+    num_requests: _Count | None = Field(None, description="Number of requests; null: as many as arrive in duration_s.")
+    duration_s: Positive | None = Field(
+        None, description="Requests arrive for so many seconds; null: until num_requests."
+    )
+
+    @model_validator(mode="after")
+    def _ends(self) -> SyntheticConfig:
+        if isinstance(self.arrivals, ClosedLoop) and (self.num_requests is None or self.duration_s is not None):
+            raise ValueError("closed_loop arrivals need num_requests and no duration_s. Allowed: num_requests")
+        _check_end(self.arrivals, self.num_requests, self.duration_s, "num_requests")
+        return self
+
+
+class SessionsConfig(WorkloadOptions, Sessions):
+    """Conversations whose prompts grow turn by turn and share system prompts."""
+
+    type: Literal["sessions"]
+    arrivals: ArrivalProcess = Field(description="When sessions start (rates in sessions per second).")
+    num_sessions: _Count | None = Field(None, description="Number of sessions; null: as many as start in duration_s.")
+    duration_s: Positive | None = Field(
+        None, description="Sessions start for so many seconds; null: until num_sessions."
+    )
+
+    @model_validator(mode="after")
+    def _ends(self) -> SessionsConfig:
+        _check_end(self.arrivals, self.num_sessions, self.duration_s, "num_sessions")
+        return self
+
+
+class ProfileConfig(WorkloadOptions):
+    """A built-in workload with the figures of a public trace. Profiles of sessions start their sessions at `rate` / mean turns."""
+
+    type: Literal["profile"]
+    profile: ProfileName = Field(description="Which one.")
+    num_requests: _Count = Field(1000, description="Number of requests.")
+
+
+class MergeConfig(WorkloadOptions):
+    """Several workloads on one clock."""
+
+    type: Literal["merge"]
+    workloads: tuple[WorkloadConfig, ...] = Field(min_length=1, description="The parts, each with options of its own.")
+    share_content: bool = Field(
+        False, description="Equal segment ids in different parts are the same content, so prefixes are shared."
+    )
+
+
+WorkloadConfig: TypeAlias = Annotated[
+    AgenticConfig
+    | AzureConfig
+    | BurstGptConfig
+    | CsvConfig
+    | JsonlConfig
+    | LengthsConfig
+    | MergeConfig
+    | MooncakeConfig
+    | ProfileConfig
+    | SessionsConfig
+    | SyntheticConfig,
+    Field(discriminator="type"),
+]
+"""Any kind of workload, told apart by `type`."""
+
+MergeConfig.model_rebuild()
+
+
+def _check_end(arrivals: object, number: int | None, duration_s: float | None, name: str) -> None:
+    if isinstance(arrivals, AtOnce):
+        if number is None:
+            raise ValueError(f"at_once arrivals have no end. Allowed: {name}")
+    elif (
+        number is None and duration_s is None and not (isinstance(arrivals, PiecewiseConstant) and not arrivals.repeat)
+    ):
+        raise ValueError(f"the arrivals have no end. Allowed: {name} or duration_s")

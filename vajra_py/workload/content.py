@@ -1,0 +1,182 @@
+"""How is the content of a million prompts kept without repeating the prefixes that they share?
+
+Prompts are leaves of a forest: a node is one segment after its parent's segments. Invariants: a parent's index is below its children's;
+nodes are never changed, so workloads cut or merged from one another may share a store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from vajra_py.workload.arrays import I64, int64s
+from vajra_py.workload.request import PromptContent, SegmentId
+
+__all__ = ["ContentBuilder", "ContentColumn", "ContentStore", "SegmentSpace"]
+
+NO_NODE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSpace:
+    """What segment id does a number stand for?
+
+    `number`: the number itself, or (label, number) under a label. `output`: ("out", label + number), the output of the request of that
+    id. `explicit`: an entry of a table, as a file gave it.
+    """
+
+    kind: Literal["number", "output", "explicit"]
+    label: str = ""
+    table: tuple[SegmentId, ...] = ()
+
+    def segment_id(self, number: int) -> SegmentId:
+        """The id of the segment with this number."""
+        if self.kind == "output":
+            return ("out", f"{self.label}{number}")
+        if self.kind == "explicit":
+            return self.table[number]
+        return (self.label, number) if self.label else number
+
+    def renamed(self, prefix: str, *, share: bool) -> SegmentSpace:
+        """The space once its requests' ids carry `prefix`; with `share`, other content keeps its ids."""
+        if self.kind == "output":
+            return SegmentSpace("output", prefix + self.label)
+        if self.kind == "explicit":
+            return SegmentSpace(
+                "explicit", table=tuple(_renamed_id(entry, prefix, share=share) for entry in self.table)
+            )
+        return self if share else SegmentSpace("number", prefix + self.label)
+
+
+def _renamed_id(entry: SegmentId, prefix: str, *, share: bool) -> SegmentId:
+    if isinstance(entry, tuple) and len(entry) == 2 and entry[0] == "out":
+        return ("out", f"{prefix}{entry[1]}")
+    if share:
+        return entry
+    return (prefix, *entry) if isinstance(entry, tuple) else (prefix, entry)
+
+
+@dataclass(frozen=True, slots=True)
+class ContentStore:
+    """The forest. Arrays have one entry per node; `tokens` counts the node's own segment."""
+
+    spaces: tuple[SegmentSpace, ...]
+    parent: I64
+    space: I64
+    number: I64
+    tokens: I64
+
+    def segment_id(self, node: int) -> SegmentId:
+        """The id of the node's own segment."""
+        return self.spaces[int(self.space[node])].segment_id(int(self.number[node]))
+
+    def prompt(self, node: int, num_prompt_tokens: int) -> PromptContent:
+        """The content that ends at `node`, cut to the prompt's length."""
+        segments: list[tuple[SegmentId, int]] = []
+        while node != NO_NODE:
+            segments.append((self.segment_id(node), int(self.tokens[node])))
+            node = int(self.parent[node])
+        segments.reverse()
+        content = PromptContent(tuple(segments))
+        return content if content.num_tokens == num_prompt_tokens else content.first_tokens(num_prompt_tokens)
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether any prompt contains the output of another request."""
+        return any(
+            space.kind == "output" or any(isinstance(entry, tuple) and entry[0] == "out" for entry in space.table)
+            for space in self.spaces
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ContentColumn:
+    """The content of each request: a node of the store, or NO_NODE where nothing is known."""
+
+    store: ContentStore
+    nodes: I64
+
+    def get(self, row: int, num_prompt_tokens: int) -> PromptContent | None:
+        """The content of the prompt in this row."""
+        node = int(self.nodes[row])
+        return None if node == NO_NODE else self.store.prompt(node, num_prompt_tokens)
+
+    def take(self, rows: I64) -> ContentColumn:
+        """The same content for a selection of rows."""
+        return ContentColumn(self.store, self.nodes[rows])
+
+    def renamed(self, prefix: str, *, share: bool) -> ContentColumn:
+        """The column once its requests' ids carry `prefix`; with `share`, other content keeps its ids."""
+        store = self.store
+        spaces = tuple(space.renamed(prefix, share=share) for space in store.spaces)
+        return ContentColumn(ContentStore(spaces, store.parent, store.space, store.number, store.tokens), self.nodes)
+
+
+def concat_content(parts: list[tuple[ContentColumn | None, int]]) -> ContentColumn | None:
+    """The columns (each with its number of rows) one after the other."""
+    if all(column is None for column, _ in parts):
+        return None
+    empty = int64s(0)
+    spaces: list[SegmentSpace] = []
+    arrays: list[tuple[I64, I64, I64, I64]] = [(empty, empty, empty, empty)]
+    nodes: list[I64] = []
+    offset = 0
+    for column, num_rows in parts:
+        if column is None:
+            nodes.append(np.full(num_rows, NO_NODE, dtype=np.int64))
+            continue
+        store = column.store
+        parent = np.where(store.parent == NO_NODE, NO_NODE, store.parent + offset)
+        arrays.append((parent, store.space + len(spaces), store.number, store.tokens))
+        nodes.append(np.where(column.nodes == NO_NODE, NO_NODE, column.nodes + offset))
+        spaces.extend(store.spaces)
+        offset += len(store.parent)
+    joined = [np.concatenate(column) for column in zip(*arrays, strict=True)]
+    return ContentColumn(ContentStore(tuple(spaces), *joined), np.concatenate(nodes))
+
+
+class ContentBuilder:
+    """Builds a store prompt by prompt; prefixes that are equal are kept once."""
+
+    def __init__(self, spaces: tuple[SegmentSpace, ...]) -> None:
+        self._spaces = spaces
+        self._parent: list[int] = []
+        self._space: list[int] = []
+        self._number: list[int] = []
+        self._tokens: list[int] = []
+        self._known: dict[tuple[int, int, int, int], int] = {}
+
+    def add(self, parent: int, space: int, number: int, num_tokens: int) -> int:
+        """The node of a segment after `parent` (NO_NODE: at the start of a prompt)."""
+        key = (parent, space, number, num_tokens)
+        node = self._known.get(key)
+        if node is None:
+            node = self._known[key] = len(self._parent)
+            self._parent.append(parent)
+            self._space.append(space)
+            self._number.append(number)
+            self._tokens.append(num_tokens)
+        return node
+
+    def store(self, spaces: tuple[SegmentSpace, ...] | None = None) -> ContentStore:
+        """Everything added so far; `spaces` replaces those given at the start, where a table was not known before."""
+        arrays = (np.array(a, dtype=np.int64) for a in (self._parent, self._space, self._number, self._tokens))
+        return ContentStore(spaces if spaces is not None else self._spaces, *arrays)
+
+
+def content_from_prompts(prompts: Sequence[PromptContent | None]) -> ContentColumn | None:
+    """The column for contents given one by one; None where none is known."""
+    if all(prompt is None for prompt in prompts):
+        return None
+    builder = ContentBuilder(())
+    numbers: dict[SegmentId, int] = {}
+    nodes = int64s(len(prompts), NO_NODE)
+    for row, prompt in enumerate(prompts):
+        node = NO_NODE
+        for segment_id, num_tokens in prompt.segments if prompt is not None else ():
+            node = builder.add(node, 0, numbers.setdefault(segment_id, len(numbers)), num_tokens)
+        nodes[row] = node
+    return ContentColumn(builder.store((SegmentSpace("explicit", table=tuple(numbers)),)), nodes)

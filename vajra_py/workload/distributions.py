@@ -1,0 +1,218 @@
+"""Which lengths, gaps or thinking times does a synthetic workload draw, and how do two of them go together?
+
+A distribution is given by its inverse: it turns standard normal numbers z into values at the same quantile, so that any two are joined
+by a Gaussian copula (correlated z) and one more draw never moves another. Fields say their units where they are used: tokens for
+lengths, seconds for times.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal, TypeAlias
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from vajra_py.workload.arrays import F64, I64
+
+__all__ = [
+    "Constant",
+    "Distribution",
+    "Geometric",
+    "Lognormal",
+    "LognormalMixture",
+    "QuantileTable",
+    "Uniform",
+    "correlated_normals",
+    "normal_cdf",
+    "sample",
+    "to_tokens",
+]
+
+MIXTURE_GRID = 4096
+MIXTURE_REACH = 6.0
+NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Finite: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
+Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LARGEST = float(np.iinfo(np.int32).max)
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+
+class _Clipped(_Model):
+    min: NonNegative | None = Field(None, description="Smallest value; smaller ones are raised to it. None: no bound.")
+    max: NonNegative | None = Field(None, description="Largest value; larger ones are lowered to it. None: no bound.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> _Clipped:
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min is above max ({self.min:g} > {self.max:g}). Allowed: min <= max")
+        return self
+
+    def _clip(self, values: F64) -> F64:
+        if self.min is None and self.max is None:
+            return values
+        return np.clip(values, self.min, self.max)
+
+
+class Constant(_Model):
+    """Always the same value."""
+
+    type: Literal["constant"] = "constant"
+    value: NonNegative = Field(description="The value.")
+
+    def quantiles(self, z: F64) -> F64:
+        """The value, as often as asked."""
+        return np.full(len(z), float(self.value))
+
+
+class Uniform(_Model):
+    """Any value between two bounds, equally likely; as lengths, any whole number from min to max."""
+
+    type: Literal["uniform"] = "uniform"
+    min: NonNegative = Field(description="Smallest value.")
+    max: NonNegative = Field(description="Largest value.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Uniform:
+        if self.min > self.max:
+            raise ValueError(f"min is above max ({self.min:g} > {self.max:g}). Allowed: min <= max")
+        return self
+
+    def quantiles(self, z: F64) -> F64:
+        """Values at the quantiles of z."""
+        return self.min + (self.max - self.min) * normal_cdf(z)
+
+
+class Lognormal(_Clipped):
+    """exp(N(mu, sigma)), clipped: the median is exp(mu), the mean exp(mu + sigma^2 / 2)."""
+
+    type: Literal["lognormal"] = "lognormal"
+    mu: Finite = Field(description="Mean of the natural logarithm of the value.")
+    sigma: NonNegative = Field(description="Standard deviation of the natural logarithm of the value.")
+
+    def quantiles(self, z: F64) -> F64:
+        """Values at the quantiles of z."""
+        return self._clip(np.exp(np.minimum(self.mu + self.sigma * z, math.log(LARGEST))))
+
+
+class LognormalPart(_Model):
+    """One part of a mixture."""
+
+    weight: NonNegative = Field(description="Share of this part, relative to the others'.")
+    mu: Finite = Field(description="Mean of the natural logarithm of the value.")
+    sigma: Positive = Field(description="Standard deviation of the natural logarithm of the value.")
+
+
+class LognormalMixture(_Clipped):
+    """A mixture of lognormal parts, clipped; two parts describe most prompt lengths well."""
+
+    type: Literal["mixture"] = "mixture"
+    parts: tuple[LognormalPart, ...] = Field(min_length=1, description="The parts.")
+
+    @model_validator(mode="after")
+    def _weighted(self) -> LognormalMixture:
+        if not sum(part.weight for part in self.parts) > 0:
+            raise ValueError("all weights are 0. Allowed: at least one weight > 0")
+        return self
+
+    def quantiles(self, z: F64) -> F64:
+        """Values at the quantiles of z: the mixture's distribution function inverted on a grid of the logarithm."""
+        low = min(part.mu - MIXTURE_REACH * part.sigma for part in self.parts)
+        high = max(part.mu + MIXTURE_REACH * part.sigma for part in self.parts)
+        edges = [
+            np.linspace(part.mu - MIXTURE_REACH * part.sigma, part.mu + MIXTURE_REACH * part.sigma, MIXTURE_GRID)
+            for part in self.parts
+        ]
+        grid = np.unique(np.concatenate([*edges, [low, high]]))
+        total = sum(part.weight for part in self.parts)
+        cdf = np.zeros(len(grid))
+        for part in self.parts:
+            cdf += part.weight / total * normal_cdf((grid - part.mu) / part.sigma)
+        return self._clip(np.exp(np.minimum(np.interp(normal_cdf(z), cdf, grid), math.log(LARGEST))))
+
+
+class Geometric(_Model):
+    """Number of tries up to the first success: 1, 2, …, with mean 1 / p."""
+
+    type: Literal["geometric"] = "geometric"
+    p: float = Field(gt=0, le=1, description="Chance that a try is the last one.")
+    max: int | None = Field(None, ge=1, description="Largest value; larger ones are lowered to it. None: no bound.")
+
+    def quantiles(self, z: F64) -> F64:
+        """Values at the quantiles of z."""
+        if self.p == 1:
+            return np.ones(len(z))
+        survival = np.maximum(normal_cdf(-z), 1e-300)
+        values = np.maximum(np.ceil(np.log(survival) / math.log1p(-self.p)), 1.0)
+        return values if self.max is None else np.minimum(values, float(self.max))
+
+
+class QuantileTable(_Model):
+    """Values at given probabilities; between them the logarithm (or, for `linear`, the value) is interpolated linearly in probability."""
+
+    type: Literal["quantiles"] = "quantiles"
+    probabilities: tuple[float, ...] = Field(min_length=2, description="Ascending, the first 0, the last 1.")
+    values: tuple[NonNegative, ...] = Field(min_length=2, description="Value at each probability, never descending.")
+    interpolation: Literal["log", "linear"] = Field(
+        "log",
+        description="What is linear in probability between entries: the logarithm of the value (values below `floor` count as it), or the value.",
+    )
+    floor: Positive = Field(1.0, description="Smallest value of a table that is interpolated by logarithm.")
+
+    @model_validator(mode="after")
+    def _ascending(self) -> QuantileTable:
+        if len(self.probabilities) != len(self.values):
+            counts = f"{len(self.probabilities)} probabilities, {len(self.values)} values"
+            raise ValueError(f"the table is uneven ({counts}). Allowed: one value per probability")
+        if self.probabilities[0] != 0 or self.probabilities[-1] != 1 or np.any(np.diff(self.probabilities) <= 0):
+            raise ValueError(f"probabilities do not ascend from 0 to 1 ({self.probabilities}). Allowed: 0 < … < 1")
+        if np.any(np.diff(self.values) < 0):
+            raise ValueError(f"values descend ({self.values}). Allowed: values that never descend")
+        return self
+
+    def quantiles(self, z: F64) -> F64:
+        """Values at the quantiles of z."""
+        uniform = normal_cdf(z)
+        if self.interpolation == "linear":
+            return np.interp(uniform, self.probabilities, self.values)
+        return np.exp(np.interp(uniform, self.probabilities, np.log(np.maximum(self.values, self.floor))))
+
+
+Distribution: TypeAlias = Annotated[
+    Constant | Uniform | Lognormal | LognormalMixture | Geometric | QuantileTable, Field(discriminator="type")
+]
+"""Any of the distributions, told apart by `type`."""
+
+
+def normal_cdf(z: F64) -> F64:
+    """The standard normal distribution function, to double precision also in the tails."""
+    scaled = (z * -math.sqrt(0.5)).tolist()
+    return np.fromiter(map(math.erfc, scaled), dtype=np.float64, count=len(scaled)) * 0.5
+
+
+def correlated_normals(rng: np.random.Generator, size: int, correlation: float) -> tuple[F64, F64]:
+    """Two columns of standard normal numbers with this correlation; the first ones stay when `size` grows."""
+    z = rng.standard_normal((size, 2))
+    first = z[:, 0]
+    return first, correlation * first + math.sqrt(1.0 - correlation * correlation) * z[:, 1]
+
+
+def sample(distribution: Distribution, rng: np.random.Generator, size: int) -> F64:
+    """Independent values."""
+    return distribution.quantiles(rng.standard_normal(size))
+
+
+def to_tokens(distribution: Distribution, z: F64, least: int = 1) -> I64:
+    """Values at the quantiles of z as whole numbers of tokens, at least `least`."""
+    if isinstance(distribution, Uniform):
+        low, high = math.ceil(distribution.min), math.floor(distribution.max)
+        values = low + np.floor(normal_cdf(z) * (high - low + 1))
+        return _whole(np.minimum(values, high), least)
+    return _whole(np.rint(distribution.quantiles(z)), least)
+
+
+def _whole(values: F64, least: int) -> I64:
+    return np.minimum(np.maximum(values, float(least)), LARGEST).astype(np.int64)

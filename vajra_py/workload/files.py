@@ -1,0 +1,233 @@
+"""How is a trace file read, plain or gzip'd, so that whatever is wrong with it is named by file and line?
+
+Invariants: a file is read as UTF-8, gzip is recognised by its first two bytes, and every failure is a `WorkloadError`.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from vajra_py.errors import WorkloadError, did_you_mean
+
+__all__ = [
+    "Array",
+    "Column",
+    "Parser",
+    "Table",
+    "file_facts",
+    "iter_json_lines",
+    "iter_lines",
+    "line_of_row",
+    "read_header",
+    "read_table",
+]
+
+GZIP_MAGIC = b"\x1f\x8b"
+BLOCK_ROWS = 65_536
+
+
+def _open_bytes(file: Path) -> IO[bytes]:
+    try:
+        raw = file.open("rb")
+    except OSError as error:
+        raise WorkloadError(file, None, f"cannot be read ({error.strerror or error})", "A readable file") from None
+    if raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC:
+        raw.close()
+        return cast("IO[bytes]", gzip.open(file, "rb"))
+    raw.seek(0)
+    return raw
+
+
+def file_facts(kind: str, file: Path) -> dict[str, Any]:
+    """What a manifest says about a file: its kind, name and the SHA-256 of its bytes as stored."""
+    try:
+        with file.open("rb") as raw:
+            digest = hashlib.file_digest(raw, "sha256").hexdigest()
+    except OSError as error:
+        raise WorkloadError(file, None, f"cannot be read ({error.strerror or error})", "A readable file") from None
+    return {"kind": kind, "file": file.name, "sha256": digest}
+
+
+def iter_lines(file: Path) -> Iterator[str]:
+    """The lines of a file, with their line ends.
+
+    Raises:
+        WorkloadError: the file cannot be opened, is no UTF-8, or its gzip stream is cut short or damaged: names the line reached.
+    """
+    num_lines = 0
+    with _open_bytes(file) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text:
+        try:
+            for line in text:
+                num_lines += 1
+                yield line
+        except EOFError:
+            message = "the gzip file is cut short (its end is missing)"
+            raise WorkloadError(file, num_lines + 1, message, "A complete file") from None
+        except (zlib.error, OSError) as error:
+            raise WorkloadError(file, num_lines + 1, f"the gzip file is damaged ({error})", "A complete file") from None
+        except UnicodeDecodeError as error:
+            line_number, byte = _undecodable(file, num_lines)
+            message = f"is no UTF-8 text (byte 0x{byte:02x}, {error.reason})"
+            raise WorkloadError(file, line_number, message, "A text file in UTF-8, plain or gzip'd") from None
+
+
+def _undecodable(file: Path, num_lines: int) -> tuple[int, int]:
+    """Line and first byte that is no UTF-8 (text is decoded ahead of the lines handed out)."""
+    with _open_bytes(file) as raw:
+        for number, line in enumerate(raw, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                return number, line[error.start]
+    return num_lines + 1, 0
+
+
+def iter_json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The JSON objects of a file with one a line, with their line numbers; blank lines are passed over.
+
+    Raises:
+        WorkloadError: as `iter_lines`; a line is no JSON object, or the file has none.
+    """
+    empty = True
+    for number, line in enumerate(iter_lines(file), start=1):
+        if not line.strip():
+            continue
+        empty = False
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            message = f"is no JSON: {error.msg} at column {error.colno} ({line.strip()[:40]!r})"
+            raise WorkloadError(file, number, message, "One JSON object a line") from None
+        except RecursionError:
+            raise WorkloadError(file, number, "is JSON nested too deeply", "One flat JSON object a line") from None
+        if not isinstance(value, dict):
+            raise WorkloadError(file, number, f"is no JSON object ({line.strip()[:40]!r})", "One JSON object a line")
+        yield number, value
+    if empty:
+        raise WorkloadError(file, None, "is empty (no request in it)", "At least one request")
+
+
+Array: TypeAlias = npt.NDArray[Any]
+Parser: TypeAlias = Callable[[Sequence[str]], Array]
+"""Cells of one column to values. Raises ValueError at a cell it does not accept; a list of one cell is tried to find it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column wanted from a table as `key`: how its cells are read and what they may hold (a sentence without its stop)."""
+
+    key: str
+    name: str
+    parse: Parser
+    allowed: str
+
+
+class Table:
+    """The wanted columns of a CSV file as arrays, and which line each row stands on."""
+
+    def __init__(self, file: Path, header: Sequence[str], columns: dict[str, Array]) -> None:
+        self.file = file
+        self.header = tuple(header)
+        self.columns = columns
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, key: str) -> Array:
+        """The values of a column."""
+        return self.columns[key]
+
+    def error(self, row: int, message: str, allowed: str) -> WorkloadError:
+        """A problem with this row (from 0), as an error that names the line."""
+        return WorkloadError(self.file, line_of_row(self.file, row), message, allowed)
+
+
+def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
+    """The rows of a CSV file that are not blank, the header included, with the number of their (last) line."""
+    reader = csv.reader(iter_lines(file))
+    while True:
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise WorkloadError(
+                file, reader.line_num, f"is no CSV row ({error})", "Cells separated by commas"
+            ) from None
+        if cells and (len(cells) > 1 or cells[0].strip()):
+            yield reader.line_num, cells
+
+
+def line_of_row(file: Path, row: int) -> int:
+    """On which line does data row `row` (from 0) stand?"""
+    for index, (line, _) in enumerate(_rows(file)):
+        if index == row + 1:
+            return line
+    raise IndexError(f"{file} has no data row {row}")
+
+
+def read_header(file: Path) -> list[str]:
+    """The column names of a CSV file, without blanks around them."""
+    for line, cells in _rows(file):
+        names = [cell.strip() for cell in cells]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise WorkloadError(file, line, f"a column name appears twice ({repeated[0]!r})", "Different column names")
+        return names
+    raise WorkloadError(file, None, "is empty (not even a header)", "A header line and at least one row")
+
+
+def read_table(file: Path, wanted: Sequence[Column]) -> Table:
+    """The wanted columns of a CSV file with a header; other columns are passed over.
+
+    Raises:
+        WorkloadError: as `iter_lines`; a column is missing, a row has too few or too many cells, a cell is not accepted, no row at all.
+    """
+    header = read_header(file)
+    for column in wanted:
+        if column.name not in header:
+            raise WorkloadError(file, 1, f"has no column {column.name!r}", did_you_mean(column.name, header))
+    places = [header.index(column.name) for column in wanted]
+    blocks: list[list[Array]] = [[] for _ in wanted]
+    rows = _rows(file)
+    next(rows)
+    while True:
+        block = list(islice(rows, BLOCK_ROWS))
+        if not block:
+            break
+        if {len(cells) for _, cells in block} != {len(header)}:
+            line, cells = next((line, cells) for line, cells in block if len(cells) != len(header))
+            message = f"has {len(cells)} cells under a header of {len(header)} columns"
+            raise WorkloadError(file, line, message, f"{len(header)} cells separated by commas")
+        for place, column, parsed in zip(places, wanted, blocks, strict=True):
+            parsed.append(_parse_block(file, block, place, column))
+    if not blocks[0]:
+        raise WorkloadError(file, None, "is empty (a header without rows)", "At least one request")
+    return Table(file, header, {c.key: np.concatenate(parsed) for c, parsed in zip(wanted, blocks, strict=True)})
+
+
+def _parse_block(file: Path, block: Sequence[tuple[int, list[str]]], place: int, column: Column) -> Array:
+    try:
+        return column.parse([cells[place] for _, cells in block])
+    except (ValueError, OverflowError):
+        for line, cells in block:
+            try:
+                column.parse([cells[place]])
+            except (ValueError, OverflowError):
+                message = f"column {column.name!r} cannot be read ({cells[place]!r})"
+                raise WorkloadError(file, line, message, column.allowed) from None
+        raise

@@ -1,0 +1,330 @@
+"""How do the CSV traces of the field (Azure, BurstGPT, length files, any other by its column names) become workloads?
+
+Ids are the numbers of the data rows (from 0) where a file names none. Rows stay in the file's order, which must be the order of arrival
+unless sorting is asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vajra_py.errors import WorkloadError, did_you_mean
+from vajra_py.workload.arrays import F64, I64, ObjectArray, StringColumn, int64s, objects
+from vajra_py.workload.cells import TimeUnit, durations, limits, text, times_in, token_counts, whole_numbers
+from vajra_py.workload.columns import Columns
+from vajra_py.workload.content import NO_NODE, ContentBuilder, ContentColumn, SegmentSpace
+from vajra_py.workload.files import Array, Column, Table, file_facts, read_header, read_table
+from vajra_py.workload.request import MetadataValue
+from vajra_py.workload.workload import Workload
+
+__all__ = ["CSV_FIELDS", "CsvLayout", "read_azure", "read_burstgpt", "read_csv", "read_lengths"]
+
+DURATION_FIELDS = ("ttft_slo_s", "tpot_slo_s", "deadline_s", "expires_after_s", "think_time_s")
+TEXT_FIELDS = ("request_id", "tenant", "slo_class", "session_id", "follows")
+REQUIRED_FIELDS = ("arrived_at", "num_prompt_tokens", "num_output_tokens")
+CSV_FIELDS = (*REQUIRED_FIELDS, "max_tokens", "priority", *DURATION_FIELDS, *TEXT_FIELDS)
+
+COMMON_NAMES: Mapping[str, tuple[str, ...]] = {
+    "arrived_at": (
+        "arrived_at", "arrival_s", "arrival_s_synthetic", "arrival_time", "arrival_time_s", "arrival", "arrived_at_s",
+        "timestamp_s", "timestamp", "time_s",
+    ),
+    "num_prompt_tokens": (
+        "num_prompt_tokens", "num_prefill_tokens", "prompt_tokens", "input_tokens", "input_length", "prompt_length",
+        "prompt_len", "input_len", "contexttokens", "request tokens", "num_input_tokens",
+    ),
+    "num_output_tokens": (
+        "num_output_tokens", "num_decode_tokens", "output_tokens", "output_length", "output_len", "completion_tokens",
+        "response_tokens", "response tokens", "generatedtokens", "num_generated_tokens", "decode_tokens",
+    ),
+    "tenant": ("tenant", "tenant_id", "client", "client_id", "user", "user_id"),
+}  # fmt: skip
+"""Column names (in lower case) under which length files are found in the field."""
+
+PREFIX_BLOCKS = re.compile(r"prefix_block_ids_(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class CsvLayout:
+    """Which column holds which fact, and how is it read?
+
+    `columns` maps fields of `RequestSpec` (CSV_FIELDS) to column names; `metadata` names columns kept as metadata; `rebase` starts the
+    clock at the first arrival (always so for date and time); `drop_empty` leaves out and counts rows with 0 prompt or output tokens,
+    which are refused otherwise; `sort` sorts by arrival instead of refusing; `filters` keep the rows with that text in that column;
+    `blocks` is at most one column of prefix block ids.
+    """
+
+    columns: Mapping[str, str]
+    time_unit: TimeUnit = "s"
+    metadata: Sequence[str] = ()
+    rebase: bool = False
+    drop_empty: bool = False
+    sort: bool = False
+    filters: Mapping[str, str] = field(default_factory=dict)
+    blocks: Sequence[str] = ()
+
+
+def read_azure(file: Path, *, sort: bool = False, drop_empty: bool = False) -> Workload:
+    """An Azure LLM inference trace: `TIMESTAMP` (date and time), `ContextTokens`, `GeneratedTokens`.
+
+    The clock starts at the first request. Source: Azure Public Dataset, 2023 and 2024 LLM traces (Patel et al., Splitwise, ISCA 2024).
+
+    Raises:
+        WorkloadError: the file is not as described; names the line.
+    """
+    columns = {
+        "arrived_at": "TIMESTAMP",
+        "num_prompt_tokens": "ContextTokens",
+        "num_output_tokens": "GeneratedTokens",
+    }
+    return _read(file, "azure", CsvLayout(columns, "datetime", sort=sort, drop_empty=drop_empty, rebase=True))
+
+
+def read_burstgpt(
+    file: Path, *, sort: bool = False, drop_empty: bool = True, model: str | None = None, log_type: str | None = None
+) -> Workload:
+    """A BurstGPT trace: `Timestamp` (seconds), `Model`, `Request tokens`, `Response tokens`, `Total tokens`, `Log Type`.
+
+    The clock starts at the first request kept. Failures (0 response tokens) are left out and counted unless `drop_empty` is false.
+    `model` and `log_type` keep the rows of one; both stay in each request's metadata. Source: Wang et al., BurstGPT, arXiv 2401.17644.
+
+    Raises:
+        WorkloadError: the file is not as described, or no row is left; names the line.
+    """
+    columns = {
+        "arrived_at": "Timestamp",
+        "num_prompt_tokens": "Request tokens",
+        "num_output_tokens": "Response tokens",
+    }
+    if "Session ID" in read_header(file):
+        columns["session_id"] = "Session ID"
+    wanted = {"Model": model, "Log Type": log_type}
+    layout = CsvLayout(
+        columns,
+        metadata=("Model", "Log Type"),
+        rebase=True,
+        drop_empty=drop_empty,
+        sort=sort,
+        filters={name: value for name, value in wanted.items() if value is not None},
+    )
+    return _read(file, "burstgpt", layout)
+
+
+def read_csv(file: Path, layout: CsvLayout | None = None) -> Workload:
+    """Any CSV file with a header: the columns are `layout.columns`, or, without a layout, those named as in `RequestSpec`.
+
+    `num_prefill_tokens` and `num_decode_tokens` (as Vidur writes them) and the other usual names are understood without a layout.
+
+    Raises:
+        WorkloadError: a column is missing or unknown, or the file is not as described; names the line.
+    """
+    layout = layout or CsvLayout({})
+    header = read_header(file)
+    unknown = sorted(set(layout.columns) - set(CSV_FIELDS))
+    if unknown:
+        message = f"no such field to map a column to ({unknown[0]!r})"
+        raise WorkloadError(file, None, message, did_you_mean(unknown[0], CSV_FIELDS))
+    columns = {name: name for name in CSV_FIELDS if name in header} | _common_columns(header) | dict(layout.columns)
+    for name in REQUIRED_FIELDS:
+        if name not in columns:
+            raise _no_column(file, name, header)
+    return _read(file, "csv", replace(layout, columns=columns))
+
+
+def read_lengths(
+    file: Path,
+    *,
+    arrivals: Callable[[int], F64] | None = None,
+    num_requests: int | None = None,
+    sample: np.random.Generator | None = None,
+    layout: CsvLayout | None = None,
+) -> Workload:
+    """A file of prompt and output lengths under any of the usual column names, with or without arrivals.
+
+    `arrivals` gives the arrival times of so many requests; without it the file's column is used. `num_requests` takes the first rows, or
+    with `sample` draws rows with replacement (either needs `arrivals` when the file is shorter). A tenant column is read, and so are
+    chained prefix block ids (`prefix_block_ids_16`: the ids of the prompt's full 16-token blocks). Of `layout`, columns add to those
+    found by name.
+
+    Raises:
+        WorkloadError: a column is missing, there are no arrivals, the file is too short or not as described; names the line.
+    """
+    header = read_header(file)
+    layout = layout or CsvLayout({})
+    columns = _common_columns(header) | dict(layout.columns)
+    for name in REQUIRED_FIELDS[1:]:
+        if name not in columns:
+            raise _no_column(file, name, header)
+    if arrivals is not None:
+        columns.pop("arrived_at", None)
+    elif "arrived_at" not in columns:
+        raise _no_column(file, "arrived_at", header, "Give `arrivals` to draw them. ")
+    blocks = [name for name in header if PREFIX_BLOCKS.fullmatch(name)]
+    table, requests, facts = _columns(file, "lengths", replace(layout, columns=columns, blocks=blocks[:1]))
+    wanted = len(requests) if num_requests is None else num_requests
+    if sample is not None:
+        rows = sample.integers(0, len(requests), wanted)
+        requests = replace(requests.take(rows), request_id=StringColumn.numbered("", np.arange(wanted)))
+    elif wanted > len(requests):
+        allowed = "At most so many, or sample: true to draw rows with replacement"
+        raise WorkloadError(file, None, f"has {len(table)} rows of lengths ({wanted} asked for)", allowed)
+    elif wanted < len(requests):
+        requests = requests.take(np.arange(wanted, dtype=np.int64))
+    if arrivals is not None:
+        requests = replace(requests, arrived_at=arrivals(wanted))
+    return Workload(requests, _stem(file), facts)
+
+
+def _stem(file: Path) -> str:
+    """The file's name without its endings: what a workload is called by default."""
+    return file.name.split(".")[0] or file.name
+
+
+def _common_columns(header: Sequence[str]) -> dict[str, str]:
+    """The columns of a header that go by a usual name; the first usual name wins."""
+    lowered = {name.lower(): name for name in reversed(header)}
+    found = ((key, next((lowered[n] for n in names if n in lowered), None)) for key, names in COMMON_NAMES.items())
+    return {key: name for key, name in found if name is not None}
+
+
+def _no_column(file: Path, key: str, header: Sequence[str], advice: str = "") -> WorkloadError:
+    names = ", ".join(COMMON_NAMES[key])
+    message = f"has no column for {key} ({', '.join(header)})"
+    return WorkloadError(file, 1, message, f"{advice}A column of one of these names: {names}")
+
+
+def _wanted(layout: CsvLayout) -> list[Column]:
+    parse_time, allowed_time = times_in(layout.time_unit)
+    tokens = (token_counts(0 if layout.drop_empty else 1), "A whole number of tokens >= 1")
+    parsers = {
+        "arrived_at": (parse_time, allowed_time),
+        "num_prompt_tokens": tokens,
+        "num_output_tokens": tokens,
+        "max_tokens": (limits, "A whole number >= 1, or nothing"),
+        "priority": (whole_numbers, "A whole number"),
+        **dict.fromkeys(DURATION_FIELDS, (durations, "A finite number of seconds >= 0, or nothing")),
+        **dict.fromkeys(TEXT_FIELDS, (text, "Any text")),
+    }
+    columns = [Column(key, name, *parsers[key]) for key, name in layout.columns.items()]
+    others = dict.fromkeys([*layout.metadata, *layout.filters, *layout.blocks])
+    return columns + [Column(f"text {name}", name, text, "Any text") for name in others]
+
+
+def _read(file: Path, kind: str, layout: CsvLayout) -> Workload:
+    _, requests, facts = _columns(file, kind, layout)
+    return Workload(requests, _stem(file), facts)
+
+
+def _columns(file: Path, kind: str, layout: CsvLayout) -> tuple[Table, Columns, dict[str, Any]]:
+    """The table, the requests of the rows kept, and what the manifest says about them."""
+    table = read_table(file, _wanted(layout))
+    facts: dict[str, Any] = {**file_facts(kind, file), "num_rows": len(table), "columns": dict(layout.columns)}
+    keep = np.ones(len(table), dtype=np.bool_)
+    for name, value in layout.filters.items():
+        cells = table[f"text {name}"]
+        keep &= cells == value
+        facts.setdefault("filters", {})[name] = value
+        if not keep.any():
+            present = sorted({str(cell) for cell in cells})[:20]
+            raise WorkloadError(file, None, f"no row is left with {name} {value!r}", did_you_mean(value, present))
+    if layout.drop_empty:
+        full = (table["num_prompt_tokens"] >= 1) & (table["num_output_tokens"] >= 1)
+        facts["num_dropped_empty"] = int((keep & ~full).sum())
+        keep &= full
+        if not keep.any():
+            raise WorkloadError(file, None, "no row is left with a prompt and an output", "At least one request")
+    rows = np.nonzero(keep)[0].astype(np.int64)
+    requests = _all_rows(table, layout).take(rows)
+    if "arrived_at" in layout.columns:
+        requests = replace(requests, arrived_at=_seconds(table["arrived_at"][rows], layout)).sorted_by_arrival()
+    return table, requests, facts
+
+
+def _seconds(stamps: Array, layout: CsvLayout) -> F64:
+    """Arrivals of the rows kept, on the workload's clock."""
+    if layout.rebase or layout.time_unit == "datetime":
+        stamps = stamps - stamps.min()
+    return stamps / 1e9 if layout.time_unit == "datetime" else stamps.astype(np.float64)
+
+
+def _all_rows(table: Table, layout: CsvLayout) -> Columns:
+    """Every row of the table, in the file's order; arrivals still in the file's unit."""
+    changes: dict[str, Any] = {"request_id": StringColumn.numbered("", np.arange(len(table), dtype=np.int64))}
+    for key in layout.columns:
+        values = table[key]
+        if key == "think_time_s":
+            changes[key] = np.nan_to_num(values, nan=0.0)
+        elif key != "follows":
+            changes[key] = StringColumn.of(values.tolist()) if key in TEXT_FIELDS else values
+    stamps = changes.setdefault("arrived_at", np.zeros(len(table)))
+    if not layout.sort and len(stamps) > 1 and bool(np.any(stamps[1:] < stamps[:-1])):
+        row = int(np.argmax(stamps[1:] < stamps[:-1])) + 1
+        message = f"arrives before the row above it (column {layout.columns['arrived_at']!r})"
+        raise table.error(row, message, "Ascending times; or sort: true")
+    if "request_id" in layout.columns:
+        _check_ids(table, layout.columns["request_id"])
+    if "follows" in layout.columns:
+        changes["follows"] = _followed_rows(table, changes["request_id"].tolist(), stamps)
+    if layout.metadata:
+        changes["metadata"] = _metadata([(name, table[f"text {name}"].tolist()) for name in layout.metadata])
+    if layout.blocks:
+        changes["content"] = _block_content(table, changes["num_prompt_tokens"].tolist(), layout.blocks[0])
+    return Columns(**changes)
+
+
+def _check_ids(table: Table, name: str) -> None:
+    seen: set[str] = set()
+    for row, value in enumerate(table["request_id"].tolist()):
+        if not value or value in seen:
+            message = f"column {name!r}: the id is empty or used before ({value!r})"
+            raise table.error(row, message, "A different id for each request")
+        seen.add(value)
+
+
+def _metadata(columns: Sequence[tuple[str, list[str]]]) -> ObjectArray:
+    """A mapping per row; rows of equal values share one."""
+    names = [name for name, _ in columns]
+    known: dict[tuple[str, ...], Mapping[str, MetadataValue]] = {}
+    cells = zip(*(values for _, values in columns), strict=True)
+    return objects([known.setdefault(row, dict(zip(names, row, strict=True))) for row in cells])
+
+
+def _followed_rows(table: Table, ids: Sequence[str], stamps: Array) -> I64:
+    """The row of the request that each row follows, -1 for none; the followed one comes first in order of arrival."""
+    row_of = {request_id: row for row, request_id in enumerate(ids)}
+    rank = np.empty(len(ids), dtype=np.int64)
+    rank[np.argsort(stamps, kind="stable")] = np.arange(len(ids))
+    follows = int64s(len(ids), -1)
+    for row, wanted in enumerate(table["follows"].tolist()):
+        if wanted:
+            followed = row_of.get(wanted)
+            if followed is None or rank[followed] >= rank[row]:
+                reason = "is not in the file" if followed is None else "does not come before it"
+                raise table.error(row, f"follows a request that {reason} ({wanted!r})", "The id of an earlier request")
+            follows[row] = followed
+    return follows
+
+
+def _block_content(table: Table, lengths: Sequence[int], name: str) -> ContentColumn:
+    """Contents from chained block ids; the tokens after the last full block are the prompt's own."""
+    match = PREFIX_BLOCKS.fullmatch(name)
+    block_tokens = int(match[1]) if match is not None else 0
+    builder = ContentBuilder((SegmentSpace("number"), SegmentSpace("number", "rest")))
+    nodes = int64s(len(lengths), NO_NODE)
+    for row, (cell, length) in enumerate(zip(table[f"text {name}"].tolist(), lengths, strict=True)):
+        ids = cell.split()
+        if len(ids) * block_tokens > length or not all(entry.isdecimal() for entry in ids):
+            message = f"column {name!r} does not list the full blocks of a prompt of {length} tokens ({cell[:40]!r})"
+            raise table.error(row, message, f"At most one id (a whole number >= 0) per {block_tokens} tokens")
+        node = NO_NODE
+        for entry in ids:
+            node = builder.add(node, 0, int(entry), block_tokens)
+        rest = length - len(ids) * block_tokens
+        nodes[row] = builder.add(node, 1, row, rest) if rest else node
+    return ContentColumn(builder.store(), nodes)

@@ -1,0 +1,170 @@
+"""How is a workload written to a file and read back without loss?
+
+One request a line: a JSON object of the fields of `RequestSpec`, those at their defaults left out. What was written is read back equal,
+to the last bit of a time.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from vajra_py.errors import WorkloadError, did_you_mean
+from vajra_py.workload.columns import columns_from_requests
+from vajra_py.workload.files import file_facts, iter_json_lines
+from vajra_py.workload.request import PromptContent, RequestSpec, SegmentId
+from vajra_py.workload.workload import Workload, check_requests
+
+__all__ = ["read_jsonl", "write_jsonl"]
+
+REQUIRED = ("request_id", "arrived_at", "num_prompt_tokens", "num_output_tokens")
+FIELD_NAMES = tuple(entry.name for entry in fields(RequestSpec))
+OPTIONAL = FIELD_NAMES[len(REQUIRED) :]
+
+
+def read_jsonl(file: Path, *, sort: bool = False) -> Workload:
+    """A workload in this project's own format, as `write_jsonl` writes it.
+
+    Raises:
+        WorkloadError: a field is unknown, missing, of a wrong type or out of range; ids are not unique; a followed request does not come
+            before; times descend (and `sort` is false); names the line.
+    """
+    requests: list[RequestSpec] = []
+    lines: list[int] = []
+    for line, record in iter_json_lines(file):
+        requests.append(_request(file, line, record))
+        lines.append(line)
+    if sort:
+        order = sorted(range(len(requests)), key=lambda row: requests[row].arrived_at)
+        requests, lines = [requests[row] for row in order], [lines[row] for row in order]
+    check_requests(requests, str(file), lines)
+    facts = {**file_facts("jsonl", file), "num_rows": len(requests)}
+    return Workload(columns_from_requests(requests), file.name.split(".")[0], facts)
+
+
+def write_jsonl(requests: Iterable[RequestSpec], file: Path) -> None:
+    """Write requests one a line; gzip'd when the name ends in `.gz`. The same requests give the same bytes."""
+    if file.suffix == ".gz":
+        with file.open("wb") as raw, gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) as packed:
+            packed.writelines(line.encode() for line in _lines(requests))
+    else:
+        with file.open("w", encoding="utf-8", newline="\n") as text:
+            text.writelines(_lines(requests))
+
+
+def _lines(requests: Iterable[RequestSpec]) -> Iterator[str]:
+    defaults = _request(
+        Path(), 0, {"request_id": "", "arrived_at": 0.0, "num_prompt_tokens": 1, "num_output_tokens": 1}
+    )
+    usual = {name: getattr(defaults, name) for name in OPTIONAL}
+    for request in requests:
+        record: dict[str, Any] = {name: getattr(request, name) for name in REQUIRED}
+        for name, default in usual.items():
+            value = getattr(request, name)
+            if value != default:
+                record[name] = value
+        if request.content is not None:
+            record["content"] = request.content.segments
+        if "metadata" in record:
+            record["metadata"] = dict(request.metadata)
+        yield json.dumps(record, separators=(",", ":")) + "\n"
+
+
+def _request(file: Path, line: int, record: Mapping[str, Any]) -> RequestSpec:
+    values: dict[str, Any] = {}
+    for name, value in record.items():
+        reader = READERS.get(name)
+        if reader is None:
+            raise WorkloadError(file, line, f"unknown field ({name!r})", did_you_mean(name, FIELD_NAMES))
+        read, allowed = reader
+        try:
+            values[name] = None if value is None and name in NULLABLE else read(value)
+        except (TypeError, ValueError):
+            raise WorkloadError(file, line, f"{name} cannot be used ({str(value)[:60]!r})", allowed) from None
+    for name in REQUIRED:
+        if name not in values:
+            raise WorkloadError(file, line, f"has no field {name!r}", f"Fields needed: {', '.join(REQUIRED)}")
+    return RequestSpec(**values)
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int or not -(2**63) <= value < 2**63:
+        raise TypeError
+    return value
+
+
+def _tokens(value: Any) -> int:
+    if not 0 < _integer(value) < 2**31:
+        raise ValueError
+    return int(value)
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < float("inf"):
+        raise TypeError
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _content(value: Any) -> PromptContent:
+    return PromptContent(tuple((_segment_id(entry), _tokens(length)) for entry, length in value))
+
+
+def _segment_id(value: Any) -> SegmentId:
+    if isinstance(value, list) and value:
+        return tuple(entry if isinstance(entry, str) else _integer(entry) for entry in value)
+    return value if isinstance(value, str) else _integer(value)
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    ids = tuple(map(_integer, value))
+    if any(token_id < 0 for token_id in ids):
+        raise ValueError
+    return ids
+
+
+def _metadata(value: Any) -> Mapping[str, str | int | float]:
+    if not isinstance(value, dict) or not all(type(entry) in (str, int, float) for entry in value.values()):
+        raise TypeError
+    return value
+
+
+_A_DURATION = (_seconds, "A finite number of seconds >= 0")
+_A_COUNT = (_tokens, "A whole number >= 1")
+_A_TEXT = (_text, "A string")
+
+READERS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "request_id": _A_TEXT,
+    "arrived_at": _A_DURATION,
+    "num_prompt_tokens": _A_COUNT,
+    "num_output_tokens": _A_COUNT,
+    "max_tokens": _A_COUNT,
+    "priority": (_integer, "A whole number"),
+    "tenant": _A_TEXT,
+    "slo_class": _A_TEXT,
+    "ttft_slo_s": _A_DURATION,
+    "tpot_slo_s": _A_DURATION,
+    "deadline_s": _A_DURATION,
+    "expires_after_s": _A_DURATION,
+    "session_id": _A_TEXT,
+    "content": (
+        _content,
+        "Pairs of a segment id (string, whole number, or a list of these) and a number of tokens >= 1",
+    ),
+    "prompt_token_ids": (_token_ids, "A list of whole numbers >= 0"),
+    "follows": _A_TEXT,
+    "think_time_s": _A_DURATION,
+    "metadata": (_metadata, "An object of strings and numbers"),
+}
+NULLABLE = frozenset({
+    "max_tokens", "ttft_slo_s", "tpot_slo_s", "deadline_s", "expires_after_s", "content", "prompt_token_ids", "follows",
+})  # fmt: skip

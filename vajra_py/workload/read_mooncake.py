@@ -1,0 +1,122 @@
+"""How do Mooncake's traces, with the ids of their prompts' blocks, become workloads whose prefixes can be cached?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vajra_py.errors import WorkloadError
+from vajra_py.workload.arrays import F64, I64, StringColumn
+from vajra_py.workload.columns import Columns
+from vajra_py.workload.content import NO_NODE, ContentBuilder, ContentColumn, SegmentSpace
+from vajra_py.workload.files import file_facts, iter_json_lines
+from vajra_py.workload.workload import Workload
+
+__all__ = ["MooncakeOptions", "read_mooncake"]
+
+FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+LARGEST_TOKENS = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeOptions:
+    """How is the trace read?
+
+    `block_tokens` is the length of a hashed block; `tick_s` > 0 spreads each request uniformly over that many seconds after its
+    timestamp (the conversation trace has ticks of 3 s) and needs a generator; `drop_empty` leaves out and counts requests without
+    output, which are refused otherwise; `sort` sorts by arrival instead of refusing.
+    """
+
+    block_tokens: int = 512
+    tick_s: float = 0.0
+    drop_empty: bool = False
+    sort: bool = False
+
+
+def read_mooncake(
+    file: Path, options: MooncakeOptions | None = None, dither: np.random.Generator | None = None
+) -> Workload:
+    """A Mooncake trace: one JSON object a line with `timestamp` (ms), `input_length`, `output_length`, `hash_ids`.
+
+    A hash id is a segment of 512 tokens, the last one of what is left of the prompt. The clock starts at the first timestamp. Source:
+    Qin et al., Mooncake, FAST 2025.
+
+    Raises:
+        WorkloadError: a field is missing or out of range, there is not one id per started block, or times descend; names the line.
+        ValueError: `tick_s` without a generator.
+    """
+    options = options or MooncakeOptions()
+    rows: list[tuple[int, float, int, int, int]] = []
+    builder = ContentBuilder((SegmentSpace("number"),))
+    number = num_dropped = 0
+    before = 0.0
+    for number, (line, record) in enumerate(iter_json_lines(file), start=1):
+        stamp, prompt, output, ids = _checked(file, line, record, options)
+        if stamp < before and not options.sort:
+            message = f"arrives before the line above it (timestamp {stamp:g} after {before:g})"
+            raise WorkloadError(file, line, message, "Ascending times; or sort: true")
+        before = stamp
+        if not output or not prompt:
+            num_dropped += 1
+            continue
+        node, left = NO_NODE, prompt
+        for hash_id in ids:
+            node = builder.add(node, 0, hash_id, min(left, options.block_tokens))
+            left -= options.block_tokens
+        rows.append((number - 1, stamp, prompt, output, node))
+    if not rows:
+        raise WorkloadError(file, None, "no request is left with a prompt and an output", "At least one request")
+    numbers, stamps, prompts, outputs, nodes = (np.array(column) for column in zip(*rows, strict=True))
+    columns = Columns(
+        arrived_at=_seconds(stamps, options.tick_s, dither),
+        num_prompt_tokens=prompts.astype(np.int64),
+        num_output_tokens=outputs.astype(np.int64),
+        request_id=StringColumn.numbered("", _int64(numbers)),
+        content=ContentColumn(builder.store(), _int64(nodes)),
+    )
+    facts: dict[str, Any] = {**file_facts("mooncake", file), "num_rows": number, "block_tokens": options.block_tokens}
+    if options.drop_empty:
+        facts["num_dropped_empty"] = num_dropped
+    if options.tick_s:
+        facts["tick_s"] = options.tick_s
+    return Workload(columns, file.name.split(".")[0], facts)
+
+
+def _int64(values: Any) -> I64:
+    return np.asarray(values, dtype=np.int64)
+
+
+def _seconds(stamps: Any, tick_s: float, dither: np.random.Generator | None) -> F64:
+    times: F64 = (stamps - stamps.min()) / 1000.0
+    if not tick_s:
+        return times
+    if dither is None:
+        raise ValueError("tick_s needs a random generator")
+    return times + dither.uniform(0.0, tick_s, len(times))
+
+
+def _checked(
+    file: Path, line: int, record: dict[str, Any], options: MooncakeOptions
+) -> tuple[float, int, int, list[int]]:
+    for name in FIELDS:
+        if name not in record:
+            raise WorkloadError(
+                file, line, f"has no field {name!r} ({', '.join(record)})", f"Fields: {', '.join(FIELDS)}"
+            )
+    stamp, prompt, output, ids = (record[name] for name in FIELDS)
+    if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < float("inf"):
+        raise WorkloadError(file, line, f"timestamp is no time ({stamp!r})", "A finite number of milliseconds >= 0")
+    least = 0 if options.drop_empty else 1
+    for name, value in (("input_length", prompt), ("output_length", output)):
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_TOKENS:
+            raise WorkloadError(file, line, f"{name} cannot be used ({value!r})", "A whole number of tokens >= 1")
+    if not isinstance(ids, list) or not all(type(entry) is int and 0 <= entry < 2**63 for entry in ids):
+        raise WorkloadError(file, line, f"hash_ids is no list of ids ({str(ids)[:40]})", "Whole numbers >= 0")
+    blocks = -(-prompt // options.block_tokens)
+    if len(ids) != blocks:
+        message = f"hash_ids has {len(ids)} ids for a prompt of {prompt} tokens"
+        raise WorkloadError(file, line, message, f"One id per started block of {options.block_tokens} tokens: {blocks}")
+    return float(stamp), prompt, output, ids

@@ -1,0 +1,174 @@
+"""What does a workload look like in numbers: its rate, its burstiness, its lengths, and how much of its prompts repeat?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from vajra_py.workload.arrays import F64, I64
+from vajra_py.workload.columns import Columns
+from vajra_py.workload.content import NO_NODE, ContentColumn, ContentStore
+from vajra_py.workload.request import SegmentId
+
+__all__ = ["LengthStatistics", "WorkloadStatistics", "mean_rate", "workload_statistics"]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthStatistics:
+    """Mean, percentiles (linear interpolation) and extremes of a number of tokens; all 0 for an empty workload."""
+
+    mean: float
+    p5: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    min: int
+    max: int
+
+    @classmethod
+    def of(cls, lengths: I64) -> LengthStatistics:
+        """The statistics of these lengths."""
+        if not len(lengths):
+            return cls(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)
+        p5, p50, p90, p95, p99 = np.percentile(lengths, [5, 50, 90, 95, 99]).tolist()
+        return cls(float(lengths.mean()), p5, p50, p90, p95, p99, int(lengths.min()), int(lengths.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadStatistics:
+    """The numbers of one workload.
+
+    Attributes:
+        num_requests: Requests.
+        num_sessions: Different sessions; 0 where requests name none.
+        num_tenants: Different tenants; 0 where requests name none.
+        num_followers: Requests that wait for the end of another.
+        duration_s: Seconds between the first and the last arrival.
+        rate: Requests per second: 1 / mean inter-arrival time; 0 where undefined. Nominal where requests follow one another.
+        iat_cv: Standard deviation of the inter-arrival times over their mean (1: Poisson); 0 where undefined.
+        prompt: Prompt lengths in tokens.
+        output: True output lengths in tokens.
+        total_prompt_tokens: All prompts together.
+        total_output_tokens: All outputs together.
+        prefix_share_fraction: Share of all prompt tokens that lie in a leading prefix of an earlier prompt (or earlier prompt and its
+            output), in workload order, with an unlimited cache and no block size; None where no content is known.
+    """
+
+    num_requests: int
+    num_sessions: int
+    num_tenants: int
+    num_followers: int
+    duration_s: float
+    rate: float
+    iat_cv: float
+    prompt: LengthStatistics
+    output: LengthStatistics
+    total_prompt_tokens: int
+    total_output_tokens: int
+    prefix_share_fraction: float | None
+
+    def to_dict(self) -> dict[str, object]:
+        """The numbers as JSON knows them."""
+        return asdict(self)
+
+
+def mean_rate(arrived_at: F64) -> float:
+    """Requests per second as 1 / mean inter-arrival time; 0 where undefined (fewer than two requests, or all at once)."""
+    if len(arrived_at) < 2 or arrived_at[-1] <= arrived_at[0]:
+        return 0.0
+    return float((len(arrived_at) - 1) / (arrived_at[-1] - arrived_at[0]))
+
+
+def workload_statistics(columns: Columns) -> WorkloadStatistics:
+    """The numbers of these requests."""
+    gaps = np.diff(columns.arrived_at)
+    mean_gap = float(gaps.mean()) if len(gaps) else 0.0
+    prompts, outputs = columns.num_prompt_tokens, columns.num_output_tokens
+    total = int(prompts.sum())
+    shared = None if columns.content is None else shared_prompt_tokens(columns, columns.content)
+    return WorkloadStatistics(
+        num_requests=len(columns),
+        num_sessions=0 if columns.session_id is None else columns.session_id.num_distinct(),
+        num_tenants=0 if columns.tenant is None else columns.tenant.num_distinct(),
+        num_followers=0 if columns.follows is None else int((columns.follows >= 0).sum()),
+        duration_s=float(columns.arrived_at[-1] - columns.arrived_at[0]) if len(columns) else 0.0,
+        rate=mean_rate(columns.arrived_at),
+        iat_cv=float(gaps.std()) / mean_gap if mean_gap > 0 else 0.0,
+        prompt=LengthStatistics.of(prompts),
+        output=LengthStatistics.of(outputs),
+        total_prompt_tokens=total,
+        total_output_tokens=int(outputs.sum()),
+        prefix_share_fraction=None if shared is None or not total else shared / total,
+    )
+
+
+def _canonical(store: ContentStore) -> tuple[list[int], list[SegmentId]]:
+    """For each node, the first node that stands for the same tokens after the same tokens; and all segment ids."""
+    known: dict[tuple[int, SegmentId, int], int] = {}
+    canon: list[int] = []
+    segment_ids = [store.segment_id(node) for node in range(len(store.parent))]
+    for node, (parent, tokens) in enumerate(zip(store.parent.tolist(), store.tokens.tolist(), strict=True)):
+        key = (canon[parent] if parent != NO_NODE else NO_NODE, segment_ids[node], tokens)
+        canon.append(known.setdefault(key, node))
+    return canon, segment_ids
+
+
+class _Seen:
+    """Which prefixes have been seen so far?
+
+    A node in `whole` was seen in full, and so were its ancestors; `longest` is the most of a segment that was seen after given tokens.
+    """
+
+    def __init__(self, store: ContentStore) -> None:
+        self.parent, self.tokens = store.parent.tolist(), store.tokens.tolist()
+        self.canon, self.segment_ids = _canonical(store)
+        self.whole: set[int] = set()
+        self.longest: dict[tuple[int, SegmentId], int] = {}
+        self.depth: list[int] = []  # tokens up to the end of the node's segment
+        for parent, tokens in zip(self.parent, self.tokens, strict=True):
+            self.depth.append(tokens + (self.depth[parent] if parent != NO_NODE else 0))
+
+    def canonical(self, node: int) -> int:
+        """The node that stands for this one; NO_NODE stands for itself."""
+        return self.canon[node] if node != NO_NODE else NO_NODE
+
+    def add(self, leaf: int, num_prompt_tokens: int) -> int:
+        """See a prompt; how many of its leading tokens were seen before?"""
+        unseen: list[int] = []
+        node = leaf
+        while node != NO_NODE and (self.canon[node] not in self.whole or self.depth[node] > num_prompt_tokens):
+            unseen.append(node)
+            node = self.parent[node]
+        shared = self.depth[node] if node != NO_NODE else 0
+        sharing = True
+        for node in reversed(unseen):
+            length = self.tokens[node] - max(0, self.depth[node] - num_prompt_tokens)
+            if length <= 0:
+                break
+            key = (self.canonical(self.parent[node]), self.segment_ids[node])
+            longest = self.longest.get(key, 0)
+            if sharing:
+                shared += min(longest, length)
+                sharing = longest >= length
+            self.longest[key] = max(longest, length)
+            if length == self.tokens[node]:
+                self.whole.add(self.canon[node])
+        return shared
+
+
+def shared_prompt_tokens(columns: Columns, content: ContentColumn) -> int:
+    """Prompt tokens that lie in a leading prefix seen before, over all requests in order."""
+    seen = _Seen(content.store)
+    with_outputs = content.store.has_outputs
+    outputs = columns.num_output_tokens.tolist()
+    shared = 0
+    for row, (leaf, length) in enumerate(zip(content.nodes.tolist(), columns.num_prompt_tokens.tolist(), strict=True)):
+        if leaf == NO_NODE:
+            continue
+        shared += seen.add(leaf, length)
+        if with_outputs:
+            key = (seen.canonical(leaf), ("out", columns.request_id[row]))
+            seen.longest[key] = max(seen.longest.get(key, 0), outputs[row])
+    return shared

@@ -1,0 +1,381 @@
+"""Which requests does a simulation or a benchmark serve, and how is a workload stretched, cut, merged and labelled?
+
+Invariants: requests are sorted by arrival (ties keep the order of their source), their ids are unique, a request comes after the one it
+follows; an operation returns a new workload and writes itself into `source["operations"]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, overload
+
+import numpy as np
+
+from vajra_py.errors import WorkloadError
+from vajra_py.workload.arrays import F64, I64, StringColumn
+from vajra_py.workload.columns import Columns, columns_from_requests, concat_columns
+from vajra_py.workload.request import RequestSpec
+from vajra_py.workload.statistics import WorkloadStatistics, mean_rate, workload_statistics
+
+__all__ = ["SloClass", "Workload"]
+
+TooLong = Literal["drop", "clip", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SloClass:
+    """What do the requests of a service class expect?
+
+    `share` is a weight relative to the other classes'; times in seconds as in `RequestSpec`; `priority` None leaves the requests' own.
+    """
+
+    name: str
+    share: float = 1.0
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+    deadline_s: float | None = None
+    expires_after_s: float | None = None
+    priority: int | None = None
+
+
+class Workload(Sequence[RequestSpec]):
+    """Requests in order of arrival, kept in columns (about 100 bytes each) and built when they are asked for.
+
+    Attributes:
+        name: For people, and the prefix of the requests' ids in a merged workload.
+        columns: The requests, column by column; read only.
+        source: Where it comes from, for the manifest of a run: kind, file and its SHA-256, rows dropped, random streams, operations.
+            JSON values only.
+    """
+
+    __slots__ = ("columns", "name", "source")
+
+    def __init__(self, columns: Columns, name: str, source: Mapping[str, Any] | None = None) -> None:
+        self.columns = columns.sorted_by_arrival()
+        self.name = name
+        self.source: Mapping[str, Any] = {} if source is None else source
+
+    @classmethod
+    def from_requests(cls, requests: Iterable[RequestSpec], name: str = "workload", *, sort: bool = False) -> Workload:
+        """A workload of requests made one by one.
+
+        Raises:
+            WorkloadError: a value is out of range, an id appears twice, a followed request is missing or arrives later, or the requests
+                are not in order of arrival (and `sort` is false).
+        """
+        listed = list(requests)
+        if sort:
+            listed.sort(key=lambda request: request.arrived_at)
+        check_requests(listed, name)
+        return cls(columns_from_requests(listed), name, {"kind": "requests"})
+
+    def __len__(self) -> int:
+        """Number of requests."""
+        return len(self.columns)
+
+    def __iter__(self) -> Iterator[RequestSpec]:
+        """The requests in order of arrival."""
+        return self.columns.rows(0, len(self))
+
+    @overload
+    def __getitem__(self, index: int) -> RequestSpec: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[RequestSpec]: ...
+
+    def __getitem__(self, index: int | slice) -> RequestSpec | list[RequestSpec]:
+        """One request, or a list of them (`slice()` makes a workload)."""
+        if isinstance(index, slice):
+            return [self.columns.row(row) for row in range(*index.indices(len(self)))]
+        row = index + len(self) if index < 0 else index
+        if not 0 <= row < len(self):
+            raise IndexError(f"request {index} of a workload of {len(self)}")
+        return self.columns.row(row)
+
+    def __repr__(self) -> str:
+        """Name and size."""
+        return f"<Workload {self.name!r}: {len(self)} requests>"
+
+    @property
+    def has_followers(self) -> bool:
+        """Whether some requests wait for the end of another one."""
+        return self.columns.follows is not None and bool(np.any(self.columns.follows >= 0))
+
+    @property
+    def rate(self) -> float:
+        """Requests per second: 1 / mean inter-arrival time; 0 where undefined."""
+        return mean_rate(self.columns.arrived_at)
+
+    def statistics(self) -> WorkloadStatistics:
+        """Rate, burstiness, lengths and repeated prefixes."""
+        return workload_statistics(self.columns)
+
+    def renamed(self, name: str) -> Workload:
+        """The same workload under another name."""
+        return Workload(self.columns, name, self.source)
+
+    def _derived(self, columns: Columns, **operation: Any) -> Workload:
+        operations = [*self.source.get("operations", []), operation]
+        return Workload(columns, self.name, {**self.source, "operations": operations})
+
+    def scale_time(self, factor: float) -> Workload:
+        """All arrivals and think times times `factor` (> 0; 2 halves the rate). Objectives and deadlines stay."""
+        return self._derived(
+            _stretched(self.columns, self._checked_factor("scale_time", factor)), op="scale_time", factor=factor
+        )
+
+    def at_rate(self, requests_per_s: float) -> Workload:
+        """Stretched so that the mean rate is `requests_per_s` (> 0): arrivals and think times times one factor.
+
+        Raises:
+            WorkloadError: the workload has no rate (fewer than two requests, or all at once), or requests follow one another, so that
+                the rate depends on the system that serves them.
+        """
+        if self.has_followers:
+            message = "requests follow one another: no rate can be set, it depends on who serves them"
+            raise WorkloadError(self.name, None, message, "The rate at which sessions start; or time_scale")
+        wanted = self._checked_factor("at_rate", requests_per_s)
+        if not self.rate:
+            raise WorkloadError(
+                self.name,
+                None,
+                f"has no rate to change ({len(self)} requests, all at once)",
+                "At least two arrival times",
+            )
+        return self._derived(_stretched(self.columns, self.rate / wanted), op="at_rate", requests_per_s=requests_per_s)
+
+    def _checked_factor(self, operation: str, factor: float) -> float:
+        if not (math.isfinite(factor) and factor > 0):
+            raise WorkloadError(
+                self.name, None, f"{operation} cannot use this number ({factor!r})", "A finite number > 0"
+            )
+        return factor
+
+    def slice(
+        self, *, start_s: float | None = None, end_s: float | None = None, skip: int = 0, first: int | None = None
+    ) -> Workload:
+        """The requests with start_s <= arrival < end_s, of these all but the first `skip`, of these the `first` ones.
+
+        The clock of the result starts at `start_s`, with `skip` at the first request kept. A request whose predecessor is cut away
+        arrives at its nominal time.
+        """
+        arrived_at = self.columns.arrived_at
+        low = 0 if start_s is None else int(np.searchsorted(arrived_at, start_s, side="left"))
+        high = len(self) if end_s is None else int(np.searchsorted(arrived_at, end_s, side="left"))
+        low = min(low + skip, max(low, high))
+        high = high if first is None else min(high, low + first)
+        columns = self.columns.take(np.arange(low, max(low, high), dtype=np.int64))
+        origin = (start_s or 0.0) if not skip or not len(columns) else float(columns.arrived_at[0])
+        if origin:
+            columns = replace(columns, arrived_at=columns.arrived_at - origin)
+        return self._derived(columns, op="slice", start_s=start_s, end_s=end_s, skip=skip, first=first)
+
+    def merge(self, *others: Workload, name: str | None = None, share_content: bool = False) -> Workload:
+        """This workload and others on one clock, sorted by arrival.
+
+        Ids of requests and sessions get the name of their workload in front (`conv/17`; equal names are told apart as `conv#2/17`), so
+        that they stay unique. Prompts of different workloads share no prefix unless `share_content`.
+        """
+        parts = [self, *others]
+        names = distinct_names([part.name for part in parts])
+        columns = concat_columns(
+            [part.columns.renamed(f"{n}/", share_content=share_content) for part, n in zip(parts, names, strict=True)]
+        )
+        sources = [{"name": n, **part.source} for part, n in zip(parts, names, strict=True)]
+        return Workload(
+            columns, name or "+".join(names), {"kind": "merge", "share_content": share_content, "parts": sources}
+        )
+
+    def with_max_tokens(self, max_tokens: int) -> Workload:
+        """Each client asks for at most `max_tokens` (>= 1) output tokens; the true lengths stay."""
+        if max_tokens < 1:
+            raise WorkloadError(self.name, None, f"max_tokens is too small ({max_tokens})", "A whole number >= 1")
+        column = np.full(len(self), max_tokens, dtype=np.int64)
+        return self._derived(replace(self.columns, max_tokens=column), op="with_max_tokens", max_tokens=max_tokens)
+
+    def with_priorities(self, shares: Mapping[int, float], rng: np.random.Generator) -> Workload:
+        """Each request (each session where there are any) gets a priority, drawn by relative shares."""
+        codes = self._drawn(list(shares.values()), rng, "priorities")
+        values = np.array(list(shares), dtype=np.int64)
+        facts = {str(priority): share for priority, share in shares.items()}
+        return self._derived(replace(self.columns, priority=values[codes]), op="with_priorities", shares=facts)
+
+    def with_tenants(self, shares: Mapping[str, float], rng: np.random.Generator) -> Workload:
+        """Each request (each session where there are any) gets a tenant, drawn by relative shares."""
+        codes = self._drawn(list(shares.values()), rng, "tenants")
+        column = StringColumn(tuple(shares), codes.astype(np.int32))
+        return self._derived(replace(self.columns, tenant=column), op="with_tenants", shares=dict(shares))
+
+    def with_slo_classes(self, classes: Sequence[SloClass], rng: np.random.Generator) -> Workload:
+        """Each request (each session where there are any) gets a service class with its objectives, drawn by relative shares."""
+        codes = self._drawn([entry.share for entry in classes], rng, "SLO classes")
+        changes: dict[str, Any] = {"slo_class": StringColumn(tuple(c.name for c in classes), codes.astype(np.int32))}
+        for field in ("ttft_slo_s", "tpot_slo_s", "deadline_s", "expires_after_s"):
+            values = [getattr(entry, field) for entry in classes]
+            if any(value is not None for value in values):
+                changes[field] = np.array([np.nan if v is None else v for v in values], dtype=np.float64)[codes]
+        if any(entry.priority is not None for entry in classes):
+            own = self.columns.priority
+            old = np.zeros(len(self), dtype=np.int64) if own is None else own
+            wanted = np.array([0 if c.priority is None else c.priority for c in classes], dtype=np.int64)
+            given = np.array([c.priority is not None for c in classes])
+            changes["priority"] = np.where(given[codes], wanted[codes], old)
+        return self._derived(
+            replace(self.columns, **changes),
+            op="with_slo_classes",
+            shares={entry.name: entry.share for entry in classes},
+        )
+
+    def _drawn(self, shares: Sequence[float], rng: np.random.Generator, what: str) -> I64:
+        """A choice per request, the same for all requests of a session."""
+        weights = np.array(shares, dtype=np.float64)
+        if not len(weights) or not bool(np.all(np.isfinite(weights) & (weights >= 0))) or not weights.sum() > 0:
+            raise WorkloadError(
+                self.name, None, f"shares of {what} cannot be drawn from ({list(shares)})", "Numbers >= 0, not all 0"
+            )
+        bounds = np.cumsum(weights) / weights.sum()
+        groups = _groups(self.columns)
+        uniform = rng.random(int(groups.max()) + 1 if len(groups) else 0)
+        last = int(np.nonzero(weights)[0][-1])
+        choice = np.minimum(np.searchsorted(bounds, uniform, side="right"), last)
+        return choice.astype(np.int64)[groups]
+
+    def limit_lengths(
+        self, max_prompt_tokens: int | None = None, max_total_tokens: int | None = None, too_long: TooLong = "drop"
+    ) -> Workload:
+        """Hold prompts to `max_prompt_tokens`, prompt and output together to `max_total_tokens`.
+
+        `drop` leaves longer requests out (their followers follow the nearest request kept), `clip` shortens prompts first, then outputs,
+        to at least 1 token each; how many it touched stands in `source["operations"]`.
+
+        Raises:
+            WorkloadError: a request is too long and `too_long` is "error", or a limit leaves no room for a token of each.
+        """
+        if (max_prompt_tokens is not None and max_prompt_tokens < 1) or (
+            max_total_tokens is not None and max_total_tokens < 2
+        ):
+            given = f"max_prompt_tokens={max_prompt_tokens}, max_total_tokens={max_total_tokens}"
+            raise WorkloadError(
+                self.name, None, f"limits leave no room ({given})", "max_prompt_tokens >= 1, max_total_tokens >= 2"
+            )
+        prompts, outputs = self.columns.num_prompt_tokens, self.columns.num_output_tokens
+        over = np.zeros(len(self), dtype=np.bool_)
+        if max_prompt_tokens is not None:
+            over |= prompts > max_prompt_tokens
+        if max_total_tokens is not None:
+            over |= prompts + outputs > max_total_tokens
+        num_over = int(over.sum())
+        facts = {
+            "op": "limit_lengths",
+            "max_prompt_tokens": max_prompt_tokens,
+            "max_total_tokens": max_total_tokens,
+            "too_long": too_long,
+        }
+        if too_long == "error" and num_over:
+            worst = self[int(np.argmax(over))]
+            lengths = f"{worst.num_prompt_tokens} prompt + {worst.num_output_tokens} output tokens"
+            message = f"{num_over} requests are too long, the first of them {worst.request_id!r} ({lengths})"
+            allowed = (
+                f"max_prompt_tokens={max_prompt_tokens}, max_total_tokens={max_total_tokens}; or too_long: drop, clip"
+            )
+            raise WorkloadError(self.name, None, message, allowed)
+        if too_long == "clip" and num_over:
+            ceiling = np.iinfo(np.int64).max if max_total_tokens is None else max_total_tokens
+            shortest = min(ceiling - 1, ceiling if max_prompt_tokens is None else max_prompt_tokens)
+            prompts = np.minimum(prompts, shortest)
+            columns = replace(
+                self.columns, num_prompt_tokens=prompts, num_output_tokens=np.minimum(outputs, ceiling - prompts)
+            )
+            return self._derived(columns, **facts, num_clipped=num_over)
+        columns = self.columns.take(np.nonzero(~over)[0].astype(np.int64)) if num_over else self.columns
+        return self._derived(columns, **facts, num_dropped=num_over)
+
+
+def _stretched(columns: Columns, factor: float) -> Columns:
+    think: F64 | None = None if columns.think_time_s is None else columns.think_time_s * factor
+    return replace(columns, arrived_at=columns.arrived_at * factor, think_time_s=think)
+
+
+def _groups(columns: Columns) -> I64:
+    """A number per request, equal within a session; a request without a session stands alone."""
+    rows = np.arange(len(columns), dtype=np.int64)
+    if columns.session_id is None:
+        return rows
+    groups = columns.session_id.groups()
+    _, first = np.unique(groups, return_index=True)
+    alone = [group for group, row in enumerate(first.tolist()) if not columns.session_id[row]]
+    if not alone:
+        return groups
+    return np.unique(np.where(groups == alone[0], rows + len(rows), groups), return_inverse=True)[1].reshape(-1)
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """The names, a repeated one with `#2`, `#3`, … behind it."""
+    taken: set[str] = set()
+    result: list[str] = []
+    for name in names:
+        candidate, count = name, 1
+        while candidate in taken:
+            count += 1
+            candidate = f"{name}#{count}"
+        taken.add(candidate)
+        result.append(candidate)
+    return result
+
+
+def check_requests(requests: Sequence[RequestSpec], where: str, lines: Sequence[int] | None = None) -> None:
+    """Are these requests a workload: in order, unique, each within its bounds and after the one it follows?
+
+    Raises:
+        WorkloadError: at the line (or, without lines, the request's id) of the first that is not.
+    """
+    seen: dict[str, float] = {}
+    before = 0.0
+    known = {request.request_id for request in requests}
+    for index, request in enumerate(requests):
+        problem = _problem(request, before, seen, known)
+        if problem is not None:
+            line = None if lines is None else lines[index]
+            place = where if lines is not None else f"{where} request {request.request_id!r}"
+            raise WorkloadError(place, line, *problem)
+        seen[request.request_id] = request.arrived_at
+        before = request.arrived_at
+
+
+def _problem(request: RequestSpec, before: float, seen: Mapping[str, float], known: set[str]) -> tuple[str, str] | None:
+    if not (math.isfinite(request.arrived_at) and request.arrived_at >= 0):
+        return f"arrived_at is no time ({request.arrived_at!r})", "A finite number of seconds >= 0"
+    if request.arrived_at < before:
+        return (
+            f"arrives before the request above it ({request.arrived_at!r} after {before!r})",
+            "Ascending times; or sort: true",
+        )
+    if request.request_id in seen or not request.request_id:
+        return f"request_id is empty or used before ({request.request_id!r})", "A different id for each request"
+    for name in ("num_prompt_tokens", "num_output_tokens", "max_tokens"):
+        value = getattr(request, name)
+        if value is not None and value < 1:
+            return f"{name} is too small ({value!r})", "A whole number >= 1"
+    for name in ("ttft_slo_s", "tpot_slo_s", "deadline_s", "expires_after_s", "think_time_s"):
+        value = getattr(request, name)
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            return f"{name} is no duration ({value!r})", "A finite number of seconds >= 0"
+    if request.follows is not None and request.follows not in seen:
+        reason = "comes later" if request.follows in known else "is not in the workload"
+        return f"follows a request that {reason} ({request.follows!r})", "The id of a request above"
+    if request.content is not None and request.content.num_tokens != request.num_prompt_tokens:
+        return (
+            f"content describes {request.content.num_tokens} tokens of a prompt of {request.num_prompt_tokens}",
+            "Segments that add up to num_prompt_tokens",
+        )
+    if request.content is not None and any(length < 1 for _, length in request.content.segments):
+        return "content has a segment without tokens", "Segments of at least 1 token"
+    if request.prompt_token_ids is not None and len(request.prompt_token_ids) != request.num_prompt_tokens:
+        count = len(request.prompt_token_ids)
+        return (
+            f"prompt_token_ids holds {count} ids for a prompt of {request.num_prompt_tokens}",
+            "One id per prompt token",
+        )
+    return None
