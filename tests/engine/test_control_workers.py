@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +12,20 @@ import pytest
 
 from vajra_py import LLM, SamplingParams
 from vajra_py.config import config_from_mapping
-from vajra_py.engine.compute import RunnerOptions, StepInput, StepOutput
 from vajra_py.engine.config import SLOTS_PER_BATCH_ENTRY
-from vajra_py.errors import ConfigError, ExecutorError, Problem, RunInterrupted
+from vajra_py.errors import ConfigError, ExecutorError, RunInterrupted
 from vajra_py.experiment.backend import Backend, Run
 from vajra_py.experiment.engined import EngineRun
 from vajra_py.experiment.replay import replay
 from vajra_py.experiment.run import run_experiment
 from vajra_py.metrics.run_data import RunData
-from vajra_py.testing.fake_runner import FakeRunner, SteppedWorld, expected_output
+from vajra_py.testing.fake_runner import (
+    FakeRunner,
+    SteppedWorld,
+    expected_output,
+    runner_that_cannot_load,
+    runner_that_dies_on_long_prompts,
+)
 
 PROMPTS = [[index, 2, 3] for index in range(6)]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -143,23 +146,8 @@ def test_threads_of_one_process(hollow_model: Path) -> None:
     assert [output.token_ids for output in outputs] == [expected_output(prompt, 12) for prompt in PROMPTS]
 
 
-def dies_on_long_prompts(options: RunnerOptions) -> FakeRunner:
-    return _Mortal(options)
-
-
-class _Mortal(FakeRunner):
-    def run(self, step: StepInput) -> StepOutput:
-        if any(len(chunk.token_ids) > 100 for chunk in step.chunks):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().run(step)
-
-
-def cannot_load(options: RunnerOptions) -> FakeRunner:
-    raise ConfigError(Problem("model", "is too large", "Allowed: smaller ones"))
-
-
 def test_a_process_that_dies_is_reported_and_the_others_go_on(hollow_model: Path) -> None:
-    with LLM(hollow_model, settings(2, workers="process"), load=dies_on_long_prompts) as llm:
+    with LLM(hollow_model, settings(2, workers="process"), load=runner_that_dies_on_long_prompts) as llm:
         outputs = llm.generate(PROMPTS, GREEDY)
         assert [output.token_ids for output in outputs] == [expected_output(prompt, 12) for prompt in PROMPTS]
         killed, survivor = llm.generate([list(range(150)), [1, 2]], GREEDY)
@@ -172,7 +160,7 @@ def test_a_process_that_dies_is_reported_and_the_others_go_on(hollow_model: Path
 
 def test_an_error_while_loading_comes_from_the_process_as_it_is(hollow_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"model: is too large\. Allowed: smaller ones"):
-        LLM(hollow_model, settings(1, workers="process"), load=cannot_load)
+        LLM(hollow_model, settings(1, workers="process"), load=runner_that_cannot_load)
 
 
 def test_ranks_of_one_replica_are_told_the_same(hollow_model: Path) -> None:

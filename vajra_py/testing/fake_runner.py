@@ -7,6 +7,8 @@ token after a sequence is a hash of the sequence; `expected_output` says what mu
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -26,7 +28,7 @@ from vajra_py.engine.compute import (
     TokenLogprobs,
 )
 from vajra_py.engine.worker import Deliver, InlineWorker, ReplicaKey, Worker
-from vajra_py.errors import ExecutorError
+from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.runtime.clock import NEVER
 from vajra_py.runtime.kv import CopyDirection
 
@@ -36,6 +38,7 @@ EOS_TOKEN_ID = 7
 FREE_BLOCKS = 64
 _JUMPS = 0.2
 _EMPTY = -1
+_DEADLY = 100
 
 
 def next_token(token_ids: Sequence[int]) -> int:
@@ -172,6 +175,23 @@ class FakeRunner:
         if token == EOS_TOKEN_ID and row.num_output < row.min_tokens:
             row.last = token + 1
         return row.last
+
+
+class _Mortal(FakeRunner):
+    def run(self, step: StepInput) -> StepOutput:
+        if any(len(chunk.token_ids) > _DEADLY for chunk in step.chunks):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().run(step)
+
+
+def runner_that_dies_on_long_prompts(options: RunnerOptions) -> FakeRunner:
+    """Loads a runner whose process is killed by a chunk of more than 100 tokens. It lives here since a process must import it."""
+    return _Mortal(options)
+
+
+def runner_that_cannot_load(options: RunnerOptions) -> FakeRunner:
+    """Raises ConfigError in place of loading."""
+    raise ConfigError(Problem("model", "is too large", "Allowed: smaller ones"))
 
 
 class SteppedWorld:
