@@ -9,6 +9,7 @@ in which they were woken. Each turn's tick is above the last one's. This is the 
 from __future__ import annotations
 
 import heapq
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -92,6 +93,8 @@ class EngineLoop:
         self.inbox: SimpleQueue[Message] = SimpleQueue()
         self.on_ended: Callable[[Submission, Request, EndReason], None] | None = None
         """Told of every request that ended, before its own `on_progress` is."""
+        self.on_formed: Callable[[str, float], None] | None = None
+        """Told how long forming each step took: (replicaset, seconds)."""
         self.last_loss = ""
         """Why the replica that failed last did."""
         self._units = dict(units)
@@ -341,7 +344,10 @@ class EngineLoop:
     def _start(self, unit: Unit) -> None:
         replica = unit.replica
         idle = self._idle[replica.replicaset]
+        started = time.perf_counter()
         plan = replica.next_plan(self.now)
+        if plan is not None and self.on_formed is not None:
+            self.on_formed(replica.replicaset, time.perf_counter() - started)
         if plan is None:
             idle[replica.replica_id] = unit
             return

@@ -74,6 +74,20 @@ class Lifecycle:
         memory.release(request, request.num_computed_tokens, for_good=True)
         self._end(request, reason, detail, now)
 
+    def uproot(self, request: Request) -> None:
+        """The replica's memory is gone: the request, resident or waiting here, belongs to no replica, with nothing computed."""
+        residents = self._residents
+        if request in residents.queue:
+            residents.queue.remove(request)
+        else:
+            residents.drop(request)
+        if request.state is not RequestState.WAITING:
+            request.set_computed(0)
+            if request.state is not RequestState.PREEMPTED:
+                request.move_to(RequestState.PREEMPTED)
+        request.replica_id = -1
+        request.preempted_index = 0
+
     def withdraw(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
         """A request of this replica's own queue ends before it was (re-)admitted."""
         residents = self._residents

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, TypeAlias, cast
 
 from vajra_py.contract import (
     BatchShape,
     EndReason,
     LatencyModel,
+    Layer,
     ListensToRequests,
     Observer,
     RepeatsDecodes,
@@ -35,6 +36,10 @@ from vajra_py.runtime.shared_queue import SharedAccess
 
 MAX_EMPTY_STEPS = 1000
 """How many steps in a row may preempt without running anything before the policy is held to be stuck."""
+
+
+Around: TypeAlias = Callable[[str, Layer, str, Callable[..., Any]], Callable[..., Any]]
+"""(replicaset, layer, policy, method) to what is called in place of that method of the policy, to time it for instance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ class Replica:
         self.builder = Builder(self.residents, parts.latency, self.lifecycle, parts.options)
         self.num_steps = 0
         self.num_in_flight = 0
-        self._policy = parts.policy
+        self.around: Around | None = None
         self._view = StateView(parts.replica_id, self.residents)
         self._step_watchers: list[Observer] = []
         self._end_watchers: list[Observer] = []
@@ -79,6 +84,17 @@ class Replica:
         self._publish_at_end = not parts.options.publish_at_schedule
         self._pipelined = parts.limits.pipeline_stages > 1
         self._num_waiting_in_run = 0
+        self.refit(parts)
+
+    def refit(self, parts: ReplicaParts) -> None:
+        """Go on with another policy, other listeners or another queue, which holds what waits here; the rest stays."""
+        self.parts = parts
+        self.queue = self.residents.queue = parts.queue
+        schedule = parts.policy.schedule
+        around, name = self.around, parts.policy_name
+        self._schedule = (
+            schedule if around is None else around(self.replicaset, Layer.REPLICA_SCHEDULER, name, schedule)
+        )
         steady = parts.policy.repeats_decodes if isinstance(parts.policy, RepeatsDecodes) else frozenset()
         may_repeat = not self._pipelined and not parts.listeners and parts.memory.num_groups == 1
         self._repeats_alone = may_repeat and SteadyState.NOTHING_WAITS in steady
@@ -121,7 +137,22 @@ class Replica:
             self._finish(request, reason, now, detail)
         for request in queued:
             self.end_early(request, reason, now, detail)
+        self.clear()
         return [(request, reason) for request in (*held, *queued)]
+
+    @property
+    def to_end(self) -> Mapping[Request, tuple[EndReason, str]]:
+        """Requests that end with the step that they are in, and why."""
+        return self._to_abort
+
+    def clear(self) -> None:
+        """Be as new, with no request and no KV block; whoever was here is accounted for elsewhere."""
+        self.num_in_flight = 0
+        self._output_limits.clear()
+        self._to_abort.clear()
+        self.residents.clear()
+        self.memory.clear()
+        self.builder.swap_bytes_due = 0
 
     @property
     def has_requests(self) -> bool:
@@ -164,7 +195,7 @@ class Replica:
         builder.start(seconds)
         self.queue.begin_step()
         try:
-            self._policy.schedule(self._view.at(seconds), builder, seconds)
+            self._schedule(self._view.at(seconds), builder, seconds)
         except PolicyError as error:
             if error.step is None:
                 error.step = self.num_steps

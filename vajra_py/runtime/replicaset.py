@@ -9,6 +9,7 @@ from typing import cast
 
 from vajra_py.contract import (
     EndReason,
+    Layer,
     ListensToRequests,
     Observer,
     RefusesRequests,
@@ -20,8 +21,9 @@ from vajra_py.errors import PolicyError, VajraError
 from vajra_py.runtime.clock import to_seconds
 from vajra_py.runtime.lifecycle import end_request
 from vajra_py.runtime.load import LiveLoad, SnapshotLoad
+from vajra_py.runtime.policies import Policies
 from vajra_py.runtime.queues import RequestQueue
-from vajra_py.runtime.replica import Replica
+from vajra_py.runtime.replica import Around, Replica
 from vajra_py.runtime.request import Request, RequestState
 from vajra_py.runtime.shared_queue import SharedAccess
 
@@ -105,19 +107,43 @@ class Replicaset:
         self._queued_by_id: dict[str, Request] = {}
         self._refuses: Callable[[RequestView], str | None] | None = None
         self._lost: set[int] = set()
+        self.around: Around | None = None
+        self.policies: Policies | None = None
+        """Where its policies come from; None: it was put together by hand, and they stay."""
+        self.out_of_service = ""
+        """What a policy did for which this replicaset takes no requests; empty: nothing."""
+        self.refit(scheduler, scheduler_name)
 
     def add_replica(self, make: Callable[[SharedAccess], Replica]) -> Replica:
         """Build a replica with its door to the shared queue and take it in."""
         door = SharedDoor(self)
         replica = make(door)
-        policy = replica.parts.policy
-        self._refuses = policy.refuses if isinstance(policy, RefusesRequests) else None
         load = LiveLoad(replica)
         door.view = load
         self.replicas.append(replica)
+        self.replicas_refitted()
         self._live.append(load)
         self._views = [SnapshotLoad.of(one) for one in self._live] if self._view_interval_s > 0 else self._live
         return replica
+
+    def refit(self, scheduler: ReplicasetScheduler, name: str) -> None:
+        """Let this scheduler choose from now on."""
+        self.scheduler, self.scheduler_name = scheduler, name
+        assign, around = scheduler.assign, self.around
+        self._assign_call = assign if around is None else around(self.name, Layer.REPLICASET_SCHEDULER, name, assign)
+
+    def replicas_refitted(self) -> None:
+        """Replicas have their policy, or another one."""
+        policy = self.replicas[0].parts.policy
+        self._refuses = policy.refuses if isinstance(policy, RefusesRequests) else None
+
+    def call_through(self, around: Around) -> None:
+        """Let policies be asked through what `around` makes of their methods, those that are there and those to come."""
+        self.around = around
+        self.refit(self.scheduler, self.scheduler_name)
+        for replica in self.replicas:
+            replica.around = around
+            replica.refit(replica.parts)
 
     def watch(self, observers: Sequence[Observer]) -> None:
         """Let these observers see everything that happens here from now on."""
@@ -143,6 +169,16 @@ class Replicaset:
                 ended.append((request, EndReason.FAILED))
         return ended
 
+    def restore(self, replica_id: int) -> None:
+        """A lost replica is there again, empty."""
+        self._lost.discard(replica_id)
+        self.set_up(replica_id, True)
+
+    @property
+    def num_up(self) -> int:
+        """Replicas that compute."""
+        return len(self.replicas) - len(self._lost)
+
     @property
     def _all_lost(self) -> bool:
         return len(self._lost) == len(self.replicas)
@@ -153,6 +189,8 @@ class Replicaset:
         """Why this request cannot be taken, now or ever; None when it can."""
         limits = self.replicas[0].limits
         prompt = request.num_prompt_tokens
+        if self.out_of_service:
+            return self.out_of_service
         if self._all_lost:
             return f"{ALL_FAILED} (all {len(self.replicas)})"
         if request.max_tokens < 1:
@@ -199,9 +237,13 @@ class Replicaset:
 
     def accept(self, request: Request, now: int) -> Replica | None:
         """Queue an accepted request; returns the replica that it is bound to, None when anyone may pull it."""
-        seconds = to_seconds(now)
         request.move_to(RequestState.WAITING)
-        replica_id = self._assign(request, seconds)
+        return self.place(request, now)
+
+    def place(self, request: Request, now: int) -> Replica | None:
+        """Queue a request that is in no queue; returns like `accept`."""
+        seconds = to_seconds(now)
+        replica_id = self._assign(request, seconds) if self.num_up else None
         for observer in self.observers:
             observer.on_assigned(request, replica_id, seconds)
         if replica_id is None:
@@ -217,7 +259,7 @@ class Replicaset:
         if self._view_interval_s > 0:
             views = [one.look(now, self._view_interval_s) for one in self._views if isinstance(one, SnapshotLoad)]
         try:
-            chosen = self.scheduler.assign(request, views, now)
+            chosen = self._assign_call(request, views, now)
         except VajraError:
             raise
         except Exception as error:

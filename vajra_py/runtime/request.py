@@ -93,6 +93,7 @@ class Request:
         "max_tokens",
         "metadata",
         "num_cached_tokens",
+        "num_losses",
         "num_preemptions",
         "num_prompt_tokens",
         "preempted_index",
@@ -130,6 +131,8 @@ class Request:
         self.replica_id = -1
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.num_losses = 0
+        """Replicas that failed while it ran on them."""
         self.preempted_index = 0
         self.admitted_index = 0
         self.in_flight = False

@@ -68,6 +68,14 @@ class Residents:
         request.is_parked = False
         self.pool.join(request, request.end_epoch)
 
+    def clear(self) -> None:
+        """Hold nobody any more."""
+        self.pool = DecodePool(self.limits.block_size)
+        self.parked.clear()
+        self.partial.clear()
+        self.in_flight.clear()
+        self.has_spare_blocks = False
+
     def drop(self, request: Request) -> None:
         """Take a resident request out of whatever set holds it."""
         if request._pool is not None:

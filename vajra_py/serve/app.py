@@ -50,6 +50,7 @@ class Service:
     def _watch(self, controller: Controller) -> Sequence[Observer]:
         stats = ServerStats(controller, self.options.max_labels)
         time_policies(controller, stats)
+        self.session.on_formed = stats.on_formed
         self.stats = stats
         return (stats,)
 

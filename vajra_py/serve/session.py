@@ -105,6 +105,8 @@ class EngineSession:
         self.engine: Engine | None = None
         self.watchers: list[Callable[[Controller], Sequence[Observer]]] = []
         """Called in the engine's thread when the engine is loaded; they say who watches it."""
+        self.on_formed: Callable[[str, float], None] | None = None
+        """Told how long forming each step took; `watchers` may set it."""
         self._parts = parts
         self._loop: EngineLoop | None = None
         self._tickets: dict[Ticket, None] = {}
@@ -266,6 +268,7 @@ class EngineSession:
         found = [one for make in self.watchers for one in make(engine.controller)]
         engine.controller.watch([*found, *kept])
         self._loop = engine.start(serves=True, note=None if recording is None else recording.note)
+        self._loop.on_formed = self.on_formed
         if recording is not None:
             self._loop.on_ended = recording.ended
         with self._gate:

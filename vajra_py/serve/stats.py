@@ -19,19 +19,15 @@ import numpy as np
 from vajra_py.contract import (
     EndReason,
     LatencyModel,
+    Layer,
     Observer,
     ReplicaId,
-    ReplicaScheduler,
-    ReplicasetScheduler,
     RequestView,
     StepEnd,
 )
-from vajra_py.contract.batch import BatchBuilder
-from vajra_py.contract.views import QueueView, ReplicaState, ReplicaView
 from vajra_py.errors import VajraError
 from vajra_py.metrics.recorder import token_times
 from vajra_py.runtime.controller import Controller
-from vajra_py.runtime.executor import StepPlan
 from vajra_py.runtime.request import Request
 
 OTHER = "other"
@@ -182,6 +178,10 @@ class ServerStats(Observer):
             except VajraError:  # this model predicts nothing
                 self._latency[step.replicaset] = None
 
+    def on_formed(self, replicaset: str, seconds: float) -> None:
+        """A step was formed, which took so long."""
+        self.sets[replicaset].forming.add(seconds)
+
     # What it comes to
 
     def jain_index(self) -> float:
@@ -213,57 +213,19 @@ def _quantiles(values: Iterable[float]) -> tuple[float, float]:
     return (0.0, 0.0) if not len(found) else (float(np.quantile(found, 0.5)), float(np.quantile(found, 0.99)))
 
 
-# How long policies take to decide: their calls are timed from outside, and nothing of them changes.
-
-
-class _TimedReplicaScheduler:
-    def __init__(self, policy: ReplicaScheduler, kept: Histogram) -> None:
-        self._policy = policy
-        self._kept = kept
-
-    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
-        started = time.perf_counter()
-        self._policy.schedule(replica, batch, now)
-        self._kept.add(time.perf_counter() - started)
-
-
-class _TimedReplicasetScheduler:
-    def __init__(self, policy: ReplicasetScheduler, kept: Histogram) -> None:
-        self._policy = policy
-        self._kept = kept
-
-    def assign(self, request: RequestView, replicas: Sequence[ReplicaView], now: float) -> ReplicaId | None:
-        started = time.perf_counter()
-        chosen = self._policy.assign(request, replicas, now)
-        self._kept.add(time.perf_counter() - started)
-        return chosen
-
-    def pull(self, replica: ReplicaView, queued: QueueView, now: float) -> Iterable[str]:
-        return self._policy.pull(replica, queued, now)
-
-
 def time_policies(controller: Controller, stats: ServerStats) -> None:
-    """Time the policies' decisions and the forming of steps from now on."""
-    for name, replicaset in controller.replicasets.items():
-        kept = stats.decisions.setdefault((name, "replicaset_scheduler", replicaset.scheduler_name), _short())
-        replicaset.scheduler = _TimedReplicasetScheduler(replicaset.scheduler, kept)
-        for replica in replicaset.replicas:
-            key = (name, "replica_scheduler", replica.parts.policy_name)
-            kept = stats.decisions.setdefault(key, _short())
-            replica._policy = _TimedReplicaScheduler(replica._policy, kept)
-            timed = _timed(replica.form_step, stats.sets[name].forming)
-            replica.form_step = timed  # type: ignore[method-assign, assignment]
+    """Time the policies' decisions from now on, also of those that take others' places later."""
 
+    def timed(replicaset: str, layer: Layer, policy: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        kept = stats.decisions.setdefault((replicaset, layer.value, policy), Histogram(SHORT_SECONDS))
 
-def _short() -> Histogram:
-    return Histogram(SHORT_SECONDS)
+        def call(*arguments: Any) -> Any:
+            started = time.perf_counter()
+            answer = method(*arguments)
+            kept.add(time.perf_counter() - started)
+            return answer
 
+        return call
 
-def _timed(function: Callable[[int], StepPlan | None], kept: Histogram) -> Callable[[int], StepPlan | None]:
-    def timed(now: int) -> StepPlan | None:
-        started = time.perf_counter()
-        result = function(now)
-        kept.add(time.perf_counter() - started)
-        return result
-
-    return timed
+    for replicaset in controller.replicasets.values():
+        replicaset.call_through(timed)

@@ -30,13 +30,13 @@ from vajra_py.contract import (
 from vajra_py.latency import AffineModel, PrefillTimeTable
 from vajra_py.latency.output_length import NoLengths
 from vajra_py.plugins import build_policy, check_policy_shape
-from vajra_py.runtime.assembly import LatePrefillTime, lone_chunk_rule
 from vajra_py.runtime.builder_options import BuilderOptions
 from vajra_py.runtime.clock import to_seconds, to_ticks
 from vajra_py.runtime.content_of import facts_of, keys_of
 from vajra_py.runtime.controller import Controller
 from vajra_py.runtime.executor import StepResult
 from vajra_py.runtime.kv import AnyKvMemory, KvGroups, KvMemory, KvParallelMemory, PrefixCacheOptions
+from vajra_py.runtime.policies import LatePrefillTime, lone_chunk_rule
 from vajra_py.runtime.queues import make_queue
 from vajra_py.runtime.replica import Replica, ReplicaParts
 from vajra_py.runtime.replicaset import AdmissionLimits, Replicaset

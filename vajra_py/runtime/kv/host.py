@@ -77,6 +77,11 @@ class HostSpace:
         """Free host blocks without copying them back."""
         self._pool.release(stored)
 
+    def clear(self) -> None:
+        """Hold nothing any more, and copy nothing of what was decided."""
+        self._pool = BlockPool(self._pool.num_blocks)
+        self._copies = []
+
     def take_copies(self) -> list[BlockCopy]:
         """The copies decided since the last call, in order."""
         copies = self._copies

@@ -162,6 +162,13 @@ class KvParallelMemory:
             )
         del self._holdings[request]
 
+    def clear(self) -> None:
+        """The devices have lost everything: no request is known any more, and no block holds anything."""
+        self._pools = [BlockPool(pool.num_blocks) for pool in self._pools]
+        self._pending = [0] * self.num_groups
+        self._host.clear()
+        self._holdings.clear()
+
     def is_registered(self, request: KvRequest) -> bool:
         """Whether the request is known here."""
         return request in self._holdings

@@ -154,6 +154,12 @@ class KvMemory:
         """Whether the request is known here."""
         return request in self._holdings
 
+    def clear(self) -> None:
+        """The device has lost everything: no request is known any more, and no block holds anything."""
+        self._pool = BlockPool(self._pool.num_blocks, self._pool.options)
+        self._host.clear()
+        self._holdings.clear()
+
     def held_blocks(self, request: KvRequest) -> int:
         """Device blocks in the request's table, shared ones included."""
         return len(self._holdings[request].table)

@@ -1,0 +1,128 @@
+"""Which policies does a replicaset have, and how are others made in their place?
+
+One maker a replicaset, kept while it serves, so that a policy that comes later gets what the first ones got: sizes,
+predictions, random streams by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, cast
+
+from vajra_py.config import PolicyChoice
+from vajra_py.contract import (
+    ChunksLonePrompts,
+    Layer,
+    ListensToRequests,
+    PrefillTime,
+    ReplicaLimits,
+    ReplicaScheduler,
+    ReplicasetScheduler,
+    RequestPrioritizer,
+)
+from vajra_py.runtime.listening import NamedListener
+from vajra_py.runtime.queues import RequestQueue, make_queue
+
+MakePolicy = Callable[[Layer, PolicyChoice], Any]
+"""Builds one policy and checks its shape; raises what `vajra_py.plugins.build_policy` raises."""
+
+
+class LatePrefillTime:
+    """`PrefillTime` that is complete once the replica scheduler exists, whose chunks it predicts."""
+
+    table: PrefillTime | None = None
+
+    def total_s(self, num_prompt_tokens: int) -> float:
+        """Seconds for the whole prompt."""
+        assert self.table is not None
+        return self.table.total_s(num_prompt_tokens)
+
+    def remaining_s(self, num_prompt_tokens: int, num_done_tokens: int) -> float:
+        """Seconds for what is left of it."""
+        assert self.table is not None
+        return self.table.remaining_s(num_prompt_tokens, num_done_tokens)
+
+
+class Policies:
+    """The policies of one replicaset, by layer, with their listeners."""
+
+    def __init__(
+        self,
+        choices: Mapping[Layer, PolicyChoice],
+        num_replicas: int,
+        make: MakePolicy,
+        prefill_time: LatePrefillTime,
+        predict: Callable[[ReplicaScheduler], PrefillTime],
+    ) -> None:
+        self.choices = dict(choices)
+        self._num_replicas = num_replicas
+        self._make = make
+        self.prefill_time = prefill_time
+        self._predict = predict
+        self._made: dict[Layer, Sequence[Any]] = {layer: self.make(layer, choices[layer]) for layer in Layer}
+        prefill_time.table = self.predict(self.schedulers)
+
+    def make(self, layer: Layer, choice: PolicyChoice) -> Sequence[Any]:
+        """New policies of a layer: one for each replica in the last, else one. They are not in force."""
+        count = self._num_replicas if layer is Layer.REPLICA_SCHEDULER else 1
+        return [self._make(layer, choice) for _ in range(count)]
+
+    def predict(self, schedulers: Sequence[ReplicaScheduler]) -> PrefillTime:
+        """How long prompts take in the chunks of these schedulers."""
+        return self._predict(schedulers[0])
+
+    def put(self, layer: Layer, choice: PolicyChoice, policies: Sequence[Any]) -> None:
+        """These are in force from now on."""
+        self.choices[layer], self._made[layer] = choice, policies
+
+    # What is in force
+
+    @property
+    def prioritizer(self) -> RequestPrioritizer:
+        """Of every queue."""
+        return cast(RequestPrioritizer, self._made[Layer.REQUEST_PRIORITIZER][0])
+
+    @property
+    def chooser(self) -> ReplicasetScheduler:
+        """Of the replicaset."""
+        return cast(ReplicasetScheduler, self._made[Layer.REPLICASET_SCHEDULER][0])
+
+    @property
+    def schedulers(self) -> Sequence[ReplicaScheduler]:
+        """Of each replica."""
+        return self._made[Layer.REPLICA_SCHEDULER]
+
+    def name(self, layer: Layer) -> str:
+        """What errors call the layer's policy."""
+        return self.choices[layer].policy
+
+    def new_queue(self) -> RequestQueue:
+        """An empty queue in the prioritizer's order."""
+        return make_queue(self.prioritizer, self.name(Layer.REQUEST_PRIORITIZER))
+
+    # Listeners
+
+    def listening(self, layer: Layer, policies: Sequence[Any], name: str) -> list[tuple[ListensToRequests, ...]]:
+        """For each of these policies: itself, if it wants to be told about requests."""
+        return [(NamedListener(one, name),) if isinstance(one, ListensToRequests) else () for one in policies]
+
+    def listeners(self) -> Sequence[ListensToRequests]:
+        """Everyone who is told of arrivals and departures."""
+        return tuple(chain.from_iterable(chain.from_iterable(self._listening(layer) for layer in Layer)))
+
+    def listeners_of(self, replica_id: int) -> Sequence[ListensToRequests]:
+        """Who is told of a replica's steps."""
+        shared, chooser, own = map(self._listening, Layer)
+        return (*shared[0], *chooser[0], *own[replica_id])
+
+    def _listening(self, layer: Layer) -> list[tuple[ListensToRequests, ...]]:
+        return self.listening(layer, self._made[layer], self.name(layer))
+
+
+def lone_chunk_rule(scheduler: ReplicaScheduler, limits: ReplicaLimits) -> Callable[[int, int], int]:
+    """How a replica scheduler chunks a lone prompt: as it says, else the step's token budget, else the whole prompt."""
+    if isinstance(scheduler, ChunksLonePrompts):
+        return scheduler.lone_chunk
+    budget = limits.max_batch_tokens
+    return lambda done, remaining: remaining if budget is None else min(remaining, budget)
