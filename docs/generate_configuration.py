@@ -94,6 +94,7 @@ TITLES = {
     "PriorityShare": "A priority",
     "ReplicaConfig": "Replica",
     "ReplicasetConfig": "A replicaset",
+    "ReplicasetEngineConfig": "What a replicaset has of its own",
     "SamplingConfig": "Sampling",
     "SchedulingConfig": "Scheduling",
     "SelectConfig": "Selection of requests",
@@ -131,6 +132,7 @@ PLACES = {
     ("SimulatorConfig", "latency"): "[latency model](#latency-models)",
     ("SimulatorConfig", "output_length"): "[predictor](#output-lengths-that-policies-are-told)",
     ("EngineConfig", "latency"): "[latency model](#latency-models)",
+    ("ReplicasetEngineConfig", "latency"): "[latency model](#latency-models) or null",
     ("EngineConfig", "output_length"): "[predictor](#output-lengths-that-policies-are-told)",
 }
 """Fields whose content is checked elsewhere, so that their annotation does not say it."""

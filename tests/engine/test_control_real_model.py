@@ -100,7 +100,7 @@ def test_tokens_do_not_depend_on_company(real_run: Path, tiny_model: Path) -> No
     from vajra_py.runtime.input_log import Arrival, read_inputs
 
     outputs = {row["request_id"]: row["token_ids"] for row in read_rows(real_run / "outputs.jsonl.gz")}
-    vocab_size = json.loads((real_run / "engine.json").read_text())["vocab_size"]
+    vocab_size = json.loads((real_run / "engine.json").read_text())["default"]["vocab_size"]
     maker = PromptMaker(5, vocab_size, outputs)
     arrivals = [one for one in read_inputs(real_run / "inputs.jsonl.gz") if isinstance(one, Arrival)][:6]
     sizes = {"replica": {"max_batch_size": 1, "max_model_len": 160, "memory": {"num_blocks": 30}}}

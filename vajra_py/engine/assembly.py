@@ -6,8 +6,9 @@ What can be wrong without a model (settings, policies, files) is found before on
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vajra_py.config import ExperimentConfig, ReplicasetConfig
 from vajra_py.contract import LatencyModel, OutputLengthPredictor
@@ -20,10 +21,10 @@ from vajra_py.engine.loop import EngineLoop, LoopOptions, Unit
 from vajra_py.engine.params import PromptLimits
 from vajra_py.engine.processes import ProcessWorker
 from vajra_py.engine.worker import LoadRunner, ReplicaKey, Worker, checked_facts, load_in_process
-from vajra_py.errors import ConfigError, Problem, VajraError
+from vajra_py.errors import ConfigError, Problem, VajraError, did_you_mean
 from vajra_py.plugins import Registry
 from vajra_py.runtime import assembly
-from vajra_py.runtime.assembly import Services, build_controller
+from vajra_py.runtime.assembly import ReplicasetModel, Services, build_controller
 from vajra_py.runtime.controller import Controller
 from vajra_py.runtime.input_log import Input
 from vajra_py.runtime.kv import PrivateKeys
@@ -42,6 +43,7 @@ class EngineServices:
     Attributes:
         registry: installed policies.
         latency: what policies ask for predictions.
+        latencies: the same for replicasets that have another one.
         output_lengths: likewise for output lengths.
         seeds: of the policies' random streams.
         load: how a worker's runner is made.
@@ -58,18 +60,26 @@ class EngineServices:
     make_clock: Callable[[], EngineClock] = WallClock
     threaded: bool = False
     make_worker: Callable[[ReplicaKey, RunnerOptions], Worker] | None = None
+    latencies: Mapping[str, LatencyModel] = field(default_factory=dict)
+
+    def latency_of(self, replicaset: str) -> LatencyModel:
+        """What a replicaset's policies ask."""
+        return self.latencies.get(replicaset, self.latency)
 
 
 @dataclass(slots=True)
 class Engine:
-    """Loaded workers and the controller over them; `close` gives everything back."""
+    """Loaded workers and the controller over them; `close` gives everything back.
+
+    Attributes:
+        models: what each replicaset loaded.
+    """
 
     controller: Controller
     units: Mapping[ReplicaKey, Unit]
-    facts: ModelFacts
+    models: Mapping[str, ModelFacts]
     tenant_salt: bool
     make_clock: Callable[[], EngineClock]
-    model_facts: assembly.ModelFacts
     _workers: list[Worker] = field(default_factory=list)
 
     @classmethod
@@ -81,7 +91,11 @@ class Engine:
         settings: EngineConfig = config.backend.settings
         replicasets = config.effective_replicasets
         _check(settings, replicasets)
-        _probe(build_controller(config, _services(services, _dry_facts(), EngineExecutor(1))))
+        executor = EngineExecutor(1)
+        dry = {
+            name: assembly.ModelFacts(num_blocks=lambda block_size, fraction: _DRY_RUN_BLOCKS) for name in replicasets
+        }
+        _probe(build_controller(config, _services(services, dry, lambda name, replica_id: executor)))
         options = _options_by_replicaset(settings, replicasets)
         workers = _load_workers(settings, options, replicasets, services)
         try:
@@ -99,34 +113,36 @@ class Engine:
         options: Mapping[str, RunnerOptions],
         workers: Mapping[ReplicaKey, Worker],
     ) -> Engine:
-        facts = checked_facts(list(workers.values()))
-        sizes = assembly.ModelFacts(
-            num_blocks=lambda block_size, fraction: _profiled_blocks(workers, options, block_size, fraction),
-            max_model_len=facts.max_model_len,
-            kv_bytes_per_token=facts.kv_bytes_per_token,
-        )
         replicasets = config.effective_replicasets
+        models = {name: checked_facts([workers[key] for key in workers if key[0] == name]) for name in replicasets}
+        sizes = {name: _sizes(name, facts, workers) for name, facts in models.items()}
         executors = {
             (name, replica_id): EngineExecutor(options[name].max_requests)
             for name, one in replicasets.items()
             for replica_id in range(one.num_replicas)
         }
-        all_services = Services(
-            registry=services.registry,
-            latency=services.latency,
-            output_lengths=services.output_lengths,
-            seeds=services.seeds,
-            facts=sizes,
-            executor_of=lambda name, replica_id: executors[name, replica_id],
-            records_copies=True,
-        )
-        controller = build_controller(config, all_services)
+        all_services = _services(services, sizes, lambda name, replica_id: executors[name, replica_id])
+        controller = build_controller(config, replace(all_services, records_copies=True))
         units = {
             key: Unit(controller.replicasets[key[0]].replicas[key[1]], executor, workers[key])
             for key, executor in executors.items()
         }
         salted = any(one.replica.memory.tenant_salt for one in replicasets.values())
-        return cls(controller, units, facts, salted, services.make_clock, sizes, list(workers.values()))
+        return cls(controller, units, models, salted, services.make_clock, list(workers.values()))
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The model, where there is only one."""
+        return next(iter(self.models.values()))
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that every model knows."""
+        return min(facts.vocab_size for facts in self.models.values())
+
+    def model_of(self, request: RequestFacts) -> ModelFacts:
+        """The model of the replicaset that takes this request. Raises `ConfigError` when none does."""
+        return self.models[self.controller.select(request)]
 
     def start(
         self, *, serves: bool = False, note: Callable[[Input], None] | None = None, check_every_steps: int = 0
@@ -142,25 +158,29 @@ class Engine:
 
     def prompt_limits(self) -> PromptLimits:
         """What a prompt may be, on the replicaset that takes the shortest ones."""
-        replicas = [one.replicas[0] for one in self.controller.replicasets.values()]
-        longest = min(map(max_request_tokens, replicas))
-        return PromptLimits(self.facts.vocab_size, self.facts.max_model_len, longest)
+        return min(map(self.prompt_limits_of, self.models), key=lambda limits: limits.max_request_tokens)
+
+    def prompt_limits_of(self, replicaset: str) -> PromptLimits:
+        """What a prompt may be there."""
+        facts = self.models[replicaset]
+        longest = max_request_tokens(self.controller.replicasets[replicaset].replicas[0])
+        return PromptLimits(facts.vocab_size, facts.max_model_len, longest)
 
     def description(self) -> dict[str, object]:
-        """Sizes and names that a replay and a reader of the results need."""
-        facts = self.facts
+        """By replicaset, sizes and names that a replay and a reader of the results need."""
         return {
-            "model_type": facts.model_type,
-            "num_parameters": facts.num_parameters,
-            "dtype": facts.dtype,
-            "device": facts.device,
-            "forward": facts.forward,
-            "max_model_len": facts.max_model_len,
-            "kv_bytes_per_token": facts.kv_bytes_per_token,
-            "vocab_size": facts.vocab_size,
-            "num_blocks": {
-                name: one.replicas[0].limits.num_blocks for name, one in self.controller.replicasets.items()
-            },
+            name: {
+                "model_type": facts.model_type,
+                "num_parameters": facts.num_parameters,
+                "dtype": facts.dtype,
+                "device": facts.device,
+                "forward": facts.forward,
+                "max_model_len": facts.max_model_len,
+                "kv_bytes_per_token": facts.kv_bytes_per_token,
+                "vocab_size": facts.vocab_size,
+                "num_blocks": self.controller.replicasets[name].replicas[0].limits.num_blocks,
+            }
+            for name, facts in self.models.items()
         }
 
     def close(self) -> None:
@@ -171,14 +191,22 @@ class Engine:
 
 
 def _check(settings: EngineConfig, replicasets: Mapping[str, ReplicasetConfig]) -> None:
-    problems: list[Problem] = []
+    problems = [
+        Problem("backend.engine.replicasets", f"names no replicaset ({name!r})", did_you_mean(name, replicasets))
+        for name in settings.replicasets
+        if name not in replicasets
+    ]
+    models: dict[tuple[str, bool], None] = {}
     for name, one in replicasets.items():
         where = "replica" if len(replicasets) == 1 else f"replicasets.{name}.replica"
         problems += check_replica(where, one.replica)
-    try:
-        inspect_model(settings.model, settings.random_weights)
-    except ConfigError as error:
-        problems += error.problems
+        own = settings.of(name)
+        models[own.model, own.random_weights] = None
+    for model, random_weights in models:
+        try:
+            inspect_model(model, random_weights)
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(problems)
 
@@ -205,29 +233,40 @@ def _probe(controller: Controller) -> None:
                 raise cause from None
 
 
-def _dry_facts() -> assembly.ModelFacts:
-    return assembly.ModelFacts(num_blocks=lambda block_size, fraction: _DRY_RUN_BLOCKS)
-
-
-def _services(services: EngineServices, facts: assembly.ModelFacts, executor: EngineExecutor) -> Services:
+def _services(
+    services: EngineServices,
+    sizes: Mapping[str, assembly.ModelFacts],
+    executor_of: Callable[[str, int], EngineExecutor],
+) -> Services:
     return Services(
         registry=services.registry,
         latency=services.latency,
         output_lengths=services.output_lengths,
         seeds=services.seeds,
-        facts=facts,
-        executor_of=lambda name, replica_id: executor,
+        facts=next(iter(sizes.values())),
+        executor_of=executor_of,
+        models={name: ReplicasetModel(services.latency_of(name), facts) for name, facts in sizes.items()},
+    )
+
+
+def _sizes(replicaset: str, facts: ModelFacts, workers: Mapping[ReplicaKey, Worker]) -> assembly.ModelFacts:
+    return assembly.ModelFacts(
+        num_blocks=lambda block_size, fraction: _profiled_blocks(replicaset, workers, fraction),
+        max_model_len=facts.max_model_len,
+        kv_bytes_per_token=facts.kv_bytes_per_token,
     )
 
 
 def _options_by_replicaset(
     settings: EngineConfig, replicasets: Mapping[str, ReplicasetConfig]
 ) -> dict[str, RunnerOptions]:
-    num_workers = sum(one.num_replicas for one in replicasets.values()) * settings.tensor_parallel
-    num_threads = settings.num_threads
-    if num_threads is None and num_workers > 1:
-        num_threads = max(1, _usable_cores() // num_workers)
-    return {name: settings.runner_options(one.replica, num_threads) for name, one in replicasets.items()}
+    own = {name: settings.of(name) for name in replicasets}
+    num_workers = sum(one.num_replicas * own[name].tensor_parallel for name, one in replicasets.items())
+    num_threads = max(1, _usable_cores() // num_workers) if num_workers > 1 else None
+    return {
+        name: own[name].runner_options(one.replica, own[name].num_threads or num_threads)
+        for name, one in replicasets.items()
+    }
 
 
 def _usable_cores() -> int:
@@ -243,21 +282,21 @@ def _load_workers(
     services: EngineServices,
 ) -> dict[ReplicaKey, Worker]:
     keys = [(name, replica_id) for name, one in replicasets.items() for replica_id in range(one.num_replicas)]
-    in_process = settings.workers == "in_process" and settings.tensor_parallel == 1
+    threaded = services.threaded or len(keys) > 1
     workers: dict[ReplicaKey, Worker] = {}
+    starting: list[ProcessWorker] = []
+    ordinal = 0
     try:
-        if services.make_worker is not None:
-            return {key: services.make_worker(key, options[key[0]]) for key in keys}
-        if in_process:
-            threaded = services.threaded or len(keys) > 1
-            for ordinal, key in enumerate(keys):
-                workers[key] = load_in_process(key, options[key[0]], ordinal, threaded, services.load)
-            return workers
-        starting: list[ProcessWorker] = []
-        for ordinal, key in enumerate(keys):
-            worker = ProcessWorker(key, options[key[0]], ordinal * settings.tensor_parallel, services.load)
-            workers[key] = worker
-            starting.append(worker)
+        for key in keys:
+            one = options[key[0]]
+            if services.make_worker is not None:
+                workers[key] = services.make_worker(key, one)
+            elif settings.workers == "in_process" and one.tensor_parallel_size == 1:
+                workers[key] = load_in_process(key, one, ordinal, threaded, services.load)
+            else:
+                workers[key] = worker = ProcessWorker(key, one, ordinal, services.load)
+                starting.append(worker)
+            ordinal += one.tensor_parallel_size
         for worker in starting:
             worker.wait_loaded()
     except BaseException:
@@ -267,14 +306,11 @@ def _load_workers(
     return workers
 
 
-def _profiled_blocks(
-    workers: Mapping[ReplicaKey, Worker], options: Mapping[str, RunnerOptions], block_size: int, fraction: float
-) -> int:
-    """Blocks that every replica with blocks of this size has room for; replicas on one device share its memory."""
-    shared = options[next(iter(options))].device != "cuda"
-    part = fraction / len(workers) if shared else fraction
+def _profiled_blocks(replicaset: str, workers: Mapping[ReplicaKey, Worker], fraction: float) -> int:
+    """Blocks that every replica of a replicaset has room for; replicas on one device share its memory."""
+    sharing = Counter(worker.facts.device for worker in workers.values())
     return min(
-        worker.profile_num_blocks(part)
+        worker.profile_num_blocks(fraction / sharing[worker.facts.device])
         for (name, _), worker in workers.items()
-        if options[name].block_size == block_size
+        if name == replicaset
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
 from vajra_py.config import ReplicaConfig, TypedChoice, register_backend
 from vajra_py.config.schema import Count, PositiveCount, Seconds, Section, Switch, Text
@@ -56,20 +56,45 @@ class SamplingConfig(Section):
         return SamplingParams(max_tokens=max_tokens, **self.model_dump())
 
 
+def _seen_from_base_folder(model: str, info: ValidationInfo) -> str:
+    folder = info.context.get("base_folder") if isinstance(info.context, dict) else None
+    if folder is not None and not Path(model).is_absolute() and (Path(folder) / model).exists():
+        return str(Path(folder) / model)
+    return model
+
+
+ModelFolder: TypeAlias = Annotated[Text, AfterValidator(_seen_from_base_folder)]
+Device: TypeAlias = Annotated[str, Field(strict=True, pattern=r"^(cpu|cuda(:\d+)?)$")]
+Dtype: TypeAlias = Literal["auto", "float32", "float16", "bfloat16"]
+
+
+class ReplicasetEngineConfig(Section):
+    """What one replicaset has otherwise than the engine's section says: another model, another device. Null: the same."""
+
+    model: ModelFolder | None = Field(None, description="Directory of its model.")
+    random_weights: Switch | None = Field(None, description="Make its weights instead of reading them.")
+    weights_seed: Count | None = Field(None, description="Seed of random weights.")
+    device: Device | None = Field(None, description="cpu, cuda or cuda:N.")
+    dtype: Dtype | None = Field(None, description="Computing type.")
+    num_threads: PositiveCount | None = Field(None, description="Threads of a replica's CPU computation.")
+    tensor_parallel: PositiveCount | None = Field(None, description="Devices that share every layer.")
+    latency: TypedChoice | None = Field(
+        None, description="Latency model of its predictions; with a `model` of its own, null: none."
+    )
+
+
 class EngineConfig(Section):
     """Compute steps with a real model instead of predicting how long they take."""
 
-    model: Text = Field(description="Directory of a Hugging Face model; `vajra model tiny DIR` writes a small one.")
+    model: ModelFolder = Field(
+        description="Directory of a Hugging Face model; `vajra model tiny DIR` writes a small one."
+    )
     random_weights: Switch = Field(
         False, description="Make weights from the directory's config.json and weights_seed instead of reading them."
     )
     weights_seed: Count = Field(0, description="Seed of random weights.")
-    device: Annotated[str, Field(strict=True, pattern=r"^(cpu|cuda(:\d+)?)$")] = Field(
-        "cpu", description="cpu, cuda (replicas take the devices in turn) or cuda:N."
-    )
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
-        "auto", description="Computing type; auto: the checkpoint's, float32 on a CPU."
-    )
+    device: Device = Field("cpu", description="cpu, cuda (replicas take the devices in turn) or cuda:N.")
+    dtype: Dtype = Field("auto", description="Computing type; auto: the checkpoint's, float32 on a CPU.")
     num_threads: PositiveCount | None = Field(
         None, description="Threads of a replica's CPU computation; null: the cores divided among the replicas."
     )
@@ -93,14 +118,21 @@ class EngineConfig(Section):
     )
     warmup_s: Seconds = Field(0.0, description="Requests that arrive earlier are served and not counted, seconds.")
     warmup_requests: Count = Field(0, description="So many first requests are served and not counted.")
+    replicasets: dict[str, ReplicasetEngineConfig] = Field(
+        default_factory=dict,
+        description="By name of a replicaset, what it has otherwise: several models in one engine.",
+    )
 
-    @field_validator("model")
-    @classmethod
-    def _seen_from_base_folder(cls, model: str, info: ValidationInfo) -> str:
-        folder = info.context.get("base_folder") if isinstance(info.context, dict) else None
-        if folder is not None and not Path(model).is_absolute() and (Path(folder) / model).exists():
-            return str(Path(folder) / model)
-        return model
+    def of(self, replicaset: str) -> EngineConfig:
+        """The settings of one replicaset."""
+        own = self.replicasets.get(replicaset)
+        if own is None:
+            return self
+        given = {name: getattr(own, name) for name in type(own).model_fields}
+        update = {name: value for name, value in given.items() if value is not None}
+        if own.model is not None:  # predictions are of a model
+            update["latency"] = own.latency
+        return self.model_copy(update=update)
 
     def runner_options(self, replica: ReplicaConfig, num_threads: int | None) -> RunnerOptions:
         """What a replica's worker loads, on the first device."""

@@ -133,6 +133,9 @@ def llm_config(
     if set(backend) - {"engine"}:
         raise ConfigError(Problem("backend", f"an LLM needs the engine (got {', '.join(backend)})", "Allowed: engine"))
     engine = {**(backend.get("engine") or {}), "model": str(model)}
+    if engine.get("replicasets"):
+        problem = Problem("backend.engine.replicasets", "an LLM is one model", "Several are served: `vajra serve FILE`")
+        raise ConfigError(problem)
     given.pop("workload", None)
     mapping = {"version": 1, "name": "llm", **given, "workload": NO_WORKLOAD, "backend": {"engine": engine}}
     if "preset" not in mapping and "replicasets" not in mapping:

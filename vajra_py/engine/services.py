@@ -40,5 +40,5 @@ def engine_services(
         predictions(settings, registry),
         length_predictor(settings, seeds, lengths, registry),
         seeds,
-        **replaced,
+        **{"latencies": {name: predictions(settings.of(name), registry) for name in settings.replicasets}, **replaced},
     )

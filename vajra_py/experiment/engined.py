@@ -43,13 +43,13 @@ class EngineRun:
         lengths = {spec.request_id: spec.num_output_tokens for spec in run.workload}
         self._engine = Engine.load(run.config, engine_services(run.config, run.registry, lengths, **replaced))
         try:
-            _check_vocabulary(run.workload, self._engine.facts.vocab_size)
+            _check_vocabulary(run.workload, self._engine.vocab_size)
         except ConfigError:
             self._engine.close()
             raise
         self.controller = self._engine.controller
         self._outputs: dict[str, list[int]] = {}
-        self._prompts = PromptMaker(run.config.seed, self._engine.facts.vocab_size, self._outputs)
+        self._prompts = PromptMaker(run.config.seed, self._engine.vocab_size, self._outputs)
         self._followers: dict[str, list[RequestSpec]] = {}
         self._num_ended = 0
         self.loop: EngineLoop | None = None
@@ -99,10 +99,11 @@ class EngineRun:
 
     def _submission(self, spec: RequestSpec) -> Submission:
         sampling = self._settings.sampling.params(spec.num_output_tokens)
-        stops = () if sampling.ignore_eos else self._engine.facts.eos_token_ids
+        facts = facts_of(spec)
+        stops = () if sampling.ignore_eos else self._engine.model_of(facts).eos_token_ids
         prompt = self._prompts.prompt(spec)
         return Submission(
-            facts=facts_of(spec),
+            facts=facts,
             prompt_token_ids=prompt.token_ids,
             seed=request_seed(self._run.config.seed, spec.request_id),
             collected=Collected(sampling, stops),

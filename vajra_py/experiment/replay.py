@@ -25,7 +25,7 @@ from vajra_py.experiment.engined import ENGINE_FILE, OUTPUTS_FILE, length_predic
 from vajra_py.metrics.recorder import Recorder
 from vajra_py.metrics.run_data import RunData
 from vajra_py.plugins import Registry, load_registry
-from vajra_py.runtime.assembly import ModelFacts, Services, build_controller
+from vajra_py.runtime.assembly import ModelFacts, ReplicasetModel, Services, build_controller
 from vajra_py.runtime.clock import TICKS_PER_SECOND, to_seconds
 from vajra_py.runtime.controller import Controller
 from vajra_py.runtime.decision_log import DecisionLog
@@ -266,25 +266,34 @@ def _controller(recording: Recording, registry: Registry) -> tuple[Controller, _
         if isinstance(one, Arrival) and one.num_output_tokens is not None
     }
     executor = _RecordedExecutor(recording.outputs)
+    models = {
+        name: ReplicasetModel(
+            predictions(settings.of(name), registry),
+            ModelFacts(None, facts["max_model_len"], facts["kv_bytes_per_token"]),
+        )
+        for name, facts in engine.items()
+    }
+    first = next(iter(models.values()))
     services = Services(
         registry=registry,
-        latency=predictions(settings, registry),
+        latency=first.latency,
         output_lengths=length_predictor(settings, seeds, lengths, registry),
         seeds=seeds,
-        facts=ModelFacts(None, engine["max_model_len"], engine["kv_bytes_per_token"]),
+        facts=first.facts,
         executor_of=lambda replicaset, replica_id: executor,
+        models=models,
     )
-    return build_controller(sized_config(config, engine["num_blocks"], engine["max_model_len"]), services), executor
+    return build_controller(sized_config(config, engine), services), executor
 
 
-def sized_config(config: ExperimentConfig, num_blocks: Mapping[str, int], max_model_len: int) -> ExperimentConfig:
-    """The settings with the sizes written out that the engine found: KV blocks of each replicaset, the model's length."""
+def sized_config(config: ExperimentConfig, engine: Mapping[str, Any]) -> ExperimentConfig:
+    """The settings with the sizes written out that the engine found: KV blocks and length of each replicaset's model."""
     replicasets = {}
     for name, one in config.effective_replicasets.items():
         memory = one.replica.memory
         if memory.num_blocks is None:
-            memory = memory.model_copy(update={"num_blocks": num_blocks[name]})
-        sizes = {"memory": memory, "max_model_len": one.replica.max_model_len or max_model_len}
+            memory = memory.model_copy(update={"num_blocks": engine[name]["num_blocks"]})
+        sizes = {"memory": memory, "max_model_len": one.replica.max_model_len or engine[name]["max_model_len"]}
         replicasets[name] = one.model_copy(update={"replica": one.replica.model_copy(update=sizes)})
     return config.model_copy(update={"replicasets": replicasets})
 

@@ -65,6 +65,9 @@ def check_validation(config: ExperimentConfig) -> None:
     if not isinstance(settings, EngineConfig):
         message = f"only the engine is compared with a simulation (got {config.backend.kind})"
         raise ConfigError(Problem("backend", message, "Allowed: engine"))
+    if settings.replicasets:
+        message = "the simulator predicts the steps of one model, and these name several settings"
+        raise ConfigError(Problem("backend.engine.replicasets", message, "Allowed: none"))
     if settings.latency is None:
         message = "is needed to simulate what the engine does"
         allowed = "{type: profiled, path: FILE}, with a FILE that `vajra profile` wrote"
@@ -99,7 +102,7 @@ def _simulation_of(config: ExperimentConfig, path: Path) -> ExperimentConfig:
         warmup_s=engine.warmup_s,
         warmup_requests=engine.warmup_requests,
     )
-    sized = sized_config(config, facts["num_blocks"], facts["max_model_len"])
+    sized = sized_config(config, facts)
     return sized.model_copy(
         update={"name": f"{config.name}-{SIMULATED}", "backend": BackendConfig(simulator=simulator)}
     )

@@ -31,7 +31,8 @@ class Controller:
         observers: Sequence[Observer] = (),
     ) -> None:
         self.replicasets = dict(replicasets)
-        self._select = select
+        self.select = select
+        """Which replicaset takes a request. Raises `ConfigError` when none does."""
         self._observers = observers
         self.num_submitted = 0
         self.num_ended: Counter[EndReason] = Counter()
@@ -82,7 +83,7 @@ class Controller:
         replicaset and the replica that it is bound to (None: shared queue, or refused).
         """
         seconds = to_seconds(now)
-        replicaset = self.replicasets[self._select(facts)]
+        replicaset = self.replicasets[self.select(facts)]
         replica = replicaset.replicas[0]
         room = max_request_tokens(replica) - facts.num_prompt_tokens
         max_tokens = room if facts.max_tokens is None else min(facts.max_tokens, self._length_room(replica, facts))
