@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, cast
 
-from vajra_py.config import ExperimentConfig, ReplicaConfig, ReplicasetConfig
+from vajra_py.config import ExperimentConfig, PolicyChoice, ReplicaConfig, ReplicasetConfig
 from vajra_py.contract import (
-    ChunksLonePrompts,
     LatencyModel,
     Layer,
-    ListensToRequests,
     OutputLengthPredictor,
     PolicyContext,
     PrefillTime,
     ReplicaLimits,
     ReplicaScheduler,
-    ReplicasetScheduler,
-    RequestPrioritizer,
 )
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency import PrefillTimeTable
@@ -28,8 +23,7 @@ from vajra_py.runtime.builder_options import BuilderOptions
 from vajra_py.runtime.controller import Controller
 from vajra_py.runtime.executor import Executor
 from vajra_py.runtime.kv import AnyKvMemory, KvGroups, KvMemory, KvParallelMemory, PrefixCacheOptions
-from vajra_py.runtime.listening import NamedListener
-from vajra_py.runtime.queues import make_queue
+from vajra_py.runtime.policies import LatePrefillTime, Policies, lone_chunk_rule
 from vajra_py.runtime.replica import Replica, ReplicaParts
 from vajra_py.runtime.replicaset import AdmissionLimits, Replicaset
 from vajra_py.runtime.request import RequestFacts
@@ -184,32 +178,23 @@ def _build_replicaset(
         random_stream=seeds.stream,
     )
 
-    def policy(layer: Layer) -> Any:
-        choice = settings.scheduling.choice(layer)
+    def make_policy(layer: Layer, choice: PolicyChoice) -> Any:
         return build_policy(layer, choice.policy, choice.params, context, services.registry)
 
-    prioritizer: RequestPrioritizer = policy(Layer.REQUEST_PRIORITIZER)
-    chooser: ReplicasetScheduler = policy(Layer.REPLICASET_SCHEDULER)
-    schedulers: list[ReplicaScheduler] = [policy(Layer.REPLICA_SCHEDULER) for _ in range(settings.num_replicas)]
-    prefill_time.table = PrefillTimeTable(
-        services.latency, lone_chunk_rule(schedulers[0], limits), limits.pipeline_stages
-    )
+    def predict(scheduler: ReplicaScheduler) -> PrefillTime:
+        return PrefillTimeTable(services.latency, lone_chunk_rule(scheduler, limits), limits.pipeline_stages)
 
-    def listening(policy: object, layer: Layer) -> tuple[ListensToRequests, ...]:
-        name = settings.scheduling.choice(layer).policy
-        return (NamedListener(policy, name),) if isinstance(policy, ListensToRequests) else ()
-
-    listeners = listening(prioritizer, Layer.REQUEST_PRIORITIZER) + listening(chooser, Layer.REPLICASET_SCHEDULER)
-    own_listeners = [listening(one, Layer.REPLICA_SCHEDULER) for one in schedulers]
-    prioritizer_name = settings.scheduling.request_prioritizer.policy
+    choices = {layer: settings.scheduling.choice(layer) for layer in Layer}
+    policies = Policies(choices, settings.num_replicas, make_policy, prefill_time, predict)
     replicaset = Replicaset(
         name,
-        chooser,
-        settings.scheduling.replicaset_scheduler.policy,
-        make_queue(prioritizer, prioritizer_name),
+        policies.chooser,
+        policies.name(Layer.REPLICASET_SCHEDULER),
+        policies.new_queue(),
         AdmissionLimits(config.admission.max_queued_requests, config.admission.max_queued_tokens),
     )
-    replicaset.listeners = (*listeners, *chain.from_iterable(own_listeners))
+    replicaset.policies = policies
+    replicaset.listeners = policies.listeners()
     options = _builder_options(settings.replica, limits)
 
     def make(replica_id: int, shared: SharedAccess) -> Replica:
@@ -219,14 +204,14 @@ def _build_replicaset(
                 replica_id=replica_id,
                 limits=limits,
                 memory=build_memory(settings.replica, limits, services.records_copies),
-                queue=make_queue(prioritizer, prioritizer_name),
+                queue=policies.new_queue(),
                 shared=shared,
-                policy=schedulers[replica_id],
-                policy_name=settings.scheduling.replica_scheduler.policy,
+                policy=policies.schedulers[replica_id],
+                policy_name=policies.name(Layer.REPLICA_SCHEDULER),
                 latency=services.latency,
                 options=options,
                 executor=services.executor_of(name, replica_id),
-                listeners=(*listeners, *own_listeners[replica_id]),
+                listeners=policies.listeners_of(replica_id),
             )
         )
 
@@ -242,27 +227,3 @@ def _builder_options(settings: ReplicaConfig, limits: ReplicaLimits) -> BuilderO
         publish_at_schedule=settings.memory.prefix_cache.publish == "schedule",
         busy_group_tokens=settings.kv_parallel.busy_tokens,
     )
-
-
-def lone_chunk_rule(scheduler: ReplicaScheduler, limits: ReplicaLimits) -> Callable[[int, int], int]:
-    """How a replica scheduler chunks a lone prompt: as it says, else the step's token budget, else the whole prompt."""
-    if isinstance(scheduler, ChunksLonePrompts):
-        return scheduler.lone_chunk
-    budget = limits.max_batch_tokens
-    return lambda done, remaining: remaining if budget is None else min(remaining, budget)
-
-
-class LatePrefillTime:
-    """`PrefillTime` that is complete once the replica scheduler exists, whose chunks it predicts."""
-
-    table: PrefillTime | None = None
-
-    def total_s(self, num_prompt_tokens: int) -> float:
-        """Seconds for the whole prompt."""
-        assert self.table is not None
-        return self.table.total_s(num_prompt_tokens)
-
-    def remaining_s(self, num_prompt_tokens: int, num_done_tokens: int) -> float:
-        """Seconds for what is left of it."""
-        assert self.table is not None
-        return self.table.remaining_s(num_prompt_tokens, num_done_tokens)
