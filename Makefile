@@ -18,10 +18,10 @@ PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: help install demo lint format test test-fast bench bench-sim golden gpu-check gpu-bench docs clean
+.PHONY: help install demo lint format test test-fast bench bench-sim bench-engine golden gpu-check gpu-bench docs clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  Variables: PYTHON=$(PYTHON) WORKERS=$(WORKERS) WORKLOAD=$(WORKLOAD) REPLICAS=$(REPLICAS) DIR=$(DIR) PYTEST_ARGS="
 
@@ -59,6 +59,9 @@ bench: install ## scheduler and simulator costs, as ratios measured in one run
 
 bench-sim: install ## simulation speed: WORKLOAD=name REPLICAS=n
 	$(PY) benchmarks/simulate.py --workload $(WORKLOAD) --replicas $(REPLICAS)
+
+bench-engine: install ## tokens per second of the engine on this CPU, against transformers (5 minutes)
+	$(PY) benchmarks/engine_cpu.py
 
 golden: install ## replay recorded decisions: DIR=folder
 	$(PY) -P -m vajra_py.testing.golden $(DIR)
