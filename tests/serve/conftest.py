@@ -34,7 +34,7 @@ def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = SOON_S) 
         pause.wait(0.005)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def until() -> Callable[..., None]:
     return wait_until
 
@@ -252,7 +252,7 @@ def puppet_server(tmp_path: Path) -> Iterator[Callable[..., PuppetServer]]:
         options = ServeOptions(port=0, **given)
         recording = RunRecording(config, registry, options.save_run) if options.save_run is not None else None
         session = EngineSession(SessionParts(config, registry, recording=recording, replaced={"load": load}))
-        service = Service(session, options, config.seed)
+        service = Service(session, options)
         bound = bind(options.host, options.port)
         uvicorn_config = uvicorn.Config(create_app(service), log_config=None, access_log=False, ws="none")
         server = DrainingServer(uvicorn_config, service)

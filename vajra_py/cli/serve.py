@@ -138,7 +138,7 @@ def _run(config: Any, registry: Any, given: dict[str, Any]) -> None:
     options = ServeOptions(**given)
     options.check()
     recording = None if options.save_run is None else RunRecording(config, registry, options.save_run)
-    service = Service(EngineSession(SessionParts(config, registry, recording=recording)), options, config.seed)
+    service = Service(EngineSession(SessionParts(config, registry, recording=recording)), options)
 
     def listening(host: str, port: int) -> None:
         shown = f"[{host}]" if ":" in host else host

@@ -187,12 +187,23 @@ class SelectConfig(Section):
     def matches(self, request: RequestView) -> bool:
         """Whether the request meets every condition."""
         return (
-            (self.tenants is None or request.tenant in self.tenants)
-            and (self.slo_classes is None or request.slo_class in self.slo_classes)
-            and (self.models is None or request.metadata.get("model") in self.models)
+            self.matches_labels(request)
             and (self.min_prompt_tokens is None or request.num_prompt_tokens >= self.min_prompt_tokens)
             and (self.max_prompt_tokens is None or request.num_prompt_tokens <= self.max_prompt_tokens)
         )
+
+    def matches_labels(self, request: RequestView) -> bool:
+        """Whether it meets every condition but those on its length."""
+        return (
+            (self.tenants is None or request.tenant in self.tenants)
+            and (self.slo_classes is None or request.slo_class in self.slo_classes)
+            and (self.models is None or request.metadata.get("model") in self.models)
+        )
+
+    @property
+    def is_by_length(self) -> bool:
+        """Whether a prompt's length matters."""
+        return self.min_prompt_tokens is not None or self.max_prompt_tokens is not None
 
     @property
     def takes_all(self) -> bool:

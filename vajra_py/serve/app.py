@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib import resources
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Body, FastAPI, Header, Request
@@ -18,6 +17,7 @@ from vajra_py.runtime.controller import Controller
 from vajra_py.serve import errors as api_errors
 from vajra_py.serve import schema_answers as answers
 from vajra_py.serve.answers import Answer
+from vajra_py.serve.catalogue import Catalogue
 from vajra_py.serve.errors import ApiError
 from vajra_py.serve.exposition import Exposition, live
 from vajra_py.serve.gate import Gate
@@ -36,11 +36,11 @@ _STREAM: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 class Service:
     """What the paths share: the session, the options, and how many requests are under way."""
 
-    def __init__(self, session: EngineSession, options: ServeOptions, run_seed: int) -> None:
+    def __init__(self, session: EngineSession, options: ServeOptions) -> None:
         self.session = session
         self.options = options
-        self.preparer = Preparer(session, run_seed)
-        self.names = _served_names(session, options)
+        self.catalogue = Catalogue(session.config, options.served_names)
+        self.preparer = Preparer(session, self.catalogue)
         self.created = now_s()
         self.num_exchanges = 0
         self.stats: ServerStats | None = None
@@ -55,9 +55,9 @@ class Service:
         return (stats,)
 
     @property
-    def model_name(self) -> str:
-        """See `Source`."""
-        return self.names[0]
+    def names(self) -> Sequence[str]:
+        """The models that requests may name."""
+        return self.catalogue.names
 
     @property
     def controller(self) -> Controller | None:
@@ -98,20 +98,13 @@ class Service:
             is_chat = isinstance(body, ChatBody)
             name = self.preparer.new_id("chatcmpl" if is_chat else "cmpl")
             prepare = self.preparer.chat if is_chat else self.preparer.completion
-            reply = await prepare(wanted, name)
-            answer = Answer(name, now_s(), body.model, body, reply, self.session.tokenizer)
+            prepared = await prepare(wanted, name)
+            answer = Answer(name, now_s(), body.model, body, prepared.reply, prepared.tokenizer)
             exchange = Exchange(self.session, answer, self.options.retry_after_s, self.leave)
         except BaseException:
             self.leave()
             raise
         return await exchange.respond(request)
-
-
-def _served_names(session: EngineSession, options: ServeOptions) -> tuple[str, ...]:
-    """Names that requests may say: those that replicasets select by, and those of the model itself."""
-    if options.served_names:
-        return options.served_names
-    return (Path(session.settings.model).expanduser().resolve().name,)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -203,7 +196,8 @@ def _add_facts(app: FastAPI, service: Service) -> None:
 
     def describe(name: str) -> dict[str, Any]:
         engine = session.engine
-        longest = None if engine is None else engine.prompt_limits().max_request_tokens
+        behind = service.catalogue.behind(name)
+        longest = None if engine is None else max(engine.prompt_limits_of(one).max_request_tokens for one in behind)
         return {
             "id": name,
             "object": "model",

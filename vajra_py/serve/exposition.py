@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from vajra_py.runtime.controller import Controller
+from vajra_py.serve.catalogue import Catalogue
 from vajra_py.serve.stats import Histogram, ServerStats, SetStats
 
 _HISTOGRAMS = (
@@ -44,8 +45,8 @@ class Source(Protocol):
     """Where the numbers are."""
 
     @property
-    def model_name(self) -> str:
-        """Label of every number of an engine."""
+    def catalogue(self) -> Catalogue:
+        """Says which model is a replicaset's."""
 
     @property
     def controller(self) -> Controller | None:
@@ -95,9 +96,12 @@ class Exposition(Collector):
             for name, text, attribute in names:
                 family = HistogramMetricFamily(prefix + name, text, labels=("model_name", "replicaset"))
                 for replicaset, one in stats.sets.items():
-                    _add(family, (source.model_name, replicaset), getattr(one, attribute))
+                    _add(family, self._at(replicaset), getattr(one, attribute))
                 yield family
-        yield from _own(stats)
+        yield from self._own(stats)
+
+    def _at(self, replicaset: str) -> tuple[str, str]:
+        return self._source.catalogue.label(replicaset), replicaset
 
     def _gauges(self, controller: Controller) -> Iterator[Metric]:
         labels = ("model_name", "replicaset", "replica")
@@ -108,11 +112,11 @@ class Exposition(Collector):
         usage = GaugeMetricFamily(self._prefix + "kv_cache_usage_perc", "Used part of the KV blocks.", labels=labels)
         for name, replicaset in controller.replicasets.items():
             for replica in replicaset.replicas:
-                at = (self._source.model_name, name, str(replica.replica_id))
+                at = (*self._at(name), str(replica.replica_id))
                 running.add_metric(at, replica.residents.num_running)
                 waiting.add_metric(at, len(replica.queue))
                 usage.add_metric(at, 1.0 - replica.memory.free_blocks / replica.memory.num_blocks)
-            waiting.add_metric((self._source.model_name, name, "shared"), len(replicaset.shared))
+            waiting.add_metric((*self._at(name), "shared"), len(replicaset.shared))
         yield from (running, waiting, usage)
 
     def _counters(self, stats: ServerStats) -> Iterator[Metric]:
@@ -120,43 +124,43 @@ class Exposition(Collector):
         for name, text, read in _COUNTERS:
             family = CounterMetricFamily(self._prefix + name, text, labels=labels)
             for replicaset, one in stats.sets.items():
-                family.add_metric((self._source.model_name, replicaset), read(one))
+                family.add_metric(self._at(replicaset), read(one))
             yield family
         ended = CounterMetricFamily(
             self._prefix + "request_success", "Requests by how they ended.", labels=(*labels, "finished_reason")
         )
         for replicaset, one in stats.sets.items():
             for reason, count in dict(one.ended).items():
-                ended.add_metric((self._source.model_name, replicaset, reason), count)
+                ended.add_metric((*self._at(replicaset), reason), count)
         yield ended
 
-
-def _own(stats: ServerStats) -> Iterator[Metric]:
-    """What vLLM has no name for."""
-    decisions = HistogramMetricFamily(
-        "vajra:policy_decision_seconds", "A decision of a policy, seconds.", labels=("replicaset", "layer", "policy")
-    )
-    for key, kept in dict(stats.decisions).items():
-        _add(decisions, key, kept)
-    yield decisions
-    violations = CounterMetricFamily(
-        "vajra:slo_violations", "Promises broken.", labels=("replicaset", "slo", "slo_class")
-    )
-    predicted = CounterMetricFamily("vajra:step_predicted_seconds", "Predicted step times.", labels=("replicaset",))
-    measured = CounterMetricFamily(
-        "vajra:step_measured_seconds", "Measured times of the steps that were predicted.", labels=("replicaset",)
-    )
-    for name, one in stats.sets.items():
-        for (slo, slo_class), count in dict(one.violations).items():
-            violations.add_metric((name, slo, slo_class), count)
-        predicted.add_metric((name,), one.predicted_s)
-        measured.add_metric((name,), one.measured_s)
-    yield from (violations, predicted, measured)
-    service = CounterMetricFamily("vajra:tenant_service_tokens", "Tokens served.", labels=("tenant",))
-    for tenant, count in dict(stats.service_tokens).items():
-        service.add_metric((tenant,), count)
-    yield service
-    yield GaugeMetricFamily("vajra:tenant_jain_index", "Jain's index of the tenants' tokens.", stats.jain_index())
+    def _own(self, stats: ServerStats) -> Iterator[Metric]:
+        """What vLLM has no name for."""
+        labels = ("model_name", "replicaset")
+        decisions = HistogramMetricFamily(
+            "vajra:policy_decision_seconds", "A decision of a policy, seconds.", labels=(*labels, "layer", "policy")
+        )
+        for (replicaset, layer, policy), kept in dict(stats.decisions).items():
+            _add(decisions, (*self._at(replicaset), layer, policy), kept)
+        yield decisions
+        violations = CounterMetricFamily(
+            "vajra:slo_violations", "Promises broken.", labels=(*labels, "slo", "slo_class")
+        )
+        predicted = CounterMetricFamily("vajra:step_predicted_seconds", "Predicted step times.", labels=labels)
+        measured = CounterMetricFamily(
+            "vajra:step_measured_seconds", "Measured times of the steps that were predicted.", labels=labels
+        )
+        for name, one in stats.sets.items():
+            for (slo, slo_class), count in dict(one.violations).items():
+                violations.add_metric((*self._at(name), slo, slo_class), count)
+            predicted.add_metric(self._at(name), one.predicted_s)
+            measured.add_metric(self._at(name), one.measured_s)
+        yield from (violations, predicted, measured)
+        service = CounterMetricFamily("vajra:tenant_service_tokens", "Tokens served.", labels=("tenant",))
+        for tenant, count in dict(stats.service_tokens).items():
+            service.add_metric((tenant,), count)
+        yield service
+        yield GaugeMetricFamily("vajra:tenant_jain_index", "Jain's index of the tenants' tokens.", stats.jain_index())
 
 
 def _add(family: HistogramMetricFamily, labels: Sequence[str], kept: Histogram) -> None:

@@ -13,6 +13,7 @@ from vajra_py.engine.prompts import request_seed
 from vajra_py.engine.tokenizer import TextStream, Tokenizer
 from vajra_py.errors import ConfigError
 from vajra_py.runtime.request import RequestFacts
+from vajra_py.serve.catalogue import Catalogue
 from vajra_py.serve.errors import ApiError, bad_request, of_config_error
 from vajra_py.serve.schema import ChatBody, CompletionBody, GenerationBody, SchedulingHeaders
 from vajra_py.serve.session import EngineSession
@@ -33,33 +34,43 @@ class Wanted:
     max_choices: int
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A reply whose outputs may be handed to the engine, and what turns their tokens into text."""
+
+    reply: Reply
+    tokenizer: Tokenizer | None
+
+
 class Preparer:
     """Makes requests of one session ready."""
 
-    def __init__(self, session: EngineSession, run_seed: int) -> None:
+    def __init__(self, session: EngineSession, catalogue: Catalogue) -> None:
         self._session = session
-        self._run_seed = run_seed
+        self._catalogue = catalogue
+        self._run_seed = session.config.seed
         self._numbers = count()
 
     def new_id(self, prefix: str) -> str:
         """The name of the next HTTP request."""
         return f"{prefix}-{next(self._numbers)}"
 
-    async def completion(self, wanted: Wanted, name: str) -> Reply:
+    async def completion(self, wanted: Wanted, name: str) -> Prepared:
         """Every output of a `/v1/completions` request. Raises `ApiError`."""
         body = wanted.body
         assert isinstance(body, CompletionBody)
         given = body.prompts()
         _check_choices(len(given) * body.n, wanted.max_choices)
-        return self._reply(wanted, [await self._tokens(one) for one in given], name)
+        tokenizer = self._tokenizer(wanted)
+        return self._prepared(wanted, [await _tokens(tokenizer, one) for one in given], tokenizer, name)
 
-    async def chat(self, wanted: Wanted, name: str) -> Reply:
+    async def chat(self, wanted: Wanted, name: str) -> Prepared:
         """Every output of a `/v1/chat/completions` request. Raises `ApiError`."""
         body = wanted.body
         assert isinstance(body, ChatBody)
         _check_choices(body.n, wanted.max_choices)
         messages = [message.plain() for message in body.messages]
-        tokenizer = self._tokenizer("messages")
+        tokenizer = _needed(self._tokenizer(wanted), "messages")
         size = sum(len(message["content"]) for message in messages)
         try:
             if size >= LONG_TEXT:
@@ -68,40 +79,37 @@ class Preparer:
                 prompt = tokenizer.apply_chat_template(messages)
         except ConfigError as error:
             raise of_config_error(error) from None
-        return self._reply(wanted, [prompt], name)
+        return self._prepared(wanted, [prompt], tokenizer, name)
 
-    async def _tokens(self, prompt: str | list[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        tokenizer = self._tokenizer("prompt")
-        if len(prompt) >= LONG_TEXT:
-            return await asyncio.to_thread(tokenizer.encode, prompt)
-        return tokenizer.encode(prompt)
+    def _tokenizer(self, wanted: Wanted) -> Tokenizer | None:
+        replicaset = self._catalogue.tokenises(request_facts(wanted, "", 1))
+        if replicaset is None:
+            raise _no_replicaset()
+        return self._session.tokenizers[replicaset]
 
-    def _tokenizer(self, param: str) -> Tokenizer:
-        tokenizer = self._session.tokenizer
-        if tokenizer is None:
-            message = "the model has no tokenizer; send prompts as token ids to /v1/completions"
-            raise bad_request(message, param, "no_tokenizer")
-        return tokenizer
-
-    def _reply(self, wanted: Wanted, prompts: Sequence[list[int]], name: str) -> Reply:
+    def _prepared(
+        self, wanted: Wanted, prompts: Sequence[list[int]], tokenizer: Tokenizer | None, name: str
+    ) -> Prepared:
         body = wanted.body
         reply = Reply(streams=bool(body.stream))
         for prompt in prompts:
             for _ in range(body.n):
                 index = len(reply.tickets)
                 submission = self._submission(wanted, prompt, f"{name}-{index}", index)
+                if tokenizer is not None:
+                    submission.collected.stream = TextStream(tokenizer)
+                elif submission.collected.sampling.stop:
+                    message = "the model has no tokenizer, so that no string can end an output"
+                    raise bad_request(message, "stop", "no_tokenizer")
                 reply.tickets.append(Ticket(index, submission, reply))
-        return reply
+        return Prepared(reply, tokenizer)
 
     def _submission(self, wanted: Wanted, prompt: list[int], request_id: str, index: int) -> Submission:
         session, body = self._session, wanted.body
         facts = request_facts(wanted, request_id, len(prompt))
-        replicaset = session.replicaset_of(facts)
+        replicaset = self._catalogue.replicaset_of(facts)
         if replicaset is None:
-            message = "no replicaset takes a request of this model, tenant, class and length"
-            raise bad_request(message, None, "no_replicaset")
+            raise _no_replicaset()
         limits = session.prompt_limits(replicaset)
         max_tokens = _max_tokens(body, prompt, limits)
         seed = None if body.seed is None else (body.seed + index * _SEED_STRIDE) % 2**63
@@ -110,20 +118,34 @@ class Preparer:
             check_sampling(sampling, "request", limits.vocab_size)
         except ConfigError as error:
             raise of_config_error(error) from None
-        tokenizer = session.tokenizer
-        if sampling.stop and tokenizer is None:
-            raise bad_request("the model has no tokenizer, so that no string can end an output", "stop", "no_tokenizer")
-        eos = () if sampling.ignore_eos else session.model.eos_token_ids
+        eos = () if sampling.ignore_eos else session.model(replicaset).eos_token_ids
         return Submission(
             facts=replace(facts, max_tokens=max_tokens),
             prompt_token_ids=prompt,
             seed=request_seed(self._run_seed, request_id) if seed is None else seed,
-            collected=Collected(
-                sampling,
-                frozenset((*eos, *sampling.stop_token_ids)),
-                None if tokenizer is None else TextStream(tokenizer),
-            ),
+            collected=Collected(sampling, frozenset((*eos, *sampling.stop_token_ids))),
         )
+
+
+async def _tokens(tokenizer: Tokenizer | None, prompt: str | list[int]) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    tokenizer = _needed(tokenizer, "prompt")
+    if len(prompt) >= LONG_TEXT:
+        return await asyncio.to_thread(tokenizer.encode, prompt)
+    return tokenizer.encode(prompt)
+
+
+def _needed(tokenizer: Tokenizer | None, param: str) -> Tokenizer:
+    if tokenizer is None:
+        message = "the model has no tokenizer; send prompts as token ids to /v1/completions"
+        raise bad_request(message, param, "no_tokenizer")
+    return tokenizer
+
+
+def _no_replicaset() -> ApiError:
+    message = "no replicaset takes a request of this model, tenant, class and length"
+    return bad_request(message, None, "no_replicaset")
 
 
 def _check_choices(num_choices: int, most: int) -> None:

@@ -15,24 +15,24 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract import EndReason, Observer
 from vajra_py.engine.assembly import Engine
 from vajra_py.engine.compute import ModelFacts
 from vajra_py.engine.config import EngineConfig
+from vajra_py.engine.llm import load_tokenizer
 from vajra_py.engine.loop import EngineLoop
 from vajra_py.engine.outputs import Submission
 from vajra_py.engine.params import PromptLimits
 from vajra_py.engine.services import engine_services
-from vajra_py.engine.tokenizer import HubTokenizer, Tokenizer, has_tokenizer
+from vajra_py.engine.tokenizer import Tokenizer
 from vajra_py.errors import ConfigError, Problem, VajraError
 from vajra_py.plugins import Registry
 from vajra_py.runtime.controller import Controller
 from vajra_py.runtime.input_log import Input
-from vajra_py.runtime.replicaset import max_request_tokens
-from vajra_py.runtime.request import Request, RequestFacts
+from vajra_py.runtime.request import Request
 from vajra_py.serve.tickets import End, Mailbox, Ticket
 
 _log = logging.getLogger(__name__)
@@ -98,10 +98,11 @@ class EngineSession:
         if not isinstance(settings, EngineConfig):
             message = f"a server needs the engine (got {parts.config.backend.kind!r})"
             raise ConfigError(Problem("backend", message, "Allowed: `backend: {engine: {model: …}}`"))
-        self.settings: EngineConfig = settings
+        self.config = parts.config
         self.state = SessionState.LOADING
         self.error: BaseException | None = None
-        self.tokenizer: Tokenizer | None = None
+        self.tokenizers: dict[str, Tokenizer | None] = {}
+        """By replicaset; None: its model has none."""
         self.engine: Engine | None = None
         self.watchers: list[Callable[[Controller], Sequence[Observer]]] = []
         """Called in the engine's thread when the engine is loaded; they say who watches it."""
@@ -141,11 +142,10 @@ class EngineSession:
             self._changed.clear()
             await self._changed.wait()
 
-    @property
-    def model(self) -> ModelFacts:
-        """The loaded model; only once it is loaded."""
+    def model(self, replicaset: str) -> ModelFacts:
+        """What a replicaset loaded; only once it has."""
         assert self.engine is not None
-        return self.engine.facts
+        return self.engine.models[replicaset]
 
     @property
     def controller(self) -> Controller | None:
@@ -164,18 +164,10 @@ class EngineSession:
         """Whether a request sent now would be taken and run."""
         return self.state is SessionState.READY and self.num_replicas_up > 0
 
-    def replicaset_of(self, facts: RequestFacts) -> str | None:
-        """The replicaset that takes a request; None when none does."""
-        for name, one in self._parts.config.effective_replicasets.items():
-            if one.select.matches(cast(Any, facts)):
-                return name
-        return None
-
     def prompt_limits(self, replicaset: str) -> PromptLimits:
         """What a prompt may be there."""
         assert self.engine is not None
-        replica = self.engine.controller.replicasets[replicaset].replicas[0]
-        return PromptLimits(self.model.vocab_size, replica.limits.max_model_len, max_request_tokens(replica))
+        return self.engine.prompt_limits_of(replicaset)
 
     def submit(self, tickets: Sequence[Ticket]) -> None:
         """Hand outputs over to the engine, all or none. Raises `Unavailable`."""
@@ -255,10 +247,10 @@ class EngineSession:
         self._set_state(SessionState.CLOSED if error is None else SessionState.FAILED)
 
     def _load(self) -> None:
-        parts, settings = self._parts, self.settings
+        parts = self._parts
         replaced = {"threaded": True, **(parts.replaced or {})}
         services = engine_services(parts.config, parts.registry, {}, **replaced)
-        self.tokenizer = HubTokenizer(settings.model) if has_tokenizer(settings.model) else None
+        self._load_tokenizers()
         engine = Engine.load(parts.config, services)
         self.engine = engine
         recording = parts.recording
@@ -274,6 +266,12 @@ class EngineSession:
         with self._gate:
             self._takes = True
         self._set_state(SessionState.READY)
+
+    def _load_tokenizers(self) -> None:
+        settings: EngineConfig = self.config.backend.settings
+        folders = {name: settings.of(name).model for name in self.config.effective_replicasets}
+        loaded = {folder: load_tokenizer(folder) for folder in dict.fromkeys(folders.values())}
+        self.tokenizers = {name: loaded[folder] for name, folder in folders.items()}
 
     def _finish(self, error: BaseException | None) -> None:
         try:

@@ -1,0 +1,85 @@
+"""Which names may requests say, and which replicaset takes a request?
+
+A replicaset serves the names that its `select.models` lists; one that lists none serves the name of its model's directory
+(or `--served-model-name`), and any other served name that no replicaset before it takes. Where replicasets run different
+models, each of them lists its names, so that nobody is answered by another model than the one named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any, cast
+
+from vajra_py.config import ExperimentConfig, ReplicasetConfig
+from vajra_py.engine.config import EngineConfig
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.runtime.request import RequestFacts
+
+
+class Catalogue:
+    """The models of one server. Raises `ConfigError` for settings under which a name could not be served."""
+
+    def __init__(self, config: ExperimentConfig, served_names: Sequence[str] = ()) -> None:
+        settings: EngineConfig = config.backend.settings
+        self._replicasets: Mapping[str, ReplicasetConfig] = config.effective_replicasets
+        own = {name: settings.of(name) for name in self._replicasets}
+        self._models = {name: (one.model, one.random_weights, one.weights_seed) for name, one in own.items()}
+        self._names = {
+            name: one.select.models or tuple(served_names) or (_folder_name(own[name].model),)
+            for name, one in self._replicasets.items()
+        }
+        if served_names and all(one.select.models for one in self._replicasets.values()):
+            message = "does nothing: every replicaset names the models that it serves"
+            raise ConfigError(Problem("--served-model-name", message, "Say it under `select.models`"))
+        self._check_models()
+        self.names: tuple[str, ...] = tuple(dict.fromkeys(name for names in self._names.values() for name in names))
+
+    def _check_models(self) -> None:
+        problems = []
+        for name, one in self._replicasets.items():
+            if not one.select.models and len(set(self._models.values())) > 1:
+                message = "is missing, and the replicasets run different models"
+                problems.append(Problem(f"replicasets.{name}.select.models", message, "Names that requests may say"))
+        for first, second in combinations(self._replicasets, 2):
+            selects = [self._replicasets[name].select for name in (first, second)]
+            meet = set(selects[0].models or ()) & set(selects[1].models or ())
+            by_length = any(one.is_by_length for one in selects)
+            if meet and by_length and self._models[first] != self._models[second]:
+                message = (
+                    f"a prompt's length cannot choose between the models of {first!r} and {second!r}: tokens differ"
+                )
+                problems.append(
+                    Problem(f"replicasets.{first}.select", message, "Different `models`, or the same model")
+                )
+        if problems:
+            raise ConfigError(problems)
+
+    def label(self, replicaset: str) -> str:
+        """What the numbers of a replicaset call its model."""
+        return self._names[replicaset][0]
+
+    def behind(self, name: str) -> list[str]:
+        """The replicasets that may get a request of this name."""
+        found = []
+        for replicaset, one in self._replicasets.items():
+            if not one.select.models or name in one.select.models:
+                found.append(replicaset)
+                if one.select.model_copy(update={"models": None}).takes_all:
+                    break
+        return found
+
+    def replicaset_of(self, facts: RequestFacts) -> str | None:
+        """The replicaset that takes a request; None when none does."""
+        request = cast(Any, facts)
+        return next((name for name, one in self._replicasets.items() if one.select.matches(request)), None)
+
+    def tokenises(self, facts: RequestFacts) -> str | None:
+        """A replicaset whose model is the request's, whatever its length turns out to be; None when none takes it."""
+        request = cast(Any, facts)
+        return next((name for name, one in self._replicasets.items() if one.select.matches_labels(request)), None)
+
+
+def _folder_name(folder: str) -> str:
+    return Path(folder).expanduser().resolve().name
