@@ -20,7 +20,7 @@ from vajra_py.contract.latency import (
     OutputLengthPredictor,
     PrefillTime,
 )
-from vajra_py.contract.observer import EndReason, Observer, ScheduledChunk, StepEnd, StepRecord, StepRun
+from vajra_py.contract.observer import EndReason, Observer, PolicySwap, ScheduledChunk, StepEnd, StepRecord, StepRun
 from vajra_py.contract.policies import (
     ChunksLonePrompts,
     Key,
@@ -62,6 +62,7 @@ __all__ = [
     "PolicyConfig",
     "PolicyContext",
     "PolicySpec",
+    "PolicySwap",
     "PreemptionMode",
     "PrefillTime",
     "Preset",

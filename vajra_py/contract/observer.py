@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from vajra_py.contract.latency import BatchShape
+from vajra_py.contract.policies import Layer
 from vajra_py.contract.requests import ReplicaId, RequestView
 
 
@@ -96,6 +98,20 @@ class StepRun:
     num_running: int
 
 
+@dataclass(frozen=True, slots=True)
+class PolicySwap:
+    """One layer's policy of a replicaset gave way to another while requests were served."""
+
+    replicaset: str
+    layer: Layer
+    old_policy: str
+    old_params: Mapping[str, Any]
+    policy: str
+    params: Mapping[str, Any]
+    num_requeued: int
+    """Waiting requests that were put in order, or placed, anew."""
+
+
 class Observer:
     """Optional callbacks; override what you need. Methods must not change anything that they are shown.
 
@@ -154,6 +170,21 @@ class Observer:
             )
             formed_at = ended_at
             context += run.num_decodes
+
+    def on_policy_swapped(self, swap: PolicySwap, now: float) -> None:
+        """A policy took another's place."""
+
+    def on_out_of_service(self, replicaset: str, detail: str, now: float) -> None:
+        """A policy broke the contract: its replicaset's requests end, and it takes none until a policy is swapped."""
+
+    def on_replica_lost(self, replicaset: str, replica_id: ReplicaId, detail: str, now: float) -> None:
+        """A replica failed; what it ran ends, or is computed again elsewhere (`on_uprooted`)."""
+
+    def on_uprooted(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """A request's replica failed; it waits to be computed again, its tokens so far kept."""
+
+    def on_replica_restored(self, replicaset: str, replica_id: ReplicaId, now: float) -> None:
+        """A replica that had failed computes again; its memory is empty."""
 
     def on_run_end(self, now: float) -> None:
         """Nothing more will happen."""

@@ -17,9 +17,11 @@ from vajra_py.engine.compute import ModelFacts, RunnerOptions, load_runner
 from vajra_py.engine.compute.inspect import inspect_model
 from vajra_py.engine.config import EngineConfig, check_replica
 from vajra_py.engine.executor import EngineExecutor
-from vajra_py.engine.loop import EngineLoop, LoopOptions, Unit
+from vajra_py.engine.loop import EngineLoop
 from vajra_py.engine.params import PromptLimits
 from vajra_py.engine.processes import ProcessWorker
+from vajra_py.engine.supervision import MakeRestarter, Restarter, RestartLimits, Supervisor
+from vajra_py.engine.units import LoopOptions, Unit
 from vajra_py.engine.worker import LoadRunner, ReplicaKey, Worker, checked_facts, load_in_process
 from vajra_py.errors import ConfigError, Problem, VajraError, did_you_mean
 from vajra_py.plugins import Registry
@@ -50,6 +52,7 @@ class EngineServices:
         make_clock: how time is kept; called when everything is loaded.
         threaded: whether every in-process replica computes in a thread of its own, even a lone one.
         make_worker: makes a replica's worker in place of all that.
+        make_restarter: makes who replaces lost workers; None: a `Supervisor`.
     """
 
     registry: Registry
@@ -60,11 +63,50 @@ class EngineServices:
     make_clock: Callable[[], EngineClock] = WallClock
     threaded: bool = False
     make_worker: Callable[[ReplicaKey, RunnerOptions], Worker] | None = None
+    make_restarter: MakeRestarter | None = None
     latencies: Mapping[str, LatencyModel] = field(default_factory=dict)
 
     def latency_of(self, replicaset: str) -> LatencyModel:
         """What a replicaset's policies ask."""
         return self.latencies.get(replicaset, self.latency)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMaker:
+    """Makes workers: all of an engine's at its start, and one again when it is lost.
+
+    Attributes:
+        ordinals: by replica, the first of the devices that it takes.
+    """
+
+    services: EngineServices
+    options: Mapping[str, RunnerOptions]
+    ordinals: Mapping[ReplicaKey, int]
+    in_process: bool
+
+    @classmethod
+    def of(
+        cls, settings: EngineConfig, replicasets: Mapping[str, ReplicasetConfig], services: EngineServices
+    ) -> WorkerMaker:
+        """The maker for these settings."""
+        options = _options_by_replicaset(settings, replicasets)
+        ordinals: dict[ReplicaKey, int] = {}
+        ordinal = 0
+        for name, one in replicasets.items():
+            for replica_id in range(one.num_replicas):
+                ordinals[name, replica_id] = ordinal
+                ordinal += options[name].tensor_parallel_size
+        return cls(services, options, ordinals, settings.workers == "in_process")
+
+    def begin(self, replica: ReplicaKey) -> Worker:
+        """A worker that is loaded, or loads in processes of its own; to be waited for."""
+        services, options, ordinal = self.services, self.options[replica[0]], self.ordinals[replica]
+        if services.make_worker is not None:
+            return services.make_worker(replica, options)
+        if self.in_process and options.tensor_parallel_size == 1:
+            threaded = services.threaded or len(self.ordinals) > 1
+            return load_in_process(replica, options, ordinal, threaded, services.load)
+        return ProcessWorker(replica, options, ordinal, services.load)
 
 
 @dataclass(slots=True)
@@ -79,8 +121,10 @@ class Engine:
     units: Mapping[ReplicaKey, Unit]
     models: Mapping[str, ModelFacts]
     tenant_salt: bool
-    make_clock: Callable[[], EngineClock]
-    _workers: list[Worker] = field(default_factory=list)
+    config: ExperimentConfig
+    maker: WorkerMaker
+    restarter: Restarter | None = None
+    _is_closed: bool = False
 
     @classmethod
     def load(cls, config: ExperimentConfig, services: EngineServices) -> Engine:
@@ -96,31 +140,24 @@ class Engine:
             name: assembly.ModelFacts(num_blocks=lambda block_size, fraction: _DRY_RUN_BLOCKS) for name in replicasets
         }
         _probe(build_controller(config, _services(services, dry, lambda name, replica_id: executor)))
-        options = _options_by_replicaset(settings, replicasets)
-        workers = _load_workers(settings, options, replicasets, services)
+        maker = WorkerMaker.of(settings, replicasets, services)
+        workers = _load_workers(maker)
         try:
-            return cls._built(config, services, options, workers)
+            return cls._built(config, maker, workers)
         except BaseException:
             for worker in workers.values():
                 worker.close()
             raise
 
     @classmethod
-    def _built(
-        cls,
-        config: ExperimentConfig,
-        services: EngineServices,
-        options: Mapping[str, RunnerOptions],
-        workers: Mapping[ReplicaKey, Worker],
-    ) -> Engine:
+    def _built(cls, config: ExperimentConfig, maker: WorkerMaker, workers: Mapping[ReplicaKey, Worker]) -> Engine:
+        services = maker.services
         replicasets = config.effective_replicasets
-        models = {name: checked_facts([workers[key] for key in workers if key[0] == name]) for name in replicasets}
-        sizes = {name: _sizes(name, facts, workers) for name, facts in models.items()}
-        executors = {
-            (name, replica_id): EngineExecutor(options[name].max_requests)
-            for name, one in replicasets.items()
-            for replica_id in range(one.num_replicas)
+        models = {
+            name: checked_facts([workers[key].facts for key in workers if key[0] == name]) for name in replicasets
         }
+        sizes = {name: _sizes(name, facts, workers) for name, facts in models.items()}
+        executors = {key: EngineExecutor(maker.options[key[0]].max_requests) for key in workers}
         all_services = _services(services, sizes, lambda name, replica_id: executors[name, replica_id])
         controller = build_controller(config, replace(all_services, records_copies=True))
         units = {
@@ -128,7 +165,7 @@ class Engine:
             for key, executor in executors.items()
         }
         salted = any(one.replica.memory.tenant_salt for one in replicasets.values())
-        return cls(controller, units, models, salted, services.make_clock, list(workers.values()))
+        return cls(controller, units, models, salted, config, maker)
 
     @property
     def facts(self) -> ModelFacts:
@@ -145,16 +182,36 @@ class Engine:
         return self.models[self.controller.select(request)]
 
     def start(
-        self, *, serves: bool = False, note: Callable[[Input], None] | None = None, check_every_steps: int = 0
+        self,
+        *,
+        serves: bool = False,
+        note: Callable[[Input], None] | None = None,
+        check_every_steps: int = 0,
+        contains_breaches: bool = False,
     ) -> EngineLoop:
         """Make KV memory and the loop; its clock starts now. Once."""
-        options = LoopOptions(serves, self.tenant_salt, check_every_steps)
-        loops: list[EngineLoop] = []
-        for unit in self.units.values():
-            limits = unit.replica.limits
-            unit.worker.start(limits.num_blocks, limits.host_blocks, lambda finished: loops[0].inbox.put(finished))
-        loops.append(EngineLoop(self.controller, self.units, self.make_clock(), options, note))
-        return loops[0]
+        settings: EngineConfig = self.config.backend.settings
+        recovery = settings.recovery.when(serves=serves)
+        options = LoopOptions(
+            serves, self.tenant_salt, check_every_steps, recovery.max_reruns, recovery.wait_s, contains_breaches
+        )
+        loop = EngineLoop(self.controller, self.units, self.maker.services.make_clock(), options, note)
+        for key, unit in self.units.items():
+            self._allocate(key, unit.worker, loop)
+        make_restarter = self.maker.services.make_restarter or Supervisor
+        limits = RestartLimits(recovery.max_restarts, recovery.backoff_s, recovery.settled_s)
+
+        def finish(replica: ReplicaKey, worker: Worker) -> None:
+            worker.wait_loaded()
+            checked_facts([self.models[replica[0]], worker.facts])
+            self._allocate(replica, worker, loop)
+
+        loop.restarter = self.restarter = make_restarter(limits, self.maker.begin, finish, loop.inbox.put)
+        return loop
+
+    def _allocate(self, replica: ReplicaKey, worker: Worker, loop: EngineLoop) -> None:
+        limits = self.units[replica].replica.limits
+        worker.start(limits.num_blocks, limits.host_blocks, loop.inbox.put)
 
     def prompt_limits(self) -> PromptLimits:
         """What a prompt may be, on the replicaset that takes the shortest ones."""
@@ -185,9 +242,13 @@ class Engine:
 
     def close(self) -> None:
         """Give back memory and processes; may be called twice."""
-        workers, self._workers = self._workers, []
-        for worker in workers:
-            worker.close()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self.restarter is not None:
+            self.restarter.close()
+        for unit in self.units.values():
+            unit.worker.close()
 
 
 def _check(settings: EngineConfig, replicasets: Mapping[str, ReplicasetConfig]) -> None:
@@ -275,29 +336,12 @@ def _usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _load_workers(
-    settings: EngineConfig,
-    options: Mapping[str, RunnerOptions],
-    replicasets: Mapping[str, ReplicasetConfig],
-    services: EngineServices,
-) -> dict[ReplicaKey, Worker]:
-    keys = [(name, replica_id) for name, one in replicasets.items() for replica_id in range(one.num_replicas)]
-    threaded = services.threaded or len(keys) > 1
+def _load_workers(maker: WorkerMaker) -> dict[ReplicaKey, Worker]:
     workers: dict[ReplicaKey, Worker] = {}
-    starting: list[ProcessWorker] = []
-    ordinal = 0
     try:
-        for key in keys:
-            one = options[key[0]]
-            if services.make_worker is not None:
-                workers[key] = services.make_worker(key, one)
-            elif settings.workers == "in_process" and one.tensor_parallel_size == 1:
-                workers[key] = load_in_process(key, one, ordinal, threaded, services.load)
-            else:
-                workers[key] = worker = ProcessWorker(key, one, ordinal, services.load)
-                starting.append(worker)
-            ordinal += one.tensor_parallel_size
-        for worker in starting:
+        for key in maker.ordinals:
+            workers[key] = maker.begin(key)
+        for worker in workers.values():
             worker.wait_loaded()
     except BaseException:
         for started in workers.values():

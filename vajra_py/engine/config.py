@@ -6,7 +6,7 @@ Importing this loads no tensor library.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
@@ -83,6 +83,44 @@ class ReplicasetEngineConfig(Section):
     )
 
 
+class RecoveryConfig(Section):
+    """What becomes of a replica whose worker is lost, and of its requests."""
+
+    max_reruns: Count | None = Field(
+        None,
+        description=(
+            "How often a request is computed again elsewhere, its tokens so far kept, after replicas failed while it ran; "
+            "then it ends as failed. null: 3 on a server; in a run, all requests of a replica that fails end."
+        ),
+    )
+    max_restarts: Count | None = Field(
+        None, description="Attempts in a row to start a lost replica again. null: 5 on a server, none in a run."
+    )
+    backoff_s: Seconds = Field(
+        0.5, description="Pause before the first attempt; it doubles with each, up to 30 seconds."
+    )
+    settled_s: Seconds = Field(60.0, description="A replica that computed for so long begins to count attempts anew.")
+    wait_s: Seconds = Field(
+        60.0, description="How long requests wait while no replica of theirs is up, before they end as failed."
+    )
+
+    def when(self, *, serves: bool) -> Recovery:
+        """The same with its defaults filled in."""
+        max_restarts = self.max_restarts if self.max_restarts is not None else 5 if serves else 0
+        max_reruns = self.max_reruns if self.max_reruns is not None else 3 if serves else None
+        return Recovery(max_reruns, max_restarts, self.backoff_s, self.settled_s, self.wait_s)
+
+
+class Recovery(NamedTuple):
+    """`RecoveryConfig` with nothing left open; `max_reruns` None: requests of a replica that fails end."""
+
+    max_reruns: int | None
+    max_restarts: int
+    backoff_s: float
+    settled_s: float
+    wait_s: float
+
+
 class EngineConfig(Section):
     """Compute steps with a real model instead of predicting how long they take."""
 
@@ -115,6 +153,10 @@ class EngineConfig(Section):
     )
     output_length: TypedChoice = Field(
         default_factory=lambda: TypedChoice(type="none"), description="What policies are told about output lengths."
+    )
+    recovery: RecoveryConfig = Field(
+        default_factory=lambda: RecoveryConfig(),
+        description="What becomes of a replica whose worker is lost, and of its requests.",
     )
     warmup_s: Seconds = Field(0.0, description="Requests that arrive earlier are served and not counted, seconds.")
     warmup_requests: Count = Field(0, description="So many first requests are served and not counted.")

@@ -44,6 +44,7 @@ class EngineExecutor:
     def __init__(self, num_slots: int) -> None:
         self._submissions: dict[Request, Submission] = {}
         self._rows: dict[Request, _Row] = {}
+        self._num_slots = num_slots
         self._free = list(range(num_slots))
         self._freed: list[int] = []
         self._by_slot: dict[int, Request] = {}
@@ -64,6 +65,13 @@ class EngineExecutor:
     def expect(self, request: Request, submission: Submission) -> None:
         """A request that may run here."""
         self._submissions[request] = submission
+
+    def start_again(self) -> None:
+        """The worker is another one, which knows nothing."""
+        self._rows.clear()
+        self._free = list(range(self._num_slots))
+        self._freed = []
+        self._by_slot = {}
 
     def submission(self, request: Request) -> Submission:
         """What the request was submitted as."""

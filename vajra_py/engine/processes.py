@@ -88,7 +88,7 @@ class ProcessWorker:
             self._processes.append(process)
 
     def wait_loaded(self) -> None:
-        """Wait until every rank has its weights. Raises what loading raised, `ExecutorError` when a process died."""
+        """See `Worker`: every rank's."""
         self._facts = self._answers()[0]
 
     @property
@@ -134,8 +134,17 @@ class ProcessWorker:
             self._receiver = None
         for pipe in self._pipes:
             pipe.close()
+        for process in self._processes:
+            process.close()
+        self._processes = []
         if self._rendezvous is not None:
             shutil.rmtree(self._rendezvous, ignore_errors=True)
+
+    def discard(self) -> None:
+        """See `Worker`; ranks may wait for one that is gone, so nobody is asked to stop."""
+        for process in self._processes:
+            process.kill()
+        self.close()
 
     def _call(self, name: str, *arguments: Any) -> list[Any]:
         for pipe in self._pipes:

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Protocol, TypeAlias
@@ -46,6 +46,9 @@ class Worker(Protocol):
     def facts(self) -> ModelFacts:
         """What was loaded."""
 
+    def wait_loaded(self) -> None:
+        """Wait until its weights are there. Raises what loading raised, `ExecutorError` when a process died."""
+
     def profile_num_blocks(self, memory_fraction: float) -> int:
         """See `ModelRunner.profile_num_blocks`."""
 
@@ -57,6 +60,9 @@ class Worker(Protocol):
 
     def close(self) -> None:
         """Give everything back; may be called twice."""
+
+    def discard(self) -> None:
+        """The same without waiting for what it does: it is lost, or not wanted any more. From any thread."""
 
 
 def calm_threads() -> None:
@@ -105,6 +111,9 @@ class InlineWorker:
         """See `Worker`."""
         return self._runner.facts
 
+    def wait_loaded(self) -> None:
+        """See `Worker`; they were there when it was made."""
+
     def profile_num_blocks(self, memory_fraction: float) -> int:
         """See `Worker`."""
         return self._runner.profile_num_blocks(memory_fraction)
@@ -122,6 +131,10 @@ class InlineWorker:
     def close(self) -> None:
         """See `Worker`."""
         self._runner.close()
+
+    def discard(self) -> None:
+        """See `Worker`; a thread is let finish its step."""
+        self.close()
 
 
 class ThreadWorker(InlineWorker):
@@ -167,10 +180,10 @@ def lost(replica: ReplicaKey, what: str) -> str:
     return f"replica {replica[1]} of {replica[0]} failed: {what}"
 
 
-def checked_facts(workers: list[Worker]) -> ModelFacts:
-    """What all workers loaded; they are alike. Raises `ExecutorError` when they are not."""
-    first = workers[0].facts
-    for worker in workers[1:]:
-        if worker.facts.num_parameters != first.num_parameters or worker.facts.eos_token_ids != first.eos_token_ids:
+def checked_facts(loaded: Sequence[ModelFacts]) -> ModelFacts:
+    """What all workers of a replicaset loaded; they are alike. Raises `ExecutorError` when they are not."""
+    first = loaded[0]
+    for facts in loaded[1:]:
+        if facts.num_parameters != first.num_parameters or facts.eos_token_ids != first.eos_token_ids:
             raise ExecutorError("workers: replicas loaded different models. Every replica loads the same directory.")
     return first

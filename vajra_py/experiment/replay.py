@@ -34,9 +34,11 @@ from vajra_py.runtime.input_log import (
     INPUTS_FILE,
     Abort,
     Arrival,
+    Breach,
     Expiry,
     Input,
     RecordedOutput,
+    Swap,
     read_inputs,
     read_rows,
 )
@@ -46,7 +48,7 @@ from vajra_py.runtime.seeds import SeedTree
 from vajra_py.sim.events import Phase
 from vajra_py.sim.executor import SimulatedExecutor
 from vajra_py.sim.runs import Ticks
-from vajra_py.sim.simulator import Acceptance, ReplicaFailure, SimulationOptions, Simulator
+from vajra_py.sim.simulator import Acceptance, SimulationOptions, Simulator
 
 DECISIONS_FILE = "decisions.jsonl.gz"
 _NANOSECOND = TICKS_PER_SECOND // 10**9
@@ -147,8 +149,9 @@ def replay(path: Path, registry: Registry | None = None) -> ReplayReport:
     recording = read_recording(path, registry)
     with tempfile.TemporaryDirectory(prefix="vajra-replay-") as folder:
         log = Path(folder) / DECISIONS_FILE
-        error = _replay_log(recording, registry, log)
+        error, breaches = _replay_log(recording, registry, log)
         difference = _compare_logs(path / DECISIONS_FILE, log)
+    difference = difference or _compare_breaches(recording, breaches)
     if difference is None and error is not None and _finished(path):
         difference = f"the replay ended otherwise than the run: {error}"
     num_steps = sum(map(len, recording.durations.values()))
@@ -236,6 +239,7 @@ def _simulator(
         tenant_salt=any(one.tenant_salt for one in memories),
         runs_ahead=runs_ahead,
         expires=False,
+        contains_breaches=any(isinstance(one, Breach) for one in recording.inputs),
     )
     durations = recording.durations
     simulator = Simulator(
@@ -251,8 +255,10 @@ def _simulator(
             simulator.inject(one.tick, Phase.EXPIRY, one.request_id)
         elif isinstance(one, Abort):
             simulator.inject(one.tick, Phase.ABORT, one.request_id)
-        else:
-            simulator.inject(one.tick, Phase.FAILURE, ReplicaFailure(one.replicaset, one.replica_id, one.detail))
+        elif isinstance(one, Swap):
+            simulator.inject(one.tick, Phase.POLICY, one.change())
+        elif not isinstance(one, Breach):  # a breach happens again by itself, or is missed
+            simulator.inject(one.tick, Phase.FAILURE, one)
     return simulator
 
 
@@ -298,15 +304,19 @@ def sized_config(config: ExperimentConfig, engine: Mapping[str, Any]) -> Experim
     return config.model_copy(update={"replicasets": replicasets})
 
 
-def _replay_log(recording: Recording, registry: Registry, target: Path) -> VajraError | None:
+def _replay_log(
+    recording: Recording, registry: Registry, target: Path
+) -> tuple[VajraError | None, Sequence[tuple[int, str, str]]]:
+    """Replay into a decision log; the error that ended it, and the breaches that did not."""
     log = DecisionLog(target)
+    simulator = _simulator(recording, registry, (log,), runs_ahead=False)
     try:
-        _simulator(recording, registry, (log,), runs_ahead=False).run(())
+        simulator.run(())
     except VajraError as error:
-        return error
+        return error, simulator.breaches
     finally:
         log.close()
-    return None
+    return None, simulator.breaches
 
 
 # Comparison
@@ -318,6 +328,23 @@ def _compare_logs(recorded: Path, replayed: Path) -> str | None:
     for number, (one, other) in enumerate(pairs, 1):
         if one != other:
             return f"line {number}: {_difference(one, other)}"
+    return None
+
+
+def _compare_breaches(recording: Recording, replayed: Sequence[tuple[int, str, str]]) -> str | None:
+    """Whether the replay's policies broke the contract where the run's did."""
+    recorded = [(one.tick, one.replicaset, one.detail) for one in recording.inputs if isinstance(one, Breach)]
+    for one, other in zip_longest(recorded, replayed):
+        if one != other:
+            tick, replicaset, detail = one or other or (0, "", "")
+            who = (
+                "only in the replay"
+                if one is None
+                else "only in the run"
+                if other is None
+                else "otherwise in the replay"
+            )
+            return f"at {to_seconds(tick):.9f} s replicaset {replicaset} went out of service, {who}: {detail}"
     return None
 
 

@@ -9,13 +9,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from vajra_py.contract import EndReason, Observer
+from vajra_py.errors import PolicyError
 from vajra_py.runtime.clock import to_seconds
 from vajra_py.runtime.kv import BlockKeys
 from vajra_py.runtime.lifecycle import end_request
+from vajra_py.runtime.recovery import Losses, abandon, lose_replica, take_out_of_service
 from vajra_py.runtime.replica import Replica
 from vajra_py.runtime.replicaset import Replicaset, max_request_tokens
 from vajra_py.runtime.request import Request, RequestFacts, RequestState
+from vajra_py.runtime.swapping import PolicyChange, Swapped, swap_policy
 
+OUT_OF_SERVICE = "out of service"
+"""How the detail of requests begins whose policies broke the contract."""
 TAKEN_BACK = "taken back by the client"
 EXPIRED = "waited longer than it allows"
 """Details of requests that end before their time."""
@@ -90,9 +95,13 @@ class Controller:
         request = Request(facts, self.num_submitted, seconds if arrived_at is None else arrived_at, max_tokens)
         request.replicaset = replicaset.name
         self.num_submitted += 1
-        detail = replicaset.refusal(request)
         if facts.request_id in self._alive:
-            detail = "another request with this id is being served"
+            detail: str | None = "another request with this id is being served"
+        else:  # counted before a policy is asked, whatever that does
+            self._alive[facts.request_id] = (request, replicaset)
+            detail = replicaset.refusal(request)
+            if detail is not None:
+                del self._alive[facts.request_id]
         if detail is not None:
             end_request(request, EndReason.REJECTED, detail, seconds)
             self.num_ended[EndReason.REJECTED] += 1
@@ -101,7 +110,6 @@ class Controller:
                 observer.on_ended(request, EndReason.REJECTED, detail, seconds)
             return request, replicaset, None
         request.keys = make_keys(replica.limits.block_size)
-        self._alive[facts.request_id] = (request, replicaset)
         for observer in self._observers:
             observer.on_arrival(request, seconds)
         for listener in replicaset.listeners:
@@ -122,12 +130,46 @@ class Controller:
             return True
         return False
 
-    def fail_replica(self, replica: Replica, detail: str, now: int) -> list[tuple[Request, EndReason]]:
-        """A replica is lost: its requests end, and so do those of the shared queue when no other one is up."""
+    def lose_replica(self, replica: Replica, why: str, max_reruns: int | None, now: int) -> Losses:
+        """A replica is lost: its requests are computed again elsewhere, or end; see `recovery.lose_replica`."""
         replicaset = self.replicasets[replica.replicaset]
-        ended = replicaset.lose(replica.replica_id, detail, to_seconds(now))
+        losses = lose_replica(replicaset, replica, why, max_reruns, now)
+        self.settle(losses.ended, now)
+        return losses
+
+    def restore_replica(self, replica: Replica, now: int) -> None:
+        """A replica that was lost computes again, with nothing in its memory."""
+        self.replicasets[replica.replicaset].restore(replica.replica_id)
+        for observer in self._observers:
+            observer.on_replica_restored(replica.replicaset, replica.replica_id, to_seconds(now))
+
+    def abandon(self, replicaset: Replicaset, why: str, now: int) -> list[tuple[Request, EndReason]]:
+        """No replica of it is up, and none will be in time: what waits for one ends."""
+        ended = abandon(replicaset, why, now)
         self.settle(ended, now)
         return ended
+
+    def swap_policy(self, change: PolicyChange, now: int) -> Swapped:
+        """Put another policy in force; see `swapping.swap_policy`."""
+        replicaset = self.replicasets[change.replicaset]
+        swapped = swap_policy(replicaset, change, self._alive_of(replicaset), now)
+        for observer in self._observers:
+            observer.on_policy_swapped(swapped.swap, to_seconds(now))
+        return swapped
+
+    def take_out_of_service(
+        self, replicaset: Replicaset, error: PolicyError, now: int
+    ) -> list[tuple[Request, EndReason]]:
+        """A policy broke the contract: what its replicaset served ends; policies are told nothing of it."""
+        ended = take_out_of_service(replicaset, self._alive_of(replicaset), f"{OUT_OF_SERVICE}: {error}", now)
+        for request, reason in ended:
+            del self._alive[request.request_id]
+            replicaset.forget(request)
+            self.num_ended[reason] += 1
+        return ended
+
+    def _alive_of(self, replicaset: Replicaset) -> list[Request]:
+        return [request for request, one in self._alive.values() if one is replicaset]
 
     def settle(self, ended: Sequence[tuple[Request, EndReason]], now: int) -> None:
         """Count requests that have ended."""

@@ -1,6 +1,6 @@
 """What reached a run from outside, and at which tick did the controller take it in?
 
-One JSON line for each arrival, abort, expiry and failure, in the order in which they were handled. With the durations of
+One JSON line for each arrival, abort, expiry, failure, restart and swap of a policy, in the order in which they were handled. With the durations of
 the steps (the decision log has them) and the tokens that came out, it is all that a run's decisions depend on besides its
 settings: what is needed to take them again. The log is complete up to the last line that was written.
 """
@@ -10,16 +10,20 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from vajra_py.config import PolicyChoice
+from vajra_py.contract import Layer
 from vajra_py.errors import Problem, RunError
 from vajra_py.runtime.request import RequestFacts
+from vajra_py.runtime.swapping import PolicyChange
 from vajra_py.workload import PromptContent, RequestSpec, SegmentId
 
 INPUTS_FILE = "inputs.jsonl.gz"
-INPUTS_VERSION = 1
+INPUTS_VERSION = 2
+_READABLE = (1, INPUTS_VERSION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +76,72 @@ class Expiry:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A replica was lost."""
+    """A replica was lost.
+
+    Attributes:
+        max_reruns: how often its requests might be computed again elsewhere; None: they ended.
+    """
 
     tick: int
     replicaset: str
     replica_id: int
     detail: str
+    max_reruns: int | None = None
 
 
-Input: TypeAlias = Arrival | Abort | Expiry | Failure
-_KINDS: Mapping[str, type[Abort] | type[Expiry] | type[Failure]] = {
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """A replica that was lost computes again."""
+
+    tick: int
+    replicaset: str
+    replica_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abandonment:
+    """No replica was up, and the requests that waited for one ended."""
+
+    tick: int
+    replicaset: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """A policy took another's place; `layer` as in settings."""
+
+    tick: int
+    replicaset: str
+    layer: str
+    policy: str
+    params: Mapping[str, Any]
+
+    def change(self) -> PolicyChange:
+        """The same for the mechanism."""
+        return PolicyChange(
+            self.replicaset, Layer(self.layer), PolicyChoice(policy=self.policy, params=dict(self.params))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """A policy broke the contract, and its replicaset went out of service. Nothing that reached the run: what it came to."""
+
+    tick: int
+    replicaset: str
+    detail: str
+
+
+Input: TypeAlias = Arrival | Abort | Expiry | Failure | Restart | Abandonment | Swap | Breach
+_KINDS: Mapping[str, type[Abort | Expiry | Failure | Restart | Abandonment | Swap | Breach]] = {
     "abort": Abort,
     "expiry": Expiry,
     "failure": Failure,
+    "restart": Restart,
+    "abandonment": Abandonment,
+    "policy": Swap,
+    "breach": Breach,
 }
 
 
@@ -102,7 +159,7 @@ class InputLog:
             self._write(_arrival_row(entry))
         else:
             kind = next(name for name, one in _KINDS.items() if isinstance(entry, one))
-            self._write({"kind": kind, **asdict(entry)})
+            self._write({"kind": kind, **{one.name: getattr(entry, one.name) for one in fields(entry)}})
 
     def close(self) -> None:
         """Finish the file."""
@@ -131,9 +188,9 @@ def read_inputs(path: Path) -> list[Input]:
     try:
         rows = list(read_rows(path))
         header = rows[0] if rows else {}
-        if header.get("version") != INPUTS_VERSION:
+        if header.get("version") not in _READABLE:
             message = f"is of another version ({header.get('version')!r})"
-            raise RunError(str(Problem(str(path), message, f"Allowed: {INPUTS_VERSION}")))
+            raise RunError(str(Problem(str(path), message, f"Allowed: {', '.join(map(str, _READABLE))}")))
         return [_input_of(row) for row in rows[1:]]
     except FileNotFoundError:
         message = "is missing"

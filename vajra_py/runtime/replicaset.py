@@ -106,7 +106,8 @@ class Replicaset:
         self._views: list[LiveLoad] | list[SnapshotLoad] = []
         self._queued_by_id: dict[str, Request] = {}
         self._refuses: Callable[[RequestView], str | None] | None = None
-        self._lost: set[int] = set()
+        self.lost: set[int] = set()
+        """Replicas that do not compute."""
         self.around: Around | None = None
         self.policies: Policies | None = None
         """Where its policies come from; None: it was put together by hand, and they stay."""
@@ -157,8 +158,7 @@ class Replicaset:
 
     def lose(self, replica_id: int, detail: str, now: float) -> list[tuple[Request, EndReason]]:
         """A replica is gone with everything that it held; returns the requests that ended with it."""
-        self.set_up(replica_id, False)
-        self._lost.add(replica_id)
+        self.note_lost(replica_id)
         ended = self.replicas[replica_id].lose(detail, now)
         if self._all_lost:
             for request in [cast(Request, one) for one in self.shared.ordered(now)]:
@@ -169,19 +169,24 @@ class Replicaset:
                 ended.append((request, EndReason.FAILED))
         return ended
 
+    def note_lost(self, replica_id: int) -> None:
+        """A replica does not compute any more."""
+        self.set_up(replica_id, False)
+        self.lost.add(replica_id)
+
     def restore(self, replica_id: int) -> None:
         """A lost replica is there again, empty."""
-        self._lost.discard(replica_id)
+        self.lost.discard(replica_id)
         self.set_up(replica_id, True)
 
     @property
     def num_up(self) -> int:
         """Replicas that compute."""
-        return len(self.replicas) - len(self._lost)
+        return len(self.replicas) - len(self.lost)
 
     @property
     def _all_lost(self) -> bool:
-        return len(self._lost) == len(self.replicas)
+        return len(self.lost) == len(self.replicas)
 
     # The door
 
@@ -246,12 +251,16 @@ class Replicaset:
         replica_id = self._assign(request, seconds) if self.num_up else None
         for observer in self.observers:
             observer.on_assigned(request, replica_id, seconds)
+        return self.bind(request, replica_id, seconds)
+
+    def bind(self, request: Request, replica_id: int | None, now: float) -> Replica | None:
+        """Put a request into a replica's queue, or into the shared one (None)."""
         if replica_id is None:
-            self.shared.add(request, seconds)
+            self.shared.add(request, now)
             self._queued_by_id[request.request_id] = request
             return None
         replica = self.replicas[replica_id]
-        replica.enqueue(request, seconds)
+        replica.enqueue(request, now)
         return replica
 
     def _assign(self, request: Request, now: float) -> int | None:

@@ -18,7 +18,8 @@ class Phase(IntEnum):
     ARRIVAL = 3
     EXPIRY = 4
     ABORT = 5
-    FORM = 6
+    POLICY = 6
+    FORM = 7
 
 
 class EventQueue:

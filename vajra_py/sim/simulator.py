@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from sortedcontainers import SortedDict
 
@@ -18,9 +18,11 @@ from vajra_py.runtime.clock import NEVER, to_seconds, to_ticks
 from vajra_py.runtime.content_of import facts_of, keys_of
 from vajra_py.runtime.controller import EXPIRED, TAKEN_BACK, Controller
 from vajra_py.runtime.executor import StepPlan
+from vajra_py.runtime.input_log import Abandonment, Failure, Restart
 from vajra_py.runtime.replica import Replica
 from vajra_py.runtime.replicaset import Replicaset
 from vajra_py.runtime.request import Request, RequestState
+from vajra_py.runtime.swapping import PolicyChange
 from vajra_py.sim.events import EventQueue, Phase
 from vajra_py.sim.executor import SimulatedExecutor, StepTimer
 from vajra_py.sim.runs import MAX_STEPS, TimesRuns
@@ -57,7 +59,9 @@ class SimulationOptions:
     check_every_steps: int = 0
     """Check conservation every so many steps; 0: never."""
     expires: bool = True
-    """Whether requests expire by the clock; False: only when told (`expire_at`)."""
+    """Whether requests expire by the clock; False: only when told."""
+    contains_breaches: bool = False
+    """Whether a policy that breaks the contract takes its replicaset out of service, instead of ending the simulation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +73,8 @@ class Acceptance:
     """When the client sent it, seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaFailure:
-    """A replica is lost."""
-
-    replicaset: str
-    replica_id: int
-    detail: str
+Injected: TypeAlias = Acceptance | Failure | Restart | Abandonment | PolicyChange | str
+"""What may be let happen: with phase ARRIVAL, FAILURE (three kinds), POLICY, and the id of a request with EXPIRY or ABORT."""
 
 
 @dataclass(slots=True)
@@ -114,6 +113,8 @@ class Simulator:
         self.controller = controller
         self.now = 0
         self.num_steps = 0
+        self.breaches: list[tuple[int, str, str]] = []
+        """(tick, replicaset, what a policy did) of those that were contained."""
         self._executor = executor
         self._options = options
         self._progress = progress
@@ -167,7 +168,9 @@ class Simulator:
             elif phase == Phase.STAGE_END:
                 self._stage_ended(*payload)
             elif phase == Phase.FAILURE:
-                self._fail(payload)
+                self._upheaval(payload)
+            elif phase == Phase.POLICY:
+                self._swap(payload)
             elif phase == Phase.EXPIRY:
                 self._end_early(payload, EndReason.EXPIRED, EXPIRED)
             else:
@@ -179,8 +182,8 @@ class Simulator:
         """Let a client take its request back at a time of the run."""
         self.inject(to_ticks(seconds), Phase.ABORT, request_id)
 
-    def inject(self, tick: int, phase: Phase, payload: Acceptance | ReplicaFailure | str) -> None:
-        """Let something of a recorded run happen: ARRIVAL of an `Acceptance`, a `ReplicaFailure`, EXPIRY or ABORT of an id."""
+    def inject(self, tick: int, phase: Phase, payload: Injected) -> None:
+        """Let something of a recorded run happen."""
         self._events.push(tick, phase, payload)
 
     def _timed(self, workload: Iterable[RequestSpec]) -> Iterator[RequestSpec]:
@@ -233,9 +236,14 @@ class Simulator:
         if self._reads_load:
             self._catch_up_all(goes_on=True)
         salt = spec.tenant if self._options.tenant_salt else ""
-        request, replicaset, replica = self.controller.submit(
-            facts_of(spec), lambda size: keys_of(spec, size, salt), self.now, arrived_at
-        )
+        facts = facts_of(spec)
+        try:
+            request, replicaset, replica = self.controller.submit(
+                facts, lambda size: keys_of(spec, size, salt), self.now, arrived_at
+            )
+        except PolicyError as error:
+            self._contain(self.controller.select(facts), error)
+            return
         if request.state is RequestState.ENDED:
             self._ended((request,))
             return
@@ -249,9 +257,7 @@ class Simulator:
             return
         for clock in list(self._running_ahead[replicaset.name].values()):
             self._catch_up(clock, goes_on=False)
-        if replicaset.name not in self._offers:
-            self._offers.add(replicaset.name)
-            self._events.push(self.now, Phase.FORM, replicaset.name)
+        self._offer(replicaset)
 
     def _end_early(self, payload: Request | str, reason: EndReason, detail: str) -> None:
         request = self.controller.find(payload) if isinstance(payload, str) else payload
@@ -260,25 +266,16 @@ class Simulator:
         replica = self.controller.replica_of(request)
         if replica is not None:
             self._catch_up(self._clocks[replica], goes_on=False)
-        if self.controller.end_early(request.request_id, reason, self.now, detail):
+        try:
+            is_ended = self.controller.end_early(request.request_id, reason, self.now, detail)
+        except PolicyError as error:
+            self._contain(request.replicaset, error)
+            return
+        if is_ended:
             self._executor.release(request)
             self._ended((request,))
             if replica is not None:
                 self._wake(self._clocks[replica])
-
-    def _fail(self, failure: ReplicaFailure) -> None:
-        replica = self.controller.replicasets[failure.replicaset].replicas[failure.replica_id]
-        clock = self._clocks[replica]
-        self._catch_up(clock, goes_on=False)
-        clock.version += 1
-        clock.stage_free_at[0] = NEVER
-        clock.plan, clock.run_ends = None, None
-        if clock.is_idle:
-            clock.is_idle = False
-            del self._idle[failure.replicaset][failure.replica_id]
-        self._running_ahead[failure.replicaset].pop(failure.replica_id, None)
-        ended = self.controller.fail_replica(replica, failure.detail, self.now)
-        self._ended([request for request, _ in ended])
 
     def _ended(self, requests: Sequence[Request]) -> None:
         """Tell of ended requests, and let whoever follows one arrive after its think time."""
@@ -289,6 +286,83 @@ class Simulator:
         for request in requests:
             for spec in self._followers.pop(request.request_id, ()):
                 self._events.push(self.now + to_ticks(spec.think_time_s), Phase.ARRIVAL, spec)
+
+    # Replicas and policies come and go
+
+    def _upheaval(self, what: Failure | Restart | Abandonment) -> None:
+        replicaset = self.controller.replicasets[what.replicaset]
+        if isinstance(what, Abandonment):
+            ended = self.controller.abandon(replicaset, what.detail, self.now)
+            self._ended([request for request, _ in ended])
+            return
+        clock = self._clocks[replicaset.replicas[what.replica_id]]
+        if isinstance(what, Restart):
+            self.controller.restore_replica(clock.replica, self.now)
+            self._empty(clock, free_at=self.now)
+            self._wake(clock)
+            return
+        self._catch_up_set(replicaset)
+        self._empty(clock, free_at=NEVER)
+        try:
+            losses = self.controller.lose_replica(clock.replica, what.detail, what.max_reruns, self.now)
+        except PolicyError as error:
+            self._contain(what.replicaset, error)
+            return
+        self._ended([request for request, _ in losses.ended])
+        self._wake_for(replicaset, losses.moved)
+
+    def _swap(self, change: PolicyChange) -> None:
+        replicaset = self.controller.replicasets[change.replicaset]
+        self._catch_up_set(replicaset)
+        self.controller.swap_policy(change, self.now)
+        self._reads_load = any(_reads_load(one) for one in self.controller.replicasets.values())
+        for replica in replicaset.replicas:
+            self._wake(self._clocks[replica])
+
+    def _contain(self, name: str, error: PolicyError) -> None:
+        """A policy of this replicaset broke the contract. Raises the error unless breaches are contained."""
+        if not self._options.contains_breaches:
+            raise error
+        self.breaches.append((self.now, name, str(error)))
+        replicaset = self.controller.replicasets[name]
+        self._catch_up_set(replicaset)
+        ended = self.controller.take_out_of_service(replicaset, error, self.now)
+        for replica in replicaset.replicas:
+            clock = self._clocks[replica]
+            self._empty(clock, free_at=clock.stage_free_at[0] if replica.replica_id in replicaset.lost else self.now)
+        for request, _ in ended:
+            self._executor.release(request)
+        self._ended([request for request, _ in ended])
+
+    def _empty(self, clock: _ReplicaClock, free_at: int) -> None:
+        """Nothing is in flight any more; the replica is idle, unless it is never to be free."""
+        clock.version += 1
+        clock.plan, clock.run_ends = None, None
+        clock.stage_free_at[:] = [free_at] * len(clock.stage_free_at)
+        clock.running_ahead.pop(clock.replica.replica_id, None)
+        idle = self._idle[clock.replica.replicaset]
+        clock.is_idle = free_at != NEVER
+        if clock.is_idle:
+            idle[clock.replica.replica_id] = clock
+        else:
+            idle.pop(clock.replica.replica_id, None)
+
+    def _catch_up_set(self, replicaset: Replicaset) -> None:
+        for replica in replicaset.replicas:
+            self._catch_up(self._clocks[replica], goes_on=False)
+
+    def _wake_for(self, replicaset: Replicaset, moved: Sequence[tuple[Request, Replica | None]]) -> None:
+        """Requests wait anew, each for its replica, or for any."""
+        for _, replica in moved:
+            if replica is not None:
+                self._wake(self._clocks[replica])
+            else:
+                self._offer(replicaset)
+
+    def _offer(self, replicaset: Replicaset) -> None:
+        if replicaset.name not in self._offers:
+            self._offers.add(replicaset.name)
+            self._events.push(self.now, Phase.FORM, replicaset.name)
 
     # Steps
 
@@ -322,7 +396,11 @@ class Simulator:
 
     def _start(self, clock: _ReplicaClock) -> None:
         replica = clock.replica
-        plan = replica.next_plan(self.now)
+        try:
+            plan = replica.next_plan(self.now)
+        except PolicyError as error:
+            self._contain(replica.replicaset, error)
+            return
         if plan is None:  # perhaps with steps further up the pipeline; the first stage is free
             if not clock.is_idle:
                 clock.is_idle = True
@@ -408,9 +486,14 @@ class Simulator:
                 clock.run_ends = None
             plan, clock.plan = clock.plan, None
             assert plan is not None
-        ended = replica.complete_step(plan, self._executor.result(plan), self.now)
+        try:
+            ended = replica.complete_step(plan, self._executor.result(plan), self.now)
+            if ended:
+                self.controller.settle(ended, self.now)
+        except PolicyError as error:
+            self._contain(replica.replicaset, error)
+            return
         if ended:
-            self.controller.settle(ended, self.now)
             self._ended([request for request, _ in ended])
         every = self._options.check_every_steps
         if every and self.num_steps % every == 0:

@@ -1,0 +1,75 @@
+"""What does the engine's loop keep of each replica, what may it be told, and by which rules does it run?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from vajra_py.engine.executor import EngineExecutor
+from vajra_py.engine.outputs import Submission
+from vajra_py.engine.supervision import GivenUp, Restarted
+from vajra_py.engine.worker import Finished, Worker
+from vajra_py.errors import VajraError
+from vajra_py.runtime.executor import StepPlan
+from vajra_py.runtime.replica import Replica
+from vajra_py.runtime.swapping import PolicyChange, Swapped
+
+
+@dataclass(frozen=True, slots=True)
+class TakeBack:
+    """A client takes its request back."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """No more is wanted: finish the turn and return."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapPolicy:
+    """Somebody wants another policy; `done` is told what came of it, in the loop's thread."""
+
+    change: PolicyChange
+    done: Callable[[Swapped | VajraError], None]
+
+
+Message: TypeAlias = Submission | TakeBack | SwapPolicy | Finished | Restarted | GivenUp | Stop
+
+
+@dataclass(eq=False, slots=True)
+class Unit:
+    """One replica with what computes for it."""
+
+    replica: Replica
+    executor: EngineExecutor
+    worker: Worker
+    plan: StepPlan | None = None
+    """The step in flight."""
+    is_lost: bool = False
+    is_stale: bool = False
+    """Whether it computes a step whose plan was dropped."""
+    form_pending: bool = False
+    compute_s: float = 0.0
+    """What its steps took on the device, in all."""
+    busy_ticks: int = 0
+    """What they took from forming them to taking their results in."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopOptions:
+    """Rules of one run of the loop."""
+
+    serves: bool = False
+    """Whether to go on waiting for requests when there are none left, until told to stop."""
+    tenant_salt: bool = False
+    check_every_steps: int = 0
+    """Check conservation every so many steps; 0: never."""
+    max_reruns: int | None = None
+    """How often a request is computed again when replicas fail under it; None: requests of a lost replica end."""
+    wait_s: float = 60.0
+    """How long requests wait while no replica of theirs is up."""
+    contains_breaches: bool = False
+    """Whether a policy that breaks the contract takes its replicaset out of service, instead of ending the run."""
