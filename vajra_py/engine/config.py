@@ -21,6 +21,9 @@ Number: TypeAlias = Annotated[float, Field(strict=True)]
 SLOTS_PER_BATCH_ENTRY = 2
 """Requests that a worker remembers, as a multiple of the largest batch: some sit a step out, and come back cheaply."""
 
+MAX_GRAPH_ROWS = 256
+"""Largest batch of decodes that is captured: beyond, launching costs little beside computing."""
+
 MAX_STEP_TOKENS = 8192
 """Tokens of a step that memory is set aside for where the settings give no limit."""
 
@@ -142,6 +145,10 @@ class EngineConfig(Section):
     )
     self_check: Switch = Field(True, description="Compare with transformers' own attention while loading.")
     fused: Switch = Field(True, description="Use this package's own forward pass where it knows the model.")
+    cuda_graphs: Switch = Field(
+        True,
+        description="On a GPU, run batches of decodes as captured graphs (up to 256 of them; not with several ranks).",
+    )
     sampling: SamplingConfig = Field(
         default_factory=lambda: SamplingConfig(), description="How tokens are chosen, and when a request ends."
     )
@@ -188,6 +195,7 @@ class EngineConfig(Section):
             max_model_len=replica.max_model_len,
             max_requests=SLOTS_PER_BATCH_ENTRY * replica.max_batch_size,
             max_step_tokens=replica.max_batch_tokens or MAX_STEP_TOKENS,
+            max_graph_rows=min(replica.max_batch_size, MAX_GRAPH_ROWS) if self.cuda_graphs else 0,
             num_threads=num_threads,
             tensor_parallel_size=self.tensor_parallel,
             self_check=self.self_check,

@@ -19,10 +19,43 @@ import torch
 from vajra_kernels import AttentionMetadata
 from vajra_kernels.cpu_plan import CpuPlans
 from vajra_kernels.metadata import StepMemo
-from vajra_py.engine.compute.interface import Chunk, StepInput, TableUpdate
+from vajra_py.engine.compute.interface import StepInput, TableUpdate
+from vajra_py.engine.compute.transfer import all_to_device
 from vajra_py.errors import ExecutorError
 
 Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """One step's batch on the host.
+
+    Attributes:
+        slots: of every sequence: decodes, then chunks of one token, then longer ones.
+        num_decodes: how many of them go on from the token that was sampled last.
+        token_ids: of the chunks, one after another.
+        query_lens: of every sequence.
+        kv_lens: of every sequence, this step's tokens included.
+        positions: of every token.
+        write_slots: where every token's K and V go (block * block_size + offset).
+        table: int32 [sequences, blocks of the longest].
+        sampled: the sequences that are sampled, in the order in which the step lists them (decodes, then chunks).
+    """
+
+    slots: Ints
+    num_decodes: int
+    token_ids: Ints
+    query_lens: Ints
+    kv_lens: Ints
+    positions: Ints
+    write_slots: Ints
+    table: npt.NDArray[np.int32]
+    sampled: Ints
+
+    @property
+    def sampled_slots(self) -> Ints:
+        """The slot of each sampled row."""
+        return self.slots[self.sampled]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +66,31 @@ class BatchInputs:
         token_ids: int64 [T].
         positions: int64 [T].
         rows: int64 [R], rows of the flattened batch that are sampled.
-        slots: the slot of each sampled row, in the order in which the step lists them (decodes, then chunks).
-        slots_on_device: int64 [R], the same.
+        slots: int64 [R], the slot of each of them.
         metadata: of the step's attention.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     rows: torch.Tensor
-    slots: Ints
-    slots_on_device: torch.Tensor
+    slots: torch.Tensor
     metadata: AttentionMetadata
 
 
 class BatchState:
     """What a worker remembers of its slots: block tables, progress, and the last sampled tokens (on the device)."""
 
-    __slots__ = ("_device", "_limits", "block_size", "last_tokens", "num_computed", "tables")
+    __slots__ = ("_device", "_limits", "block_size", "last_tokens", "max_model_len", "num_computed", "tables")
 
     def __init__(self, max_requests: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
         self._device = device
         self._limits = (max_requests, max_model_len)
+        self.max_model_len = max_model_len
         self.tables: npt.NDArray[np.int32] = np.zeros((max_requests, -(-max_model_len // block_size)), np.int32)
         self.num_computed: Ints = np.zeros(max_requests, np.int64)
-        self.last_tokens = torch.zeros(max_requests, dtype=torch.int64, device=device)
+        # One more than there are slots: what padding rows of a graph read and write.
+        self.last_tokens = torch.zeros(max_requests + 1, dtype=torch.int64, device=device)
 
     def update_tables(self, updates: Sequence[TableUpdate], num_blocks: int) -> None:
         """Take in changed block tables."""
@@ -77,8 +110,8 @@ class BatchState:
                     f"There are {num_blocks} blocks."
                 )
 
-    def take(self, step: StepInput) -> BatchInputs:
-        """The step's tensors; progress is counted on as if it were computed."""
+    def take(self, step: StepInput) -> HostBatch:
+        """The step's batch; progress is counted on as if it were computed."""
         order = sorted(range(len(step.chunks)), key=lambda index: len(step.chunks[index].token_ids) > 1)
         chunks = [step.chunks[index] for index in order]
         slots = np.array([*step.decodes, *(chunk.slot for chunk in chunks)], np.int64)
@@ -91,11 +124,25 @@ class BatchState:
         kv_lens = first + query_lens
         self._check(slots, query_lens, kv_lens)
         self.num_computed[slots] = kv_lens
-        ends = np.cumsum(query_lens)
         sampled = [(order[place], num_decodes + place) for place, chunk in enumerate(chunks) if chunk.samples]
         sampled.sort()
-        sequences = np.array([*range(num_decodes), *(sequence for _, sequence in sampled)], np.int64)
-        return self._tensors(chunks, (slots, query_lens, kv_lens), ends, sequences)
+        positions, table = kv_lens - 1, self.tables[slots, : -(-int(kv_lens.max()) // self.block_size)]
+        sequence_of = np.arange(len(slots))
+        if chunks:
+            sequence_of = np.repeat(sequence_of, query_lens)
+            positions = np.arange(len(sequence_of)) + (kv_lens - np.cumsum(query_lens))[sequence_of]
+        blocks = table[sequence_of, positions // self.block_size].astype(np.int64)
+        return HostBatch(
+            slots=slots,
+            num_decodes=num_decodes,
+            token_ids=_joined([chunk.token_ids for chunk in chunks]),
+            query_lens=query_lens,
+            kv_lens=kv_lens,
+            positions=positions,
+            write_slots=blocks * self.block_size + positions % self.block_size,
+            table=table,
+            sampled=np.array([*range(num_decodes), *(sequence for _, sequence in sampled)], np.int64),
+        )
 
     def _check_slots(self, slots: Ints) -> None:
         if not slots.size:
@@ -112,52 +159,45 @@ class BatchState:
                 f"A chunk has 1 token or more, within the {longest} of the longest sequence."
             )
 
-    def _tensors(
-        self, chunks: Sequence[Chunk], lens: tuple[Ints, Ints, Ints], ends: Ints, sequences: Ints
-    ) -> BatchInputs:
-        slots, query_lens, kv_lens = lens
-        block_size, num_tokens = self.block_size, int(ends[-1])
-        num_decodes = len(slots) - len(chunks)
-        if num_tokens == len(slots):
-            sequence_of = np.arange(num_tokens)
-            positions = kv_lens - 1
-        else:
-            sequence_of = np.repeat(np.arange(len(slots)), query_lens)
-            positions = np.arange(num_tokens) + (kv_lens - ends)[sequence_of]
-        table = self.tables[slots, : -(-int(kv_lens.max()) // block_size)]
-        mapping = table[sequence_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        query_start = np.zeros(len(slots) + 1, np.int64)
+    def tensors(self, batch: HostBatch) -> BatchInputs:
+        """The batch on the device."""
+        ends = np.cumsum(batch.query_lens)
+        query_start = np.zeros(len(ends) + 1, np.int32)
         query_start[1:] = ends
-        ids = np.empty(num_tokens - num_decodes, np.int64)
-        at = 0
-        for chunk in chunks:
-            ids[at : at + len(chunk.token_ids)] = chunk.token_ids
-            at += len(chunk.token_ids)
-        wide = self._to_device([slots[:num_decodes], ids, positions, mapping, ends[sequences] - 1, slots[sequences]])
-        narrow = self._to_device([query_start.astype(np.int32), kv_lens.astype(np.int32), table.reshape(-1)])
-        token_ids = wide[1] if not num_decodes else torch.cat((self.last_tokens[wide[0]], wide[1]))
-        num_singles = int(np.argmax(query_lens > 1)) if num_tokens > len(slots) else len(slots)
-        kv_list = tuple(kv_lens.tolist())
+        longs = [
+            batch.slots[: batch.num_decodes],
+            batch.token_ids,
+            batch.positions,
+            batch.write_slots,
+            ends[batch.sampled] - 1,
+            batch.sampled_slots,
+        ]
+        last, given, positions, write_slots, rows, sampled_slots = all_to_device(longs, self._device)
+        ints = [query_start, batch.kv_lens.astype(np.int32), batch.table.reshape(-1)]
+        starts, kv_lens, table = all_to_device(ints, self._device)
+        token_ids = given if not batch.num_decodes else torch.cat((self.last_tokens[last], given))
+        is_single = batch.query_lens == 1
+        kv_list = tuple(batch.kv_lens.tolist())
         metadata = AttentionMetadata(
-            query_start=narrow[0],
-            kv_lens=narrow[1],
-            block_table=narrow[2].view(table.shape),
-            slot_mapping=wide[3],
-            block_size=block_size,
-            num_decodes=num_singles,
-            num_query_tokens=num_tokens,
-            max_query_len=int(query_lens.max()),
+            query_start=starts,
+            kv_lens=kv_lens,
+            block_table=table.view(batch.table.shape),
+            slot_mapping=write_slots,
+            block_size=self.block_size,
+            num_decodes=len(is_single) if is_single.all() else int(np.argmin(is_single)),
+            num_query_tokens=len(batch.positions),
+            max_query_len=int(batch.query_lens.max()),
             max_kv_len=max(kv_list),
             num_kv_tokens=sum(kv_list),
-            memo=StepMemo(CpuPlans(tuple(query_lens.tolist()), kv_list)),
+            memo=StepMemo(CpuPlans(tuple(batch.query_lens.tolist()), kv_list)),
         )
-        return BatchInputs(token_ids, wide[2], wide[4], slots[sequences], wide[5], metadata)
+        return BatchInputs(token_ids, positions, rows, sampled_slots, metadata)
 
-    def _to_device(
-        self, arrays: Sequence[npt.NDArray[np.int64]] | Sequence[npt.NDArray[np.int32]]
-    ) -> list[torch.Tensor]:
-        """One transfer for all of them (on the CPU: none)."""
-        if self._device.type == "cpu":
-            return [torch.from_numpy(array) for array in arrays]
-        joined = torch.from_numpy(np.concatenate(arrays)).pin_memory()
-        return list(torch.split(joined.to(self._device, non_blocking=True), [array.size for array in arrays]))
+
+def _joined(token_ids: Sequence[Sequence[int]]) -> Ints:
+    joined = np.empty(sum(map(len, token_ids)), np.int64)
+    at = 0
+    for ids in token_ids:
+        joined[at : at + len(ids)] = ids
+        at += len(ids)
+    return joined

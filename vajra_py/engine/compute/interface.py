@@ -174,6 +174,7 @@ class RunnerOptions:
         max_model_len: longest sequence, or None for the model's own.
         max_requests: slots.
         max_step_tokens: most tokens of one step (for the memory profile and buffers).
+        max_graph_rows: largest batch of decodes that runs as a captured CUDA graph; 0: none does.
         num_threads: threads of CPU computation, or None to leave them as they are.
         tensor_parallel_size: ranks that share every layer.
         tensor_parallel_rank: which of them this is.
@@ -191,6 +192,7 @@ class RunnerOptions:
     max_model_len: int | None = None
     max_requests: int = 256
     max_step_tokens: int = 2048
+    max_graph_rows: int = 256
     num_threads: int | None = None
     tensor_parallel_size: int = 1
     tensor_parallel_rank: int = 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from vajra_kernels.config import MAX_PARTIAL_ROWS
 from vajra_py.engine.compute.inspect import free_host_bytes
 from vajra_py.engine.compute.interface import ModelFacts, RunnerOptions
 
@@ -31,8 +32,22 @@ def usable_bytes(device: torch.device, fraction: float, weight_bytes: int) -> in
     return int(total * fraction) - (total - free)
 
 
-def step_bytes(facts: ModelFacts, config: Any, options: RunnerOptions) -> int:
+def step_bytes(facts: ModelFacts, config: Any, options: RunnerOptions, device: torch.device) -> int:
     """Bytes of activations and logits that the largest step holds at once, by the model's widths."""
+    activations = options.max_step_tokens * _token_bytes(facts, config)
+    rows = min(options.max_requests, options.max_step_tokens)
+    logits = rows * facts.vocab_size * _LOGIT_COPIES * 4
+    if device.type == "cpu":
+        return activations + logits
+    # Attention's partial results, and what graphs keep apart from all that: their own memory of the same kind, and logits.
+    partial_results = MAX_PARTIAL_ROWS * facts.num_query_heads * (facts.head_dim + 1) * 4
+    graph_rows = min(options.max_graph_rows, options.max_requests)
+    graphs = graph_rows * (_token_bytes(facts, config) + facts.vocab_size * 2 * 4)
+    return activations + logits + graphs + partial_results * (2 if graph_rows else 1)
+
+
+def _token_bytes(facts: ModelFacts, config: Any) -> int:
+    """Bytes of one token's activations."""
     itemsize = 4 if facts.dtype == "float32" else 2
     hidden = int(config.hidden_size)
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
@@ -40,6 +55,4 @@ def step_bytes(facts: ModelFacts, config: Any, options: RunnerOptions) -> int:
         getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 4 * hidden
     )
     width = max(hidden, inner * experts, facts.num_query_heads * facts.head_dim)
-    activations = options.max_step_tokens * (width * _WIDTH_COPIES + hidden * 4) * itemsize
-    rows = min(options.max_requests, options.max_step_tokens)
-    return activations + rows * facts.vocab_size * _LOGIT_COPIES * 4
+    return (width * _WIDTH_COPIES + hidden * 4) * itemsize

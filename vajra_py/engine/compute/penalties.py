@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from vajra_py.engine.compute.interface import SamplingParams
+from vajra_py.engine.compute.transfer import to_device
 
 
 class History:
@@ -40,9 +42,9 @@ def apply_penalties(logits: torch.Tensor, rows: Sequence[tuple[int, SamplingPara
 
     Repetition penalty as in CTRL (Keskar et al. 2019): positive logits are divided by it, others multiplied.
     """
-    places = torch.tensor([place for place, _, _ in rows], device=logits.device)
+    places = to_device(np.array([place for place, _, _ in rows], np.int64), logits.device)
     factors = [(one.repetition_penalty, one.frequency_penalty, one.presence_penalty) for _, one, _ in rows]
-    repetition, frequency, presence = torch.tensor(factors, device=logits.device).unsqueeze(-1).unbind(1)
+    repetition, frequency, presence = to_device(np.array(factors, np.float32), logits.device).unsqueeze(-1).unbind(1)
     counts = torch.stack([history.output_counts for _, _, history in rows])
     put_out = counts > 0
     seen = put_out | torch.stack([history.in_prompt for _, _, history in rows])

@@ -8,12 +8,15 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from vajra_py.engine.compute.batch import BatchInputs, BatchState, Ints
+from vajra_py.engine.compute.batch import BatchState, HostBatch, Ints
+from vajra_py.engine.compute.graphs import Capture, CudaCapture, DecodeGraphs
 from vajra_py.engine.compute.interface import (
     ModelFacts,
     NewRow,
@@ -24,11 +27,15 @@ from vajra_py.engine.compute.interface import (
     TokenLogprobs,
 )
 from vajra_py.engine.compute.kv_memory import KvMemory
+from vajra_py.engine.compute.loading import find_device
 from vajra_py.engine.compute.memory import step_bytes, usable_bytes
 from vajra_py.engine.compute.prepare import PreparedModel, prepare
 from vajra_py.engine.compute.sampler import Sampler
 from vajra_py.engine.compute.shard import join_group, leave_group
+from vajra_py.engine.compute.transfer import to_device, to_host
 from vajra_py.errors import ConfigError, ExecutorError, Problem
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -57,21 +64,24 @@ class TorchStep:
 class TorchRunner:
     """A `ModelRunner` in this process."""
 
-    def __init__(self, model: PreparedModel, options: RunnerOptions) -> None:
+    def __init__(self, model: PreparedModel, options: RunnerOptions, capture: Capture | None = None) -> None:
         self._model = model
         self._options = options
         facts, device = model.facts, model.device
         self._memory: KvMemory | None = None
+        self._capture = capture
+        self._graphs: DecodeGraphs | None = None
         self._state = BatchState(options.max_requests, facts.max_model_len, options.block_size, device)
         self._sampler = Sampler(options.max_requests, facts.vocab_size, facts.eos_token_ids, device)
 
     @classmethod
-    def load(cls, options: RunnerOptions) -> TorchRunner:
-        """See `load_runner`."""
+    def load(cls, options: RunnerOptions, capture: Capture | None = None) -> TorchRunner:
+        """See `load_runner`. `capture` makes graphs in the place of CUDA's."""
         _check_options(options)
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
-        return cls(prepare(options, join_group(options)), options)
+        with current(find_device(options.device)):
+            return cls(prepare(options, join_group(options)), options, capture)
 
     @property
     def facts(self) -> ModelFacts:
@@ -85,7 +95,7 @@ class TorchRunner:
                 Problem("memory fraction", f"out of range ({memory_fraction})", "Allowed: above 0, up to 1")
             )
         facts, device = self._model.facts, self._model.device
-        needed = step_bytes(facts, self._model.config, self._options)
+        needed = step_bytes(facts, self._model.config, self._options, device)
         usable = usable_bytes(device, memory_fraction, facts.weight_bytes) - needed
         num_blocks = max(0, usable) // (facts.kv_bytes_per_token * facts.block_size)
         longest = -(-facts.max_model_len // facts.block_size)
@@ -116,29 +126,32 @@ class TorchRunner:
             raise ExecutorError(
                 f"KV memory: {num_blocks} device and {num_host_blocks} host blocks do not fit ({error})"
             ) from error
+        with current(self._model.device):
+            self._graphs = self._captured(self._memory)
+
+    @torch.inference_mode()
+    def _captured(self, memory: KvMemory) -> DecodeGraphs | None:
+        options, device = self._options, self._model.device
+        largest = min(options.max_graph_rows, options.max_requests)
+        capture = self._capture
+        if capture is None and device.type == "cuda":
+            capture = CudaCapture(device)
+        if capture is None or not largest:
+            return None
+        if options.tensor_parallel_size > 1:
+            _log.info("decodes run without CUDA graphs: several ranks share the layers")
+            return None
+        vocab_size = self._model.facts.vocab_size
+        return DecodeGraphs.captured(self._model.forward, memory.caches, self._state, vocab_size, largest, capture)
 
     @torch.inference_mode()
     def submit(self, step: StepInput) -> PendingStep:
         """See `ModelRunner`."""
         if self._memory is None:
             raise ExecutorError("step: there is no KV memory yet. Call `allocate` first.")
-        on_cuda = self._model.device.type == "cuda"
-        started: float | torch.cuda.Event = time.perf_counter()
-        if on_cuda:
-            started = _event()
-            started.record()
         try:
-            self._take_changes(step, self._memory)
-            inputs = self._state.take(step)
-            tokens, logprobs = self._compute(inputs, self._memory)
-            if not on_cuda:
-                duration_s = time.perf_counter() - float(started)  # type: ignore[arg-type]
-                return TorchStep(inputs.slots, tokens, logprobs, started, None, duration_s)
-            on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            on_host.copy_(tokens, non_blocking=True)
-            done = _event()
-            done.record()
-            return TorchStep(inputs.slots, on_host, logprobs, started, done)
+            with current(self._model.device):
+                return self._submitted(step, self._memory)
         except torch.cuda.OutOfMemoryError as error:
             raise ExecutorError(f"step: out of memory on {self._model.device} ({error})") from error
         except (RuntimeError, IndexError, ValueError) as error:
@@ -150,10 +163,22 @@ class TorchRunner:
 
     def close(self) -> None:
         """See `ModelRunner`."""
-        self._memory = None
+        self._memory = self._graphs = None
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
         leave_group()
+
+    def _submitted(self, step: StepInput, memory: KvMemory) -> PendingStep:
+        on_cuda = self._model.device.type == "cuda"
+        started: float | torch.cuda.Event = _marked() if on_cuda else time.perf_counter()
+        self._take_changes(step, memory)
+        batch = self._state.take(step)
+        slots = batch.sampled_slots
+        tokens, logprobs = self._compute(batch, slots, memory)
+        tokens = to_host(tokens)
+        if isinstance(started, float):
+            return TorchStep(slots, tokens, logprobs, started, None, time.perf_counter() - started)
+        return TorchStep(slots, tokens, logprobs, started, _marked())
 
     def _take_changes(self, step: StepInput, memory: KvMemory) -> None:
         for slot in step.freed:
@@ -170,17 +195,35 @@ class TorchRunner:
         if not 0 <= new.slot < self._options.max_requests:
             raise ExecutorError(f"step: no such slot ({new.slot}). Slots are 0 to {self._options.max_requests - 1}.")
 
-    def _compute(self, inputs: BatchInputs, memory: KvMemory) -> tuple[torch.Tensor, dict[int, TokenLogprobs]]:
-        logits = self._model.forward(inputs.token_ids, inputs.positions, inputs.rows, inputs.metadata, memory.caches)
-        if not inputs.slots.size:
+    def _compute(
+        self, batch: HostBatch, slots: Ints, memory: KvMemory
+    ) -> tuple[torch.Tensor, dict[int, TokenLogprobs]]:
+        state, likeliest = self._state, None
+        if self._graphs is not None and self._graphs.takes(batch):
+            logits, likeliest = self._graphs.run(batch)
+            places = None
+        else:
+            inputs = state.tensors(batch)
+            metadata, places = inputs.metadata, inputs.slots
+            logits = self._model.forward(inputs.token_ids, inputs.positions, inputs.rows, metadata, memory.caches)
+        if not slots.size:
             return torch.empty(0, dtype=torch.int64), {}
-        tokens, logprobs = self._sampler.sample(logits, inputs.slots)
-        self._state.last_tokens.index_copy_(0, inputs.slots_on_device, tokens)
+        tokens, logprobs = self._sampler.sample(logits, slots, likeliest)
+        if tokens is not likeliest:
+            state.last_tokens.index_copy_(0, to_device(slots, self._model.device) if places is None else places, tokens)
         return tokens, logprobs
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Within it, a GPU is the one that kernels are launched on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _marked() -> torch.cuda.Event:
+    """The present point of the device's stream."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def _check_options(options: RunnerOptions) -> None:
@@ -189,6 +232,8 @@ def _check_options(options: RunnerOptions) -> None:
         problems.append(Problem("block_size", f"not positive ({options.block_size})", "Allowed: 16 to 128 tokens"))
     if options.max_requests < 1:
         problems.append(Problem("max_requests", f"not positive ({options.max_requests})", "Allowed: 1 or more"))
+    if options.max_graph_rows < 0:
+        problems.append(Problem("max_graph_rows", f"negative ({options.max_graph_rows})", "Allowed: 0 or more"))
     if options.num_threads is not None and options.num_threads < 1:
         problems.append(Problem("num_threads", f"not positive ({options.num_threads})", "Allowed: 1 or more"))
     if not 0 <= options.tensor_parallel_rank < options.tensor_parallel_size:

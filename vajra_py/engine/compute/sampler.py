@@ -19,6 +19,7 @@ import torch
 from vajra_py.engine.compute.batch import Ints
 from vajra_py.engine.compute.interface import NewRow, SamplingParams, TokenLogprobs, needs_history
 from vajra_py.engine.compute.penalties import History, apply_penalties
+from vajra_py.engine.compute.transfer import to_device
 
 _NEG_INF = float("-inf")
 
@@ -82,12 +83,18 @@ class Sampler:
         self._rows[slot] = None
         self._is_plain[slot] = True
 
-    def sample(self, logits: torch.Tensor, slots: Ints) -> tuple[torch.Tensor, dict[int, TokenLogprobs]]:
-        """Tokens int64 [R] of logits [R, vocab] for these slots, and log-probabilities for those that asked."""
+    def sample(
+        self, logits: torch.Tensor, slots: Ints, likeliest: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[int, TokenLogprobs]]:
+        """Tokens int64 [R] of logits [R, vocab] for these slots, and log-probabilities for those that asked.
+
+        `likeliest` is `logits.argmax(-1)` where that is known; it is the very tensor that is returned when nobody asks for
+        more.
+        """
         plain = bool(self._is_plain[slots].all())
         if plain:
             self._num_outputs[slots] += 1
-            return logits.argmax(-1), {}
+            return logits.argmax(-1) if likeliest is None else likeliest, {}
         raw = logits.float()
         adjusted = self._adjust(raw, slots)
         greedy = self._greedy[slots]
@@ -98,7 +105,7 @@ class Sampler:
             tokens = (
                 adjusted.argmax(-1) if greedy.any() else torch.empty(len(slots), dtype=torch.int64, device=raw.device)
             )
-            index = torch.from_numpy(drawn).to(self._device)
+            index = to_device(drawn, self._device)
             tokens[index] = self._draw(adjusted[index], slots[drawn])
         self._num_outputs[slots] += 1
         self._remember(tokens, slots)
@@ -121,12 +128,12 @@ class Sampler:
 
     def _draw(self, logits: torch.Tensor, slots: Ints) -> torch.Tensor:
         """One token a row, by the inverse of the cumulated probabilities of the tokens that are kept."""
-        floats = torch.from_numpy(self._floats[slots]).to(self._device, non_blocking=True)
+        floats = to_device(self._floats[slots], self._device)
         # From the largest down, so that no temperature overflows.
         scores = (logits - logits.amax(-1, keepdim=True)) / floats[:, :1]
         scores = _truncate(scores, floats, self._floats[slots], self._top_k[slots])
         cumulated = torch.softmax(scores, -1).double().cumsum_(-1)
-        numbers = torch.from_numpy(uniform_numbers(self._seeds[slots], self._num_outputs[slots])).to(self._device)
+        numbers = to_device(uniform_numbers(self._seeds[slots], self._num_outputs[slots]), self._device)
         # `right` skips tokens of probability 0; scaling by the last entry keeps rounding from running past the end.
         targets = (numbers.unsqueeze(-1) * cumulated[:, -1:]).minimum(cumulated[:, -1:] * (1.0 - 1e-12))
         return torch.searchsorted(cumulated, targets, right=True).squeeze(-1)
@@ -176,9 +183,9 @@ def _truncate(scores: torch.Tensor, floats: torch.Tensor, host: npt.NDArray[np.f
     if top_k.min() < vocab_size:
         width = int(top_k[top_k < vocab_size].max())
         best = scores.topk(width, -1).values
-        place = torch.from_numpy(np.minimum(top_k, width) - 1).to(scores.device)
+        place = to_device(np.minimum(top_k, width) - 1, scores.device)
         threshold = best.gather(1, place.unsqueeze(-1))
-        threshold[torch.from_numpy(top_k >= vocab_size).to(scores.device)] = _NEG_INF
+        threshold.masked_fill_(to_device(top_k >= vocab_size, scores.device).unsqueeze(-1), _NEG_INF)
         scores = scores.masked_fill(scores < threshold, _NEG_INF)
     if host[:, 1].min() < 1.0:
         ranked = scores.sort(-1, descending=True).values
