@@ -13,6 +13,7 @@ from vajra_py.contract import (
     Layer,
     ListensToRequests,
     Observer,
+    PreemptionMode,
     RepeatsDecodes,
     ReplicaLimits,
     ReplicaScheduler,
@@ -84,10 +85,14 @@ class Replica:
         self._publish_at_end = not parts.options.publish_at_schedule
         self._pipelined = parts.limits.pipeline_stages > 1
         self._num_waiting_in_run = 0
+        self._inherited: list[Request] = []
+        """What runs though another policy admitted it, earliest admission first; the present one may be unable to go on."""
         self.refit(parts)
 
     def refit(self, parts: ReplicaParts) -> None:
         """Go on with another policy, other listeners or another queue, which holds what waits here; the rest stays."""
+        if parts.policy is not self.parts.policy:
+            self._inherited = [*self.residents.running(), *self.residents.in_flight]
         self.parts = parts
         self.queue = self.residents.queue = parts.queue
         schedule = parts.policy.schedule
@@ -150,6 +155,7 @@ class Replica:
         self.num_in_flight = 0
         self._output_limits.clear()
         self._to_abort.clear()
+        self._inherited = []
         self.residents.clear()
         self.memory.clear()
         self.builder.swap_bytes_due = 0
@@ -181,12 +187,24 @@ class Replica:
         for _ in range(MAX_EMPTY_STEPS):
             plan = self.form_step(now)
             if plan is None:
-                return None
+                if not self._inherited or not self._give_way(now):
+                    return None
+                num_preempted += 1
+                continue
             if plan.num_requests:
                 plan.num_preempted_before = num_preempted
                 return plan
             num_preempted += len(plan.preempted)
         raise PolicyError(self.parts.policy_name, "preempts without ever running anything", step=self.num_steps)
+
+    def _give_way(self, now: int) -> bool:
+        """The policy does nothing: of what it did not admit itself, let the latest give its memory up; whether there was any."""
+        while self._inherited and not self.num_in_flight:
+            request = self._inherited.pop()
+            if request.state is RequestState.RUNNING and request.replica_id == self.replica_id:
+                self.lifecycle.preempt(request, PreemptionMode.RECOMPUTE, to_seconds(now))
+                return True
+        return False
 
     def form_step(self, now: int) -> StepPlan | None:
         """Ask the policy once. None: it did nothing; a plan without entries: it only preempted."""

@@ -27,6 +27,7 @@ from vajra_py.engine.compute import (
     StepOutput,
     TokenLogprobs,
 )
+from vajra_py.engine.supervision import Outcome, Restarted, RestartLimits
 from vajra_py.engine.worker import Deliver, InlineWorker, ReplicaKey, Worker
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.runtime.clock import NEVER
@@ -223,6 +224,30 @@ class SteppedWorld:
         """The worker of one replica."""
         return _SteppedWorker(replica, self._runner(replica, options), self._under_way)
 
+    def restarter(
+        self,
+        limits: RestartLimits,
+        begin: Callable[[ReplicaKey], Worker],
+        finish: Callable[[ReplicaKey, Worker], None],
+        tell: Callable[[Outcome], None],
+    ) -> SteppedRestarter:
+        """See `MakeRestarter`: workers come back some time later, without threads."""
+        return SteppedRestarter(limits.max_restarts, lambda replica: self._replace(replica, begin, finish, tell))
+
+    def _replace(
+        self,
+        replica: ReplicaKey,
+        begin: Callable[[ReplicaKey], Worker],
+        finish: Callable[[ReplicaKey, Worker], None],
+        tell: Callable[[Outcome], None],
+    ) -> None:
+        def come_back() -> None:
+            worker = begin(replica)
+            finish(replica, worker)
+            tell(Restarted(replica, worker))
+
+        self._under_way.append(come_back)
+
     def now(self) -> int:
         """See `EngineClock`."""
         if self.on_read is not None:
@@ -240,6 +265,26 @@ class SteppedWorld:
             raise RuntimeError("the loop waits for ever")
         self._under_way.pop(int(self._stream.integers(len(self._under_way))))()
         return inbox.get_nowait()
+
+
+class SteppedRestarter:
+    """A `Restarter` that promises so many restarts in all, for each replica, and no more."""
+
+    def __init__(self, max_restarts: int, replace: Callable[[ReplicaKey], None]) -> None:
+        self._left: dict[ReplicaKey, int] = {}
+        self._max = max_restarts
+        self._replace = replace
+
+    def lost(self, replica: ReplicaKey, worker: Worker) -> bool:
+        """See `Restarter`."""
+        left = self._left[replica] = self._left.get(replica, self._max) - 1
+        if left < 0:
+            return False
+        self._replace(replica)
+        return True
+
+    def close(self) -> None:
+        """See `Restarter`."""
 
 
 class _SteppedWorker(InlineWorker):

@@ -1,0 +1,202 @@
+"""Does a policy take another's place under load without a request being lost or changed, and does the simulator follow?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vajra_py.config import PolicyChoice, config_from_mapping
+from vajra_py.contract import Layer, Observer, PolicySwap
+from vajra_py.errors import ConfigError, VajraError
+from vajra_py.experiment.backend import Backend, Run
+from vajra_py.experiment.engined import EngineRun
+from vajra_py.experiment.replay import replay
+from vajra_py.experiment.run import run_experiment
+from vajra_py.metrics.run_data import RunData
+from vajra_py.runtime.input_log import Swap, read_inputs, read_rows
+from vajra_py.runtime.swapping import PolicyChange, Swapped
+from vajra_py.testing.fake_runner import SteppedWorld, expected_output
+
+LATENCY = {"type": "affine", "base_s": 0.004, "per_token_s": 1e-4, "per_prefill_pair_s": 1e-7, "per_swap_byte_s": 1e-7}
+OTHERS: dict[Layer, list[Any]] = {
+    Layer.REQUEST_PRIORITIZER: ["lrs", {"policy": "edf", "params": {"min_deadline_s": 0.01}}, "priority", "fcfs"],
+    Layer.REPLICASET_SCHEDULER: ["pull", "least_loaded", "random", "prefix_affinity", "round_robin", "power_of_two"],
+    Layer.REPLICA_SCHEDULER: [
+        {"policy": "fixed_chunk", "params": {"chunk_size": 20}},
+        "vllm_v1",
+        {"policy": "dynamic_chunk", "params": {"target_batch_time_s": 0.008}},
+        {"policy": "space_sharing", "params": {"target_batch_time_s": 0.01, "long_seq_kv_cache_len_threshold": 64}},
+        {"policy": "nano_vllm_rs", "params": {"preemption": True}},
+        "orca",
+        {"policy": "fixed_chunk", "params": {"chunk_size": 48, "preemption": "swap"}},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def hollow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that passes for a model until somebody loads it."""
+    folder = tmp_path_factory.mktemp("hollow")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
+def experiment(model: Path, seed: int = 3) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "seed": seed,
+        "num_replicas": 2,
+        "scheduling": {
+            "request_prioritizer": "fcfs",
+            "replicaset_scheduler": "round_robin",
+            "replica_scheduler": {"policy": "fixed_chunk", "params": {"chunk_size": 48, "preemption": "swap"}},
+        },
+        "replica": {
+            "max_batch_size": 6,
+            "max_model_len": 200,
+            "memory": {"block_size": 8, "num_blocks": 40, "host_blocks": 24, "reservation": "incremental"},
+        },
+        "workload": {
+            "type": "synthetic",
+            "arrivals": {"type": "poisson", "rate": 80.0},
+            "num_requests": 40,
+            "prompt_tokens": {"type": "uniform", "min": 1, "max": 100},
+            "output_tokens": {"type": "uniform", "min": 4, "max": 60},
+            "slo_classes": [{"name": "gold", "deadline_s": 0.4, "priority": -1}, {"name": "iron", "share": 2.0}],
+        },
+        "backend": {"engine": {"model": str(model), "random_weights": True, "latency": LATENCY, "time_scale": 0.5}},
+    }
+
+
+def choice_of(given: Any) -> PolicyChoice:
+    return PolicyChoice.model_validate(given)
+
+
+class Watcher(Observer):
+    def __init__(self) -> None:
+        self.swaps: list[PolicySwap] = []
+
+    def on_policy_swapped(self, swap: PolicySwap, now: float) -> None:
+        self.swaps.append(swap)
+
+
+def swapping(
+    changes: list[tuple[Layer, Any]], answers: list[Swapped | VajraError], made: list[EngineRun]
+) -> Callable[[Run], Backend]:
+    """A backend in which, every few steps, the next of these policies is put in force."""
+    left = list(changes)
+
+    def make(run: Run) -> Backend:
+        world = SteppedWorld(np.random.default_rng(run.config.seed), mean_step_s=0.002)
+        backend = EngineRun(run, make_worker=world.worker, make_clock=world.clock)
+        made.append(backend)
+
+        def now_and_then() -> None:
+            if left and backend.loop is not None and backend.loop.num_steps >= 8 * (1 + len(changes) - len(left)):
+                layer, given = left.pop(0)
+                backend.loop.swap_policy(PolicyChange("default", layer, choice_of(given)), answers.append)
+
+        world.on_read = now_and_then
+        return backend
+
+    return make
+
+
+def check(made: EngineRun, run: RunData, folder: Path) -> None:
+    """Every request got what it would have got alone, and nothing is left."""
+    prompts, specs = made._prompts, {spec.request_id: spec for spec in made._run.workload}
+    rows = list(read_rows(folder / "outputs.jsonl.gz"))
+    assert len(rows) == len(specs) == run.requests().num_rows
+    for row in rows:
+        spec = specs[row["request_id"]]
+        assert row["token_ids"] == expected_output(prompts.prompt(spec).token_ids, spec.num_output_tokens)
+    made.controller.check_conservation()
+    for replica in made.controller.replicas():
+        assert replica.memory.free_blocks == replica.memory.num_blocks
+
+
+@pytest.mark.parametrize("layer", list(Layer))
+def test_every_layer_is_swapped_under_load(layer: Layer, hollow_model: Path, tmp_path: Path) -> None:
+    changes = [(layer, one) for one in OTHERS[layer]]
+    answers: list[Swapped | VajraError] = []
+    made: list[EngineRun] = []
+    backend = swapping(changes, answers, made)
+    run = run_experiment(config_from_mapping(experiment(hollow_model)), folder=tmp_path / "run", backend=backend)
+    assert [one.swap.policy for one in answers if isinstance(one, Swapped)] == [
+        choice_of(one).policy for _, one in changes
+    ]
+    assert sum(one.swap.num_requeued for one in answers if isinstance(one, Swapped)) > 10
+    check(made[0], run, tmp_path / "run")
+    report = replay(tmp_path / "run")
+    assert report.difference is None
+    assert report.ahead is None
+    assert report.ahead_skipped is None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_swaps_of_all_layers_in_any_order(seed: int, hollow_model: Path, tmp_path: Path) -> None:
+    stream = np.random.default_rng(seed)
+    every = [(layer, one) for layer in Layer for one in OTHERS[layer]]
+    changes = [every[index] for index in stream.permutation(len(every))]
+    answers: list[Swapped | VajraError] = []
+    made: list[EngineRun] = []
+    backend = swapping(changes, answers, made)
+    run = run_experiment(config_from_mapping(experiment(hollow_model, seed)), folder=tmp_path / "run", backend=backend)
+    assert sum(isinstance(one, Swapped) for one in answers) >= len(changes) - 1  # some policies refuse what is running
+    check(made[0], run, tmp_path / "run")
+    assert replay(tmp_path / "run").is_equal
+
+
+def test_a_replay_without_the_swap_is_found_out(
+    hollow_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = swapping([(Layer.REPLICA_SCHEDULER, OTHERS[Layer.REPLICA_SCHEDULER][0])], [], [])
+    run_experiment(config_from_mapping(experiment(hollow_model)), folder=tmp_path / "run", backend=backend)
+    inputs = read_inputs(tmp_path / "run" / "inputs.jsonl.gz")
+    assert sum(isinstance(one, Swap) for one in inputs) == 1
+    kept = [one for one in inputs if not isinstance(one, Swap)]
+    monkeypatch.setattr("vajra_py.experiment.replay.read_inputs", lambda path: kept)
+    report = replay(tmp_path / "run")
+    assert report.difference is not None
+    assert "chunks" in report.difference
+
+
+def test_a_policy_that_cannot_be_changes_nothing(hollow_model: Path, tmp_path: Path) -> None:
+    wrong = [
+        (Layer.REQUEST_PRIORITIZER, "fcsf"),
+        (Layer.REPLICA_SCHEDULER, {"policy": "fixed_chunk", "params": {"chunk_size": -1}}),
+        (Layer.REPLICASET_SCHEDULER, {"policy": "pull", "params": {"by": "tokens"}}),
+    ]
+    answers: list[Swapped | VajraError] = []
+    made: list[EngineRun] = []
+    run = run_experiment(
+        config_from_mapping(experiment(hollow_model)),
+        folder=tmp_path / "run",
+        backend=swapping(wrong, answers, made),
+    )
+    assert len(answers) == 3
+    assert all(isinstance(one, VajraError) for one in answers)
+    assert "Did you mean 'fcfs'?" in str(answers[0])
+    assert not any(isinstance(one, Swap) for one in read_inputs(tmp_path / "run" / "inputs.jsonl.gz"))
+    check(made[0], run, tmp_path / "run")
+    config = config_from_mapping(experiment(hollow_model))
+    plain = run_experiment(config, folder=tmp_path / "plain", backend=swapping([], [], []))
+    assert plain.steps().equals(run.steps())  # as if nobody had asked
+
+
+def test_a_scheduler_that_would_never_run_a_request_is_refused(hollow_model: Path, tmp_path: Path) -> None:
+    mapping = experiment(hollow_model)
+    mapping["replica"]["max_batch_tokens"] = 64
+    answers: list[Swapped | VajraError] = []
+    made: list[EngineRun] = []
+    backend = swapping([(Layer.REPLICA_SCHEDULER, "minivllm")], answers, made)
+    run = run_experiment(config_from_mapping(mapping), folder=tmp_path / "run", backend=backend)
+    assert isinstance(answers[0], ConfigError)
+    assert "would never run request" in str(answers[0])
+    check(made[0], run, tmp_path / "run")
+    assert replay(tmp_path / "run").is_equal
