@@ -249,10 +249,11 @@ def puppet_server(tmp_path: Path) -> Iterator[Callable[..., PuppetServer]]:
         mapping = {**PUPPET_CONFIG, "workload": dict(NO_WORKLOAD), **(settings or {}), "backend": {"engine": engine}}
         registry = load_registry()
         config = config_from_mapping(mapping, (), registry)
+        tracing = given.pop("tracing", None)
         options = ServeOptions(port=0, **given)
         recording = RunRecording(config, registry, options.save_run) if options.save_run is not None else None
         session = EngineSession(SessionParts(config, registry, recording=recording, replaced={"load": load}))
-        service = Service(session, options)
+        service = Service(session, options, tracing)
         bound = bind(options.host, options.port)
         uvicorn_config = uvicorn.Config(create_app(service), log_config=None, access_log=False, ws="none")
         server = DrainingServer(uvicorn_config, service)

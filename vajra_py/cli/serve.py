@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from vajra_py.cli.options import overrides_option
 from vajra_py.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from vajra_py.serve.options import ServeOptions
+    from vajra_py.serve.tracing import Tracing
 
 API_KEY_VARIABLE = "VAJRA_API_KEY"
 _COUNT = click.IntRange(min=1)
@@ -86,6 +90,10 @@ def _server_options(command: click.Command | Any) -> Any:
             show_default=True,
             help="Prefix in /metrics of what vLLM has too.",
         ),
+        click.option(
+            "--otlp-traces-endpoint",
+            help="Send spans there (OTLP over HTTP, a whole URL); the variables OTEL_* do as well.",
+        ),
         click.option("--save-run", type=click.Path(path_type=Path), help="Keep the session as a run in this folder."),
     )
     for option in reversed(options):
@@ -122,6 +130,15 @@ def serve(file: Path | None, overrides: tuple[str, ...], **given: Any) -> None:
     _run(config, registry, given)
 
 
+def _tracing(options: ServeOptions) -> Tracing:
+    try:
+        from vajra_py.serve.tracing import make_tracing
+    except ModuleNotFoundError as error:
+        message = f"spans are asked for, and their packages are not installed ({error.name})"
+        raise ConfigError(Problem("serve", message, 'Install the extra: pip install "vajra-py[otel]"')) from None
+    return make_tracing(options.otlp_traces_endpoint)
+
+
 def _run(config: Any, registry: Any, given: dict[str, Any]) -> None:
     try:
         from vajra_py.serve.app import Service
@@ -138,7 +155,8 @@ def _run(config: Any, registry: Any, given: dict[str, Any]) -> None:
     options = ServeOptions(**given)
     options.check()
     recording = None if options.save_run is None else RunRecording(config, registry, options.save_run)
-    service = Service(EngineSession(SessionParts(config, registry, recording=recording)), options)
+    session = EngineSession(SessionParts(config, registry, recording=recording))
+    service = Service(session, options, _tracing(options) if options.traces else None)
 
     def listening(host: str, port: int) -> None:
         shown = f"[{host}]" if ":" in host else host

@@ -70,6 +70,18 @@ class RequestMetrics:
         """Time to the first token."""
         return None if self.first_token_at is None else self.first_token_at - self.arrived_at
 
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """Those of a request so far."""
+        return cls(
+            request.arrived_at,
+            request.admitted_at,
+            request.first_token_at,
+            request.ended_at,
+            request.num_cached_tokens,
+            request.num_preemptions,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
@@ -110,14 +122,7 @@ def output_of(submission: Submission, request: Request, reason: EndReason) -> Re
         detail=request.detail,
         stopped_by=collected.stopped_by,
         logprobs=None if collected.sampling.logprobs is None else collected.logprobs,
-        metrics=RequestMetrics(
-            request.arrived_at,
-            request.admitted_at,
-            request.first_token_at,
-            request.ended_at,
-            request.num_cached_tokens,
-            request.num_preemptions,
-        ),
+        metrics=RequestMetrics.of(request),
     )
 
 

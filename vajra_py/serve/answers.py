@@ -43,8 +43,8 @@ def usage(tickets: Sequence[Ticket], num_per_prompt: int) -> dict[str, Any]:
     """Tokens that a request took; a prompt with several outputs counts once."""
     prompt_tokens = sum(ticket.num_prompt_tokens for ticket in tickets[::num_per_prompt])
     output_tokens = sum(ticket.num_tokens for ticket in tickets)
-    firsts = [ticket.end for ticket in tickets[::num_per_prompt]]
-    cached = sum(end.num_cached_tokens for end in firsts if end is not None)
+    firsts = [ticket.end.metrics for ticket in tickets[::num_per_prompt] if ticket.end is not None]
+    cached = sum(metrics.num_cached_tokens for metrics in firsts if metrics is not None)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib import resources
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Body, FastAPI, Header, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
@@ -29,6 +30,9 @@ from vajra_py.serve.schema import ChatBody, CompletionBody, GenerationBody, Sche
 from vajra_py.serve.session import EngineSession, SessionState
 from vajra_py.serve.stats import ServerStats, time_policies
 
+if TYPE_CHECKING:  # needs an extra
+    from vajra_py.serve.tracing import RequestTrace, Tracing
+
 _GENERATION_ERRORS = answers.errors(400, 401, 404, 408, 413, 429, 503)
 _STREAM: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 
@@ -36,7 +40,7 @@ _STREAM: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 class Service:
     """What the paths share: the session, the options, and how many requests are under way."""
 
-    def __init__(self, session: EngineSession, options: ServeOptions) -> None:
+    def __init__(self, session: EngineSession, options: ServeOptions, tracing: Tracing | None = None) -> None:
         self.session = session
         self.options = options
         self.catalogue = Catalogue(session.config, options.served_names)
@@ -44,6 +48,9 @@ class Service:
         self.created = now_s()
         self.num_exchanges = 0
         self.stats: ServerStats | None = None
+        self.tracing = tracing
+        if tracing is not None:
+            tracing.zero_ns = lambda: session.clock_zero_ns
         self.exposition = Exposition(self, options.metric_names)
         session.watchers.append(self._watch)
 
@@ -90,6 +97,17 @@ class Service:
 
     async def generate(self, request: Request, body: GenerationBody, headers: SchedulingHeaders) -> Response:
         """Answer a request for outputs."""
+        trace = None if self.tracing is None else self.tracing.begin(request.headers, body)
+        try:
+            exchange = await self._exchange(body, headers, trace)
+        except BaseException as error:
+            if trace is not None:
+                trace.fail(error)
+            raise
+        return await exchange.respond(request)
+
+    async def _exchange(self, body: GenerationBody, headers: SchedulingHeaders, trace: RequestTrace | None) -> Exchange:
+        """Everything about a request before the engine gets it. Raises `ApiError`."""
         if body.model not in self.names:
             raise unknown_model(body.model, self.names)
         self.enter()
@@ -100,11 +118,16 @@ class Service:
             prepare = self.preparer.chat if is_chat else self.preparer.completion
             prepared = await prepare(wanted, name)
             answer = Answer(name, now_s(), body.model, body, prepared.reply, prepared.tokenizer)
-            exchange = Exchange(self.session, answer, self.options.retry_after_s, self.leave)
         except BaseException:
             self.leave()
             raise
-        return await exchange.respond(request)
+
+        def release() -> None:
+            self.leave()
+            if trace is not None:
+                trace.end(name, prepared.reply.tickets, body.n)
+
+        return Exchange(self.session, answer, self.options.retry_after_s, release)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -118,6 +141,8 @@ def create_app(service: Service) -> FastAPI:
             yield
         finally:
             await session.close()
+            if service.tracing is not None:
+                await asyncio.to_thread(service.tracing.close)
 
     app = FastAPI(
         title="vajra",

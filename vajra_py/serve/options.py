@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Literal
 
 from vajra_py.errors import ConfigError, Problem
 
+OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -28,6 +30,7 @@ class ServeOptions:
         grace_s: how long a shutdown lets requests finish, seconds.
         metric_names: `vajra` (own prefix) or `vllm` (vLLM's names where the thing is the same).
         max_labels: tenants, and classes of service, that numbers tell apart; further ones count as "other".
+        otlp_traces_endpoint: where spans go, by OTLP over HTTP; None: where the variables `OTEL_*` say, or nowhere.
         save_run: folder that gets the session as a run; None: it is not recorded.
     """
 
@@ -42,7 +45,17 @@ class ServeOptions:
     grace_s: float = 30.0
     metric_names: Literal["vajra", "vllm"] = "vajra"
     max_labels: int = 100
+    otlp_traces_endpoint: str | None = None
     save_run: Path | None = None
+
+    @property
+    def traces(self) -> bool:
+        """Whether spans are wanted: by the option, or by a variable that names an exporter or an endpoint."""
+        if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+            return False
+        exporter = os.environ.get("OTEL_TRACES_EXPORTER", "")
+        named = any(os.environ.get(name) for name in OTLP_VARIABLES)
+        return self.otlp_traces_endpoint is not None or exporter not in ("", "none") or (named and exporter != "none")
 
     def check(self) -> None:
         """Raises `ConfigError` with everything that cannot be."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract import EndReason, Observer
 from vajra_py.engine.assembly import Engine
+from vajra_py.engine.clock import WallClock
 from vajra_py.engine.compute import ModelFacts
 from vajra_py.engine.config import EngineConfig
 from vajra_py.engine.llm import load_tokenizer
@@ -108,6 +110,8 @@ class EngineSession:
         """Called in the engine's thread when the engine is loaded; they say who watches it."""
         self.on_formed: Callable[[str, float], None] | None = None
         """Told how long forming each step took; `watchers` may set it."""
+        self.clock_zero_ns = 0
+        """When the engine's clock began, nanoseconds since 1970."""
         self._parts = parts
         self._loop: EngineLoop | None = None
         self._tickets: dict[Ticket, None] = {}
@@ -248,7 +252,7 @@ class EngineSession:
 
     def _load(self) -> None:
         parts = self._parts
-        replaced = {"threaded": True, **(parts.replaced or {})}
+        replaced = {"threaded": True, "make_clock": self._clock, **(parts.replaced or {})}
         services = engine_services(parts.config, parts.registry, {}, **replaced)
         self._load_tokenizers()
         engine = Engine.load(parts.config, services)
@@ -266,6 +270,10 @@ class EngineSession:
         with self._gate:
             self._takes = True
         self._set_state(SessionState.READY)
+
+    def _clock(self) -> WallClock:
+        self.clock_zero_ns = time.time_ns()
+        return WallClock()
 
     def _load_tokenizers(self) -> None:
         settings: EngineConfig = self.config.backend.settings

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from vajra_py.contract import EndReason
 from vajra_py.engine.compute import TokenLogprobs
+from vajra_py.engine.llm import RequestMetrics
 from vajra_py.engine.outputs import Submission
 from vajra_py.runtime.request import Request
 
@@ -30,13 +31,13 @@ class End:
         reason: why.
         detail: the same in words, where there is more to say.
         stopped_by: the stop string or token that ended it.
-        num_cached_tokens: of the prompt, found in the prefix cache.
+        metrics: when things happened to it; None where the engine never said.
     """
 
     reason: EndReason
     detail: str = ""
     stopped_by: str | int | None = None
-    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -163,7 +164,7 @@ class Mailbox:
             end = None
             if reason is not None:
                 forget(ticket)
-                end = End(reason, request.detail, collected.stopped_by, request.num_cached_tokens)
+                end = End(reason, request.detail, collected.stopped_by, RequestMetrics.of(request))
             self.post(ticket, (len(collected.token_ids), collected.text, end))
 
         ticket.submission.on_progress = progress
