@@ -156,6 +156,10 @@ class Replicaset:
         """A replica comes or goes; the scheduler sees it at its next look."""
         self._live[replica_id].is_up = is_up
 
+    def is_up(self, replica_id: int) -> bool:
+        """Whether a replica takes requests."""
+        return self._live[replica_id].is_up
+
     def lose(self, replica_id: int, detail: str, now: float) -> list[tuple[Request, EndReason]]:
         """A replica is gone with everything that it held; returns the requests that ended with it."""
         self.note_lost(replica_id)
