@@ -9,9 +9,10 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from vajra_py.config import ExperimentConfig, ReplicasetConfig
-from vajra_py.contract import LatencyModel, OutputLengthPredictor
+from vajra_py.config import ExperimentConfig, ReplicasetConfig, config_from_mapping
+from vajra_py.contract import LatencyModel, Layer, OutputLengthPredictor
 from vajra_py.engine.clock import EngineClock, WallClock
 from vajra_py.engine.compute import ModelFacts, RunnerOptions, load_runner
 from vajra_py.engine.compute.inspect import inspect_model
@@ -33,6 +34,7 @@ from vajra_py.runtime.kv import PrivateKeys
 from vajra_py.runtime.replicaset import max_request_tokens
 from vajra_py.runtime.request import Request, RequestFacts
 from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.swapping import PolicyChange
 
 _DRY_RUN_BLOCKS = 1 << 20
 _PROBE_TOKENS = 4096
@@ -135,11 +137,10 @@ class Engine:
         settings: EngineConfig = config.backend.settings
         replicasets = config.effective_replicasets
         _check(settings, replicasets)
-        executor = EngineExecutor(1)
         dry = {
             name: assembly.ModelFacts(num_blocks=lambda block_size, fraction: _DRY_RUN_BLOCKS) for name in replicasets
         }
-        _probe(build_controller(config, _services(services, dry, lambda name, replica_id: executor)))
+        _probe(_dry_controller(config, services, dry))
         maker = WorkerMaker.of(settings, replicasets, services)
         workers = _load_workers(maker)
         try:
@@ -180,6 +181,30 @@ class Engine:
     def model_of(self, request: RequestFacts) -> ModelFacts:
         """The model of the replicaset that takes this request. Raises `ConfigError` when none does."""
         return self.models[self.controller.select(request)]
+
+    def check_change(self, replicaset: str, layer: Layer, policy: str, params: Mapping[str, Any]) -> PolicyChange:
+        """A change of policy that the loop can be asked for: names and parameters are right, what is left out is filled in.
+
+        Raises `ConfigError`, or what the policy raises when it is built or asked about a request. From any thread.
+        """
+        if replicaset not in self.models:
+            message = f"there is no such replicaset ({replicaset!r})"
+            raise ConfigError(Problem("replicaset", message, did_you_mean(replicaset, self.models)))
+        settings = self.config.model_dump(mode="json", by_alias=True, exclude={"sweep"})
+        scheduling = {}
+        for name, one in self.controller.replicasets.items():
+            assert one.policies is not None
+            scheduling[name] = {other.value: choice.model_dump() for other, choice in one.policies.choices.items()}
+        scheduling[replicaset][layer.value] = {"policy": policy, "params": dict(params)}
+        for name, each in scheduling.items():
+            (settings["replicasets"][name] if settings.get("replicasets") else settings)["scheduling"] = each
+        config = config_from_mapping(settings, (), self.maker.services.registry)
+        sizes = {
+            name: _sizes_of(facts, self.controller.replicasets[name].replicas[0].limits.num_blocks)
+            for name, facts in self.models.items()
+        }
+        _probe(_dry_controller(config, self.maker.services, sizes), strict=True)
+        return PolicyChange(replicaset, layer, config.effective_replicasets[replicaset].scheduling.choice(layer))
 
     def start(
         self,
@@ -272,10 +297,18 @@ def _check(settings: EngineConfig, replicasets: Mapping[str, ReplicasetConfig]) 
         raise ConfigError(problems)
 
 
-def _probe(controller: Controller) -> None:
+def _dry_controller(
+    config: ExperimentConfig, services: EngineServices, sizes: Mapping[str, assembly.ModelFacts]
+) -> Controller:
+    """Everything but what computes."""
+    executor = EngineExecutor(1)
+    return build_controller(config, _services(services, sizes, lambda name, replica_id: executor))
+
+
+def _probe(controller: Controller, *, strict: bool = False) -> None:
     """Let every policy decide about one request, on nothing: a setting that one of them lacks shows now.
 
-    Raises the `ConfigError` that a policy met; what else it may raise is the run's business.
+    Raises the `ConfigError` that a policy met; what else it may raise is the run's business, unless it is `strict`.
     """
     for name, replicaset in controller.replicasets.items():
         num_tokens = max(1, min(_PROBE_TOKENS, replicaset.replicas[0].limits.max_model_len - 1))
@@ -292,6 +325,8 @@ def _probe(controller: Controller) -> None:
                 cause = cause.__cause__
             if cause is not None:
                 raise cause from None
+            if strict:
+                raise
 
 
 def _services(
@@ -307,6 +342,14 @@ def _services(
         facts=next(iter(sizes.values())),
         executor_of=executor_of,
         models={name: ReplicasetModel(services.latency_of(name), facts) for name, facts in sizes.items()},
+    )
+
+
+def _sizes_of(facts: ModelFacts, num_blocks: int) -> assembly.ModelFacts:
+    return assembly.ModelFacts(
+        num_blocks=lambda block_size, fraction: num_blocks,
+        max_model_len=facts.max_model_len,
+        kv_bytes_per_token=facts.kv_bytes_per_token,
     )
 
 

@@ -16,16 +16,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from vajra_py.contract import EndReason
+from vajra_py.contract import EndReason, Layer, PolicySwap
 from vajra_py.engine.assembly import Engine
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
 from vajra_py.engine.config import EngineConfig
-from vajra_py.engine.llm import Prompt, RequestMaker, RequestOutput, llm_config, load_tokenizer, output_of
+from vajra_py.engine.llm import (
+    DEFAULT_REPLICASET,
+    Prompt,
+    RequestMaker,
+    RequestOutput,
+    layer_of,
+    llm_config,
+    load_tokenizer,
+    output_of,
+)
 from vajra_py.engine.outputs import Submission
 from vajra_py.engine.services import engine_services
 from vajra_py.errors import ExecutorError, VajraError
 from vajra_py.plugins import load_registry
 from vajra_py.runtime.request import Request
+from vajra_py.runtime.swapping import Swapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +149,40 @@ class AsyncLLM:
         """The answer to a conversation, by the model's chat template. Raises like `stream`."""
         return await self.generate(self._requests.chat(messages), params)
 
+    async def swap_policy(
+        self,
+        layer: Layer | str,
+        policy: str,
+        params: Mapping[str, Any] | None = None,
+        *,
+        replicaset: str = DEFAULT_REPLICASET,
+    ) -> PolicySwap:
+        """Put another policy in force between two steps, under whatever is being served; what was and what is.
+
+        Raises `ConfigError` (and what the policy raises when it is tried); then nothing has changed.
+        """
+        named = layer_of(layer)
+        change = await asyncio.to_thread(self._engine.check_change, replicaset, named, policy, params or {})
+        event_loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Swapped | VajraError] = event_loop.create_future()
+
+        def hand_over(outcome: Swapped | VajraError) -> None:
+            if not answer.done():
+                answer.set_result(outcome)
+
+        def tell(outcome: Swapped | VajraError) -> None:
+            if not event_loop.is_closed():
+                event_loop.call_soon_threadsafe(hand_over, outcome)
+
+        with self._gate:
+            if self._ended is not None:
+                raise self._ended
+            self._loop.swap_policy(change, tell)
+        outcome = await answer
+        if isinstance(outcome, VajraError):
+            raise outcome
+        return outcome.swap
+
     def close(self) -> None:
         """End the engine; requests that are left raise. May be called twice."""
         self._loop.stop()
@@ -155,6 +199,7 @@ class AsyncLLM:
         finally:
             with self._gate:
                 self._ended = error
+            self._loop.refuse_swaps()
             for reader in list(self._readers.values()):
                 reader.put(error)
             self._engine.close()

@@ -21,7 +21,7 @@ from typing import Any, Self, TypeAlias
 from vajra_py.config import ExperimentConfig, config_from_mapping
 from vajra_py.config.nodes import plain
 from vajra_py.config.yaml_file import read_yaml
-from vajra_py.contract import EndReason
+from vajra_py.contract import EndReason, Layer, PolicySwap
 from vajra_py.engine.assembly import Engine
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
 from vajra_py.engine.config import EngineConfig
@@ -30,9 +30,10 @@ from vajra_py.engine.params import check_prompt, check_sampling
 from vajra_py.engine.prompts import request_seed
 from vajra_py.engine.services import engine_services
 from vajra_py.engine.tokenizer import HubTokenizer, TextStream, Tokenizer, has_tokenizer
-from vajra_py.errors import ConfigError, ExecutorError, Problem
+from vajra_py.errors import ConfigError, ExecutorError, Problem, VajraError, did_you_mean
 from vajra_py.plugins import load_registry
 from vajra_py.runtime.request import Request, RequestFacts
+from vajra_py.runtime.swapping import Swapped
 
 Prompt: TypeAlias = str | Sequence[int]
 """Text, or token ids."""
@@ -50,6 +51,9 @@ DEFAULT_SCHEDULING: Mapping[str, Any] = {
     "replicaset_scheduler": "round_robin",
     "replica_scheduler": "fixed_chunk",
 }
+DEFAULT_REPLICASET = "default"
+"""The name of a lone replicaset."""
+_CLOSED = "LLM: it is closed. Make another one."
 CPU_MEMORY_FRACTION = 0.25
 """Of a host's free memory: it has other uses than KV blocks."""
 
@@ -133,6 +137,10 @@ def llm_config(
 
     Raises `ConfigError`.
     """
+    what: object = config  # a caller may give anything
+    if what is not None and not isinstance(what, str | Path | Mapping):
+        message = f"is neither a mapping nor a file ({type(what).__name__})"
+        raise ConfigError(Problem("config", message, "A mapping of an experiment's keys, or the path of its YAML file"))
     given: dict[str, Any] = dict(plain(read_yaml(config)) if isinstance(config, str | Path) else config or {})
     backend = given.pop("backend", None) or {}
     if set(backend) - {"engine"}:
@@ -258,6 +266,28 @@ class LLM:
         """Answers to a conversation, by the model's chat template. Raises like `generate`."""
         return self.generate([self._requests.chat(messages)], params, n=n)
 
+    def swap_policy(
+        self,
+        layer: Layer | str,
+        policy: str,
+        params: Mapping[str, Any] | None = None,
+        *,
+        replicaset: str = DEFAULT_REPLICASET,
+    ) -> PolicySwap:
+        """Put another policy in force for what is generated from now on; what was and what is.
+
+        Raises `ConfigError` (and what the policy raises when it is tried); then nothing has changed.
+        """
+        if self._engine is None:
+            raise ExecutorError(_CLOSED)
+        change = self._engine.check_change(replicaset, layer_of(layer), policy, params or {})
+        answers: list[Swapped | VajraError] = []
+        self._loop.swap_policy(change, answers.append)
+        self._loop.run()  # nothing is being served: it does this and returns
+        if isinstance(answers[0], VajraError):
+            raise answers[0]
+        return answers[0].swap
+
     def _made(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, n: int
     ) -> Iterator[Submission]:
@@ -282,7 +312,7 @@ class LLM:
 
     def _run(self, submissions: Sequence[Submission]) -> list[RequestOutput]:
         if self._engine is None:
-            raise ExecutorError("LLM: it is closed. Make another one.")
+            raise ExecutorError(_CLOSED)
         done: dict[str, RequestOutput] = {}
         loop = self._loop
         loop.on_ended = lambda submission, request, reason: done.update(
@@ -296,6 +326,16 @@ class LLM:
             self.close()
             raise
         return [done[submission.facts.request_id] for submission in submissions]
+
+
+def layer_of(layer: Layer | str) -> Layer:
+    """A layer by its name in settings. Raises `ConfigError`."""
+    names = {one.value: one for one in Layer}
+    if isinstance(layer, Layer):
+        return layer
+    if layer not in names:
+        raise ConfigError(Problem("layer", f"there is no such layer ({layer!r})", did_you_mean(str(layer), names)))
+    return names[layer]
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -109,6 +109,11 @@ class EngineLoop:
         heapq.heappush(self._timed, (tick, self._num_timed, make))
 
     @property
+    def num_restarting(self) -> int:
+        """Replicas that failed and are being started again."""
+        return len(self._restarting)
+
+    @property
     def num_lost(self) -> int:
         """Replicas that failed and have not come back."""
         return sum(unit.is_lost for unit in self._units.values())
@@ -122,7 +127,7 @@ class EngineLoop:
             while self._wait():
                 self._turn()
         finally:
-            self._refuse_swaps()
+            self.refuse_swaps()
 
     def alive(self) -> Iterator[tuple[Request, Submission]]:
         """Requests taken in and not ended."""
@@ -465,7 +470,7 @@ class EngineLoop:
             self._wake(unit)
         message.done(swapped)
 
-    def _refuse_swaps(self) -> None:
+    def refuse_swaps(self) -> None:
         """Nothing more will happen: whoever waits for a swap is told so."""
         self._receive()
         for message in (*self._swaps, *self._deferred):

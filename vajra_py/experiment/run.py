@@ -10,6 +10,7 @@ from vajra_py.contract import Observer
 from vajra_py.errors import ConfigError, Problem, RunInterrupted, VajraError
 from vajra_py.experiment.backend import Backend, MakeBackend, Progress, Run, make_backend
 from vajra_py.experiment.folder import FAILED, FINISHED, INTERRUPTED, RunFolder
+from vajra_py.metrics.changes import Changes
 from vajra_py.metrics.definitions import Window
 from vajra_py.metrics.recorder import Recorder
 from vajra_py.metrics.run_data import RunData
@@ -74,7 +75,10 @@ class _Attempt:
         controller = backend.controller
         self._recorder = Recorder(_num_blocks(controller), run.config.output.steps)
         self._log = DecisionLog(place.path / "decisions.jsonl.gz") if run.config.output.decision_log else None
+        self._changes = Changes()
         self._observers: list[Observer] = [self._recorder]
+        if run.config.backend.kind != "simulator":  # in which nothing is changed, and every observer costs time
+            self._observers.append(self._changes)
         if self._log is not None:
             self._observers.append(self._log)
         self._observers += [build_observer(one.type, one.params, run.registry) for one in run.config.observers]
@@ -105,6 +109,7 @@ class _Attempt:
             "num_ended": {reason.value: count for reason, count in sorted(controller.num_ended.items(), key=str)},
             "num_unfinished": len(controller.alive()),
             "workload": {"num_requests": len(self._run.workload), **self._run.workload.source},
+            **self._changes.facts(),
         }
 
     def _write(self) -> None:

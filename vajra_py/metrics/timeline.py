@@ -4,6 +4,7 @@ Tracks, from the tables and the decision log of a run:
 
 * per replica the steps, what they computed as arguments; steps in flight at once (pipeline stages) lie on lanes of their own;
 * per replica counters: waiting and running requests, KV blocks in use, decode and prefill tokens;
+* marks where a policy was swapped, a replica was lost or came back, or a replicaset went out of service;
 * per request one line: the request as a whole, and inside it the time in the queue, each prefill chunk, each unbroken run of decode steps, and
   each time spent preempted.
 
@@ -91,6 +92,7 @@ def timeline_events(run: RunData, options: TimelineOptions | None = None) -> Ite
     processes = {key: 2 * i + 1 for i, key in enumerate(replicas)}
     yield from _process_names(run, processes)
     yield from _step_events(run, processes, chosen)
+    yield from _marks(run, processes, chosen)
     if not requests:
         return
     lines = {request_id: _Line(facts, processes) for request_id, facts in requests.items()}
@@ -278,6 +280,22 @@ def _step_events(run: RunData, processes: Mapping[_ReplicaKey, int], options: Ti
             names = ("step_index", "num_decodes", "num_prefills", "prefill_tokens", "num_preempted", "num_finished")
             yield _span(_step_name(row), (pid, lane + 1), _ns(start), _ns(end), {name: row[name] for name in names})
             yield from _counters(row, pid)
+
+
+def _marks(run: RunData, processes: Mapping[_ReplicaKey, int], options: TimelineOptions) -> Iterator[Event]:
+    """What the manifest says was changed while the run went on, on the steps of the replicas that it concerns."""
+    for row in run.manifest.get("changes", ()):
+        at_s, replicaset = row["at_s"], row["replicaset"]
+        if not options.start_at <= at_s <= options.end_at:
+            continue
+        name, replica_id = row["what"], row.get("replica_id")
+        if name == "policy":
+            name = f"{row['layer']}: {row['was']['policy']} → {row['now']['policy']}"
+        arguments = {key: value for key, value in row.items() if key not in ("at_s", "what")}
+        for key, pid in processes.items():
+            if key[0] == replicaset and replica_id in (None, key[1]):
+                mark = {"ph": "i", "s": "p", "name": name, "pid": pid, "tid": 0, "ts": _ns(at_s) / 1000}
+                yield {**mark, "args": arguments}
 
 
 def _free_lane(ends: list[int], start: int) -> int:
