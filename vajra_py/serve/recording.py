@@ -20,6 +20,7 @@ from vajra_py.engine.outputs import Submission
 from vajra_py.errors import ConfigError, Problem, VajraError
 from vajra_py.experiment.engined import ENGINE_FILE, OUTPUTS_FILE
 from vajra_py.experiment.folder import FAILED, FINISHED, RunFolder
+from vajra_py.metrics.changes import Changes
 from vajra_py.metrics.recorder import Recorder
 from vajra_py.metrics.summary import summarise
 from vajra_py.metrics.tables import write_parquet
@@ -44,11 +45,12 @@ class RunRecording:
         self._outputs: gzip.GzipFile | None = None
         self._recorder: Recorder | None = None
         self._decisions: DecisionLog | None = None
+        self._changes = Changes()
 
     @property
     def observers(self) -> Sequence[Observer]:
         """See `Recording`."""
-        return [one for one in (self._recorder, self._decisions) if one is not None]
+        return [one for one in (self._recorder, self._decisions, self._changes) if one is not None]
 
     def begin(self, engine: Engine) -> None:
         """See `Recording`."""
@@ -107,6 +109,7 @@ class RunRecording:
             "num_ended": {reason.value: count for reason, count in sorted(controller.num_ended.items(), key=str)},
             "num_unfinished": controller.num_alive,
             "workload": {"num_requests": controller.num_submitted, "served": True},
+            **self._changes.facts(),
         }
 
     def _write_output(self, request: Request, submission: Submission, reason: str) -> None:

@@ -1,0 +1,50 @@
+"""What changed in a run while it went on: policies that were swapped, replicas that were lost and came back?
+
+Kept for the manifest, a plain mapping each, in the order in which they happened; the timeline shows them as marks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vajra_py.contract import Observer, PolicySwap, ReplicaId
+
+
+class Changes(Observer):
+    """Collects them; `rows` is empty for a run in which nothing changed."""
+
+    wants_step_ends = False
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def on_policy_swapped(self, swap: PolicySwap, now: float) -> None:
+        """One row."""
+        self._note(
+            now,
+            swap.replicaset,
+            "policy",
+            layer=swap.layer.value,
+            was={"policy": swap.old_policy, "params": dict(swap.old_params)},
+            now={"policy": swap.policy, "params": dict(swap.params)},
+            num_requeued=swap.num_requeued,
+        )
+
+    def on_out_of_service(self, replicaset: str, detail: str, now: float) -> None:
+        """One row."""
+        self._note(now, replicaset, "out of service", detail=detail)
+
+    def on_replica_lost(self, replicaset: str, replica_id: ReplicaId, detail: str, now: float) -> None:
+        """One row."""
+        self._note(now, replicaset, "lost", replica_id=replica_id, detail=detail)
+
+    def on_replica_restored(self, replicaset: str, replica_id: ReplicaId, now: float) -> None:
+        """One row."""
+        self._note(now, replicaset, "restored", replica_id=replica_id)
+
+    def facts(self) -> dict[str, Any]:
+        """What the manifest gets: nothing where nothing changed."""
+        return {"changes": self.rows} if self.rows else {}
+
+    def _note(self, at_s: float, replicaset: str, what: str, **more: Any) -> None:
+        self.rows.append({"at_s": at_s, "replicaset": replicaset, "what": what, **more})
