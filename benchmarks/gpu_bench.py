@@ -18,6 +18,7 @@ from gpu_facts import RESULTS, machine, require_gpu, use_checkout, write_results
 
 use_checkout()
 
+import gpu_engine  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
 
@@ -206,6 +207,8 @@ def main() -> int:
     content: dict[str, Any] = {"machine": machine(), "limits": limits}
     content["attention"] = bench_attention(shapes, limits, device)
     content["memory"] = bench_memory(limits, device)
+    missing = gpu_engine.unavailable()
+    content["engine"] = missing or gpu_engine.bench_decodes(limits, device)
     if options.sweep:
         content["sweep"] = sweep(device)
     write_results(options.output, content)

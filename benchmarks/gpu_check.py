@@ -1,4 +1,5 @@
-"""Are the kernels right on this GPU? Every dtype and feature against float64, then graphs, swap and large caches.
+"""Are the kernels right on this GPU? Every dtype and feature against float64, then graphs, swap and large caches, then the
+engine's decodes with captured graphs against those without.
 
 Writes one JSON file with the chip, the versions, the date and the worst error of every check. Exit code 0 when all pass,
 1 when one fails, 2 when there is no GPU.
@@ -19,6 +20,7 @@ from gpu_facts import RESULTS, machine, require_gpu, use_checkout, write_results
 
 use_checkout()
 
+import gpu_engine  # noqa: E402
 import torch  # noqa: E402
 
 import vajra_kernels  # noqa: E402
@@ -177,6 +179,12 @@ def all_checks(generator: torch.Generator, device: str) -> Iterator[tuple[str, C
             label = f"{name} {str(dtype).removeprefix('torch.')}"
             yield label, partial(check, dtype, generator, device)
     yield "large cache bfloat16", partial(check_large_cache, generator, device)
+    missing = gpu_engine.unavailable()
+    if missing is not None:
+        print(f"decodes replayed as graphs: {missing}")
+        return
+    for name in ("float32", "bfloat16"):
+        yield f"decodes replayed as graphs {name}", partial(gpu_engine.check_tokens, name, device)
 
 
 def run(seed: int, device: str) -> list[dict[str, Any]]:

@@ -88,6 +88,11 @@ class TorchRunner:
         """What was loaded."""
         return self._model.facts
 
+    @property
+    def num_replays(self) -> int:
+        """Steps so far that were captured graphs."""
+        return 0 if self._graphs is None else self._graphs.num_replays
+
     def profile_num_blocks(self, memory_fraction: float) -> int:
         """See `ModelRunner`."""
         if not 0.0 < memory_fraction <= 1.0:

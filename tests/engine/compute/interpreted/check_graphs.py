@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from vajra_kernels.launch import Launch
-from vajra_py.engine.compute import RunnerOptions, SamplingParams
+from vajra_py.engine.compute import Chunk, NewRow, RunnerOptions, SamplingParams, StepInput, TableUpdate
 from vajra_py.engine.compute.runner import TorchRunner
 
 NUM_BLOCKS = 30
-LARGEST = 3
+LARGEST = 4  # sizes 1, 2 and 4: three rows are padded, five run without a graph
 LASTING = ("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr", "table_ptr", "kv_lens_ptr", "slot_mapping_ptr")
 PARAMS = (
     SamplingParams(temperature=0.0),
@@ -98,3 +98,25 @@ def test_replayed_decodes_give_the_tokens_of_eager_ones(
     assert tokens == expected
     for one, other in zip(logprobs, expected_logprobs, strict=True):
         assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_padding_leaves_other_requests_memory_alone(
+    small_models: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of four requests go on, padded to four rows; then the one that sat out, whose KV begins at slot 0."""
+    found = []
+    for capture in (Recorded(monkeypatch), None):
+        runner = loaded(small_models("llama"), capture)
+        params = SamplingParams(temperature=0.0, logprobs=0)
+        first = StepInput(
+            [Chunk(slot, [7 + slot, 9, 30 + slot], 0, True) for slot in range(4)],
+            new=[NewRow(slot, params, slot) for slot in range(4)],
+            tables=[TableUpdate(slot, 0, [2 * slot, 2 * slot + 1]) for slot in range(4)],
+        )
+        steps = [first, StepInput(decodes=[1, 2, 3]), StepInput(decodes=[2, 3, 1]), StepInput(decodes=[0])]
+        outputs = [runner.run(step) for step in steps]
+        assert runner.num_replays == (3 if capture else 0)
+        found.append([(list(one.token_ids), [one.logprobs[slot].logprob for slot in one.slots]) for one in outputs])
+    for (tokens, logprobs), (other_tokens, other_logprobs) in zip(*found, strict=True):
+        assert tokens == other_tokens
+        assert logprobs == pytest.approx(other_logprobs, abs=1e-5)
