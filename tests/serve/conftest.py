@@ -245,7 +245,7 @@ def puppet_server(tmp_path: Path) -> Iterator[Callable[..., PuppetServer]]:
     def start(settings: dict[str, Any] | None = None, ready: bool = True, **given: Any) -> PuppetServer:
         strings = given.pop("strings", None) or Strings()
         load = given.pop("load", None) or (lambda options: Puppet(options, strings))
-        engine = {"model": str(folder), "random_weights": True}
+        engine = {"model": str(folder), "random_weights": True, **given.pop("engine", {})}
         mapping = {**PUPPET_CONFIG, "workload": dict(NO_WORKLOAD), **(settings or {}), "backend": {"engine": engine}}
         registry = load_registry()
         config = config_from_mapping(mapping, (), registry)

@@ -94,6 +94,9 @@ def _server_options(command: click.Command | Any) -> Any:
             "--otlp-traces-endpoint",
             help="Send spans there (OTLP over HTTP, a whole URL); the variables OTEL_* do as well.",
         ),
+        click.option(
+            "--admin", is_flag=True, help="Let policies be swapped while the server serves: POST /admin/policy."
+        ),
         click.option("--save-run", type=click.Path(path_type=Path), help="Keep the session as a run in this folder."),
     )
     for option in reversed(options):

@@ -12,6 +12,7 @@ from typing import Any
 from vajra_py.contract import EndReason
 from vajra_py.engine.compute import TokenLogprobs
 from vajra_py.engine.tokenizer import Tokenizer
+from vajra_py.runtime.controller import OUT_OF_SERVICE
 from vajra_py.runtime.replicaset import ALL_FAILED, QUEUE_FULL
 from vajra_py.serve.errors import ApiError
 from vajra_py.serve.schema import ChatBody, GenerationBody
@@ -26,6 +27,8 @@ def failure(end: End, retry_after_s: float) -> ApiError | None:
     """The error that an end means for the client; None when the output is complete."""
     if end.reason in _FINISHED:
         return None
+    if end.detail.startswith(OUT_OF_SERVICE):
+        return ApiError(503, end.detail, code="out_of_service", retry_after_s=retry_after_s)
     if end.reason is EndReason.REJECTED:
         if end.detail.startswith(QUEUE_FULL):
             return ApiError(429, end.detail, code="queue_full", retry_after_s=retry_after_s)

@@ -31,6 +31,7 @@ class ServeOptions:
         metric_names: `vajra` (own prefix) or `vllm` (vLLM's names where the thing is the same).
         max_labels: tenants, and classes of service, that numbers tell apart; further ones count as "other".
         otlp_traces_endpoint: where spans go, by OTLP over HTTP; None: where the variables `OTEL_*` say, or nowhere.
+        admin: whether `/admin/policy` is there, by which whoever may use the server swaps its policies.
         save_run: folder that gets the session as a run; None: it is not recorded.
     """
 
@@ -46,6 +47,7 @@ class ServeOptions:
     metric_names: Literal["vajra", "vllm"] = "vajra"
     max_labels: int = 100
     otlp_traces_endpoint: str | None = None
+    admin: bool = False
     save_run: Path | None = None
 
     @property

@@ -143,6 +143,8 @@ class HealthAnswer(BaseModel):
     status: str
     replicas_up: int
     replicas: int
+    replicas_restarting: int = Field(description="Of those that are not up, how many are being started again.")
+    unavailable: dict[str, str] = Field(description="Replicasets that take no requests now, and why.")
 
 
 class VersionAnswer(BaseModel):
@@ -161,6 +163,7 @@ _DESCRIPTIONS = {
     401: "The key is missing or wrong.",
     404: "There is no such model.",
     408: "The request waited longer than it allows.",
+    409: "What is being served stands against it.",
     413: "The request is too large.",
     429: "Queues are full; `Retry-After` says when to come back.",
     503: "No replica is ready, or the one that ran the request failed.",

@@ -30,11 +30,12 @@ from vajra_py.engine.outputs import Submission
 from vajra_py.engine.params import PromptLimits
 from vajra_py.engine.services import engine_services
 from vajra_py.engine.tokenizer import Tokenizer
-from vajra_py.errors import ConfigError, Problem, VajraError
+from vajra_py.errors import ConfigError, ExecutorError, Problem, VajraError
 from vajra_py.plugins import Registry
 from vajra_py.runtime.controller import Controller
 from vajra_py.runtime.input_log import Input
 from vajra_py.runtime.request import Request
+from vajra_py.runtime.swapping import PolicyChange, Swapped
 from vajra_py.serve.tickets import End, Mailbox, Ticket
 
 _log = logging.getLogger(__name__)
@@ -166,7 +167,23 @@ class EngineSession:
     @property
     def is_ready(self) -> bool:
         """Whether a request sent now would be taken and run."""
-        return self.state is SessionState.READY and self.num_replicas_up > 0
+        return self.state is SessionState.READY and len(self.unavailable()) < len(self.config.effective_replicasets)
+
+    @property
+    def num_restarting(self) -> int:
+        """Replicas that failed and are being started again."""
+        return 0 if self._loop is None else self._loop.num_restarting
+
+    def unavailable(self) -> dict[str, str]:
+        """Replicasets that take no requests, and why; none while there is no engine yet."""
+        found = {}
+        for name, one in ({} if self.controller is None else self.controller.replicasets).items():
+            if one.out_of_service:
+                found[name] = one.out_of_service
+            elif not one.num_up:
+                loss = "" if self._loop is None else self._loop.last_loss
+                found[name] = f"no replica is up ({loss}); {self.num_restarting} are being started again"
+        return found
 
     def prompt_limits(self, replicaset: str) -> PromptLimits:
         """What a prompt may be there."""
@@ -193,12 +210,32 @@ class EngineSession:
                 if ticket.end is None:
                     self._loop.abort(ticket.request_id)
 
+    async def swap_policy(self, change: PolicyChange) -> Swapped:
+        """Put a policy in force between two steps. Raises `Unavailable`, and why it cannot be; then nothing has changed."""
+        mailbox, answer = self._mailbox, asyncio.get_running_loop().create_future()
+        assert mailbox is not None
+
+        def tell(outcome: Swapped | VajraError) -> None:
+            mailbox.call(lambda: None if answer.done() else answer.set_result(outcome))
+
+        with self._gate:
+            if not self._takes:
+                raise Unavailable(self.why_unavailable())
+            assert self._loop is not None
+            self._loop.swap_policy(change, tell)
+        outcome: Swapped | VajraError = await answer
+        if isinstance(outcome, ExecutorError):  # the engine ended first
+            raise Unavailable(str(outcome))
+        if isinstance(outcome, VajraError):
+            raise outcome
+        return outcome
+
     def why_unavailable(self) -> str:
         """What to tell a client whose request is not taken."""
         if self.state is SessionState.LOADING:
             return "the model is being loaded"
         if self.state is SessionState.READY:
-            return "no replica is up"
+            return "; ".join(f"{name}: {why}" for name, why in self.unavailable().items())
         if self.state is SessionState.FAILED:
             return "the engine has failed; the server's log says why"
         return "the server is shutting down"
@@ -238,6 +275,8 @@ class EngineSession:
             error = raised
         with self._gate:
             self._takes = False
+        if self._loop is not None:
+            self._loop.refuse_swaps()
         self._end_all(error)  # first: closing may have to wait for a step, and clients need not
         try:
             self._finish(error)
@@ -263,7 +302,8 @@ class EngineSession:
         kept = () if recording is None else recording.observers
         found = [one for make in self.watchers for one in make(engine.controller)]
         engine.controller.watch([*found, *kept])
-        self._loop = engine.start(serves=True, note=None if recording is None else recording.note)
+        note = None if recording is None else recording.note
+        self._loop = engine.start(serves=True, note=note, contains_breaches=True)
         self._loop.on_formed = self.on_formed
         if recording is not None:
             self._loop.on_ended = recording.ended
