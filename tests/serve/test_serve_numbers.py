@@ -81,7 +81,19 @@ def test_the_dashboard_is_one_page_that_loads_nothing_from_elsewhere(puppet_serv
     assert data["status"] == "ready"
     assert data["classes"]["chat"]["requests"] == 4
     assert data["classes"]["chat"]["ttft_p50_ms"] > 0
-    assert data["replicas"] == [{"replicaset": "default", "replica": 0, "running": 0, "waiting": 0, "kv_used": 0.0}]
+    (one,) = data["replicasets"]
+    assert one["ended"] == {"length": 4}
+    assert one["policies"]["replica_scheduler"] == "vllm_v1"
+    assert one["replicas"][0] == {
+        "replica": 0,
+        "up": True,
+        "running": 0,
+        "waiting": 0,
+        "max_batch_size": 4,
+        "num_blocks": 64,
+        "kv_used": 0.0,
+        "batch": {"decodes": 0, "prefills": 0, "prefill_tokens": 0},
+    }
 
 
 @given(st.lists(st.floats(0, 1e4), max_size=60), st.lists(st.floats(0, 1e4), max_size=60))

@@ -20,8 +20,9 @@ from vajra_py.serve import schema_answers as answers
 from vajra_py.serve.answers import Answer
 from vajra_py.serve.catalogue import Catalogue
 from vajra_py.serve.errors import ApiError
-from vajra_py.serve.exposition import Exposition, live
+from vajra_py.serve.exposition import Exposition
 from vajra_py.serve.gate import Gate
+from vajra_py.serve.live import live
 from vajra_py.serve.openapi import true_document
 from vajra_py.serve.options import ServeOptions
 from vajra_py.serve.prepare import Preparer, Wanted, unknown_model
@@ -212,7 +213,7 @@ def _add_numbers(app: FastAPI, service: Service) -> None:
         """What the page shows of now."""
         shown: dict[str, Any] = {"status": service.session.state.value}
         if service.stats is not None and service.controller is not None:
-            shown.update(live(service.controller, service.stats))
+            shown.update(live(service.controller, service.stats, service.catalogue))
         return JSONResponse(shown)
 
 

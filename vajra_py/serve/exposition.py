@@ -156,42 +156,36 @@ class Exposition(Collector):
             predicted.add_metric(self._at(name), one.predicted_s)
             measured.add_metric(self._at(name), one.measured_s)
         yield from (violations, predicted, measured)
+        yield from self._troubles(stats)
         service = CounterMetricFamily("vajra:tenant_service_tokens", "Tokens served.", labels=("tenant",))
         for tenant, count in dict(stats.service_tokens).items():
             service.add_metric((tenant,), count)
         yield service
         yield GaugeMetricFamily("vajra:tenant_jain_index", "Jain's index of the tenants' tokens.", stats.jain_index())
 
+    def _troubles(self, stats: ServerStats) -> Iterator[Metric]:
+        """Replicas that came and went, and policies likewise."""
+        labels = ("model_name", "replicaset")
+        lost = CounterMetricFamily("vajra:replica_failures", "Replicas lost.", labels=(*labels, "replica"))
+        restored = CounterMetricFamily("vajra:replica_restarts", "Replicas back.", labels=(*labels, "replica"))
+        rerun = CounterMetricFamily(
+            "vajra:requests_rerun", "Requests computed again since their replica failed.", labels=labels
+        )
+        swaps = CounterMetricFamily("vajra:policy_swaps", "Policies swapped.", labels=(*labels, "layer"))
+        breaches = CounterMetricFamily(
+            "vajra:policy_errors", "Times that a policy took its replicaset out of service.", labels=labels
+        )
+        for name, one in stats.sets.items():
+            at = self._at(name)
+            for family, counts in ((lost, one.lost), (restored, one.restored)):
+                for replica_id, count in dict(counts).items():
+                    family.add_metric((*at, str(replica_id)), count)
+            for layer, count in dict(one.swaps).items():
+                swaps.add_metric((*at, layer), count)
+            rerun.add_metric(at, one.num_rerun)
+            breaches.add_metric(at, one.num_out_of_service)
+        yield from (lost, restored, rerun, swaps, breaches)
+
 
 def _add(family: HistogramMetricFamily, labels: Sequence[str], kept: Histogram) -> None:
     family.add_metric(labels, kept.cumulative(), kept.total)
-
-
-def live(controller: Controller, stats: ServerStats) -> dict[str, object]:
-    """What the dashboard shows of now."""
-    replicas = [
-        {
-            "replicaset": name,
-            "replica": replica.replica_id,
-            "running": replica.residents.num_running,
-            "waiting": len(replica.queue),
-            "kv_used": 1.0 - replica.memory.free_blocks / replica.memory.num_blocks,
-        }
-        for name, one in controller.replicasets.items()
-        for replica in one.replicas
-    ]
-    sets = {name: _live_set(one, len(controller.replicasets[name].shared)) for name, one in stats.sets.items()}
-    return {"replicas": replicas, "sets": sets, "classes": stats.percentiles(), "jain_index": stats.jain_index()}
-
-
-def _live_set(one: SetStats, num_shared: int) -> dict[str, object]:
-    return {
-        "shared_queue": num_shared,
-        "last_step": one.last_step,
-        "prompt_tokens": one.prompt.total,
-        "output_tokens": one.output.total,
-        "ended": dict(one.ended),
-        "preemptions": one.num_preemptions,
-        "steps": sum(one.step.counts),
-        "step_s": one.step.total,
-    }

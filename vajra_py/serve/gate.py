@@ -5,7 +5,9 @@ Pure ASGI, so that nothing stands between an answer's stream and its client.
 
 from __future__ import annotations
 
+import base64
 import hmac
+from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -16,6 +18,18 @@ from vajra_py.serve.options import ServeOptions
 
 OPEN_PATHS = frozenset({"/health", "/metrics"})
 """Paths that need no key."""
+BROWSER_PATHS = frozenset({"/dashboard", "/dashboard/data"})
+"""Paths where the key may be a password, which a browser asks its user for."""
+
+
+def _given_key(header: str, basic: bool) -> bytes:
+    scheme, _, value = header.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.encode("latin-1", "replace")
+    if basic and scheme.lower() == "basic":
+        with suppress(ValueError):
+            return base64.b64decode(value, validate=True).partition(b":")[2]
+    return b""
 
 
 class Gate:
@@ -23,7 +37,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
         self._app = app
-        self._key = None if options.api_key is None else f"Bearer {options.api_key}".encode("latin-1")
+        self._key = None if options.api_key is None else options.api_key.encode("latin-1")
         self._max_bytes = options.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -32,11 +46,15 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        if self._key is not None and scope["path"] not in OPEN_PATHS:
-            given = headers.get("authorization", "").encode("latin-1", "replace")
+        path = scope["path"]
+        if self._key is not None and path not in OPEN_PATHS:
+            given = _given_key(headers.get("authorization", ""), basic=path in BROWSER_PATHS)
             if not hmac.compare_digest(given, self._key):
                 error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-                await error.response()(scope, receive, send)
+                response = error.response()
+                if path in BROWSER_PATHS:
+                    response.headers["www-authenticate"] = 'Basic realm="vajra"'
+                await response(scope, receive, send)
                 return
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_bytes:

@@ -21,6 +21,7 @@ from vajra_py.contract import (
     LatencyModel,
     Layer,
     Observer,
+    PolicySwap,
     ReplicaId,
     RequestView,
     StepEnd,
@@ -95,11 +96,17 @@ class SetStats:
         self.ended: Counter[str] = Counter()
         self.violations: Counter[tuple[str, str]] = Counter()
         self.num_preemptions = 0
+        self.num_rerun = 0
+        self.num_out_of_service = 0
+        self.lost: Counter[ReplicaId] = Counter()
+        self.restored: Counter[ReplicaId] = Counter()
+        self.swaps: Counter[str] = Counter()
         self.num_cached_tokens = 0
         self.num_looked_up_tokens = 0
         self.predicted_s = 0.0
         self.measured_s = 0.0
-        self.last_step: dict[str, int] = {}
+        self.last_steps: dict[ReplicaId, tuple[int, int, int]] = {}
+        """By replica: decodes, prompts and prompt tokens of its last step."""
 
 
 class ServerStats(Observer):
@@ -129,6 +136,26 @@ class ServerStats(Observer):
     def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
         """Count it."""
         self._of(request).num_preemptions += 1
+
+    def on_uprooted(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """Count it."""
+        self._of(request).num_rerun += 1
+
+    def on_replica_lost(self, replicaset: str, replica_id: ReplicaId, detail: str, now: float) -> None:
+        """Count it."""
+        self.sets[replicaset].lost[replica_id] += 1
+
+    def on_replica_restored(self, replicaset: str, replica_id: ReplicaId, now: float) -> None:
+        """Count it."""
+        self.sets[replicaset].restored[replica_id] += 1
+
+    def on_policy_swapped(self, swap: PolicySwap, now: float) -> None:
+        """Count it."""
+        self.sets[swap.replicaset].swaps[swap.layer.value] += 1
+
+    def on_out_of_service(self, replicaset: str, detail: str, now: float) -> None:
+        """Count it."""
+        self.sets[replicaset].num_out_of_service += 1
 
     def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
         """Count the request's tokens, times and broken promises."""
@@ -169,7 +196,7 @@ class ServerStats(Observer):
         seconds = step.ended_at - step.formed_at
         stats.step.add(seconds)
         stats.step_tokens.add(shape.num_tokens)
-        stats.last_step = {"num_decodes": shape.num_decodes, "prefill_tokens": shape.prefill_tokens}
+        stats.last_steps[step.replica_id] = (shape.num_decodes, shape.num_prefills, shape.prefill_tokens)
         model = self._latency[step.replicaset]
         if model is not None:
             try:
