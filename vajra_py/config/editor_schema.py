@@ -47,9 +47,11 @@ def json_schema(registry: Registry) -> Schema:
     backend: Schema = definitions["BackendConfig"]
     for name, model in registered_backends().items():
         backend["properties"][name] = _embedded(TypeAdapter(model), definitions)
-        own: Schema = _resolved(backend["properties"][name], definitions).get("properties", {})
-        own.update({key: simulator[key] for key in ("latency", "output_length") if key in own})
     backend.update(additionalProperties=False, minProperties=1, maxProperties=1)
+    # Backends, and what a replicaset sets in place of its backend's.
+    for definition in (*backend["properties"].values(), *definitions.values()):
+        own: Schema = definition.get("properties", {})
+        own.update({key: simulator[key] for key in ("latency", "output_length") if "TypedChoice" in str(own.get(key))})
     for name in ("PolicyChoice", "TypedChoice"):
         definitions.pop(name, None)
     for name in ("SchedulingConfig", "ReplicasetConfig"):
