@@ -17,6 +17,7 @@ from vajra_py.contract import Observer
 from vajra_py.runtime.controller import Controller
 from vajra_py.serve import errors as api_errors
 from vajra_py.serve import schema_answers as answers
+from vajra_py.serve.admin import add_admin
 from vajra_py.serve.answers import Answer
 from vajra_py.serve.catalogue import Catalogue
 from vajra_py.serve.errors import ApiError
@@ -158,6 +159,8 @@ def create_app(service: Service) -> FastAPI:
     _add_generation(app, service)
     _add_facts(app, service)
     _add_numbers(app, service)
+    if service.options.admin:
+        add_admin(app, session)
     app.add_middleware(Gate, options=service.options)
     has_key = service.options.api_key is not None
     app.openapi = lambda: true_document(app, service.names, has_key=has_key)  # type: ignore[method-assign]
@@ -234,7 +237,13 @@ def _add_facts(app: FastAPI, service: Service) -> None:
 
     def health() -> dict[str, Any]:
         replicas = 0 if session.engine is None else len(session.engine.units)
-        return {"status": session.state.value, "replicas_up": session.num_replicas_up, "replicas": replicas}
+        return {
+            "status": session.state.value,
+            "replicas_up": session.num_replicas_up,
+            "replicas": replicas,
+            "replicas_restarting": session.num_restarting,
+            "unavailable": session.unavailable(),
+        }
 
     @app.get("/v1/models", response_model=answers.ModelsAnswer, responses=answers.errors(401))
     async def models() -> JSONResponse:
