@@ -132,7 +132,7 @@ class Strings:
 
     def let_go(self) -> None:
         self.runs_freely = True
-        self.may_step.release(1)
+        self.may_step.release(8)  # as many as there may be replicas
 
 
 class Puppet:
@@ -247,7 +247,7 @@ def puppet_server(tmp_path: Path) -> Iterator[Callable[..., PuppetServer]]:
         load = given.pop("load", None) or (lambda options: Puppet(options, strings))
         engine = {"model": str(folder), "random_weights": True, **given.pop("engine", {})}
         mapping = {**PUPPET_CONFIG, "workload": dict(NO_WORKLOAD), **(settings or {}), "backend": {"engine": engine}}
-        registry = load_registry()
+        registry = given.pop("registry", None) or load_registry()
         config = config_from_mapping(mapping, (), registry)
         tracing = given.pop("tracing", None)
         options = ServeOptions(port=0, **given)

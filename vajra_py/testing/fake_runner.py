@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -40,6 +41,7 @@ FREE_BLOCKS = 64
 _JUMPS = 0.2
 _EMPTY = -1
 _DEADLY = 100
+PACE_S = 0.004
 
 
 def next_token(token_ids: Sequence[int]) -> int:
@@ -188,6 +190,17 @@ class _Mortal(FakeRunner):
 def runner_that_dies_on_long_prompts(options: RunnerOptions) -> FakeRunner:
     """Loads a runner whose process is killed by a chunk of more than 100 tokens. It lives here since a process must import it."""
     return _Mortal(options)
+
+
+class _Paced(FakeRunner):
+    def run(self, step: StepInput) -> StepOutput:
+        threading.Event().wait(PACE_S)
+        return super().run(step)
+
+
+def runner_that_takes_its_time(options: RunnerOptions) -> FakeRunner:
+    """Loads a runner whose steps take a few milliseconds, as a small model's do: long enough to be disturbed."""
+    return _Paced(options)
 
 
 def runner_that_cannot_load(options: RunnerOptions) -> FakeRunner:
