@@ -8,6 +8,8 @@ import click
 
 from vajra_py.cli.options import overrides_option
 
+_QUIET_CORES = 0.2
+
 
 @click.command()
 @click.option("--model", required=True, type=click.Path(path_type=Path), help="Directory of the model.")
@@ -16,7 +18,7 @@ from vajra_py.cli.options import overrides_option
     "--config", type=click.Path(path_type=Path), help="File with replica and engine settings to measure under."
 )
 @overrides_option
-@click.option("--passes", type=click.IntRange(min=1), default=3, show_default=True, help="Measurements of each shape.")
+@click.option("--passes", type=click.IntRange(min=1), default=5, show_default=True, help="Measurements of each shape.")
 @click.option(
     "--random", "num_random", type=click.IntRange(min=0), default=40, show_default=True, help="Random shapes."
 )
@@ -47,6 +49,11 @@ def profile(  # noqa: PLR0913 - one argument for each option
     with _Bar(quiet) as bar:
         made = profile_model(settings, target, bar.show)
     click.echo(f"profile: {target} ({made.num_shapes} shapes)")
+    others = made.facts["other_load_cores"]
+    if others is not None and others > _QUIET_CORES:
+        click.echo(
+            f"warning: other processes took {others:.1f} cores meanwhile, and what they slowed down is in it", err=True
+        )
     if not quiet:
         for name, errors in made.errors.items():
             click.echo(

@@ -1,9 +1,9 @@
 """How long do steps of every shape take on this model and device, and what formula predicts them?
 
 First a grid of batches is computed again and again in random order, so that what else the machine does falls on all of them
-alike; then the engine serves requests for a while, which shows what forming a step costs and what steps cost in the midst of
-everything else. All of it is fitted at once. Measurements are kept in a file as they are made: a profile that was broken off
-goes on where it stopped.
+alike. Of each batch's times the lower quartile is taken: other work on the machine slows steps down, and nothing speeds them up.
+Then the engine serves requests for a while, which shows what forming a step costs, and whether the formula holds for steps in the
+midst of everything else. Measurements are kept in a file as they are made: a profile that was broken off goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from vajra_py.engine.prompts import request_seed
 from vajra_py.engine.services import engine_services
 from vajra_py.engine.worker import LoadRunner, calm_threads, placed
 from vajra_py.errors import ConfigError, Problem
+from vajra_py.experiment.other_load import OtherLoad
 from vajra_py.latency.fitting import Measured, errors_of, fit_steps, held_out_errors
 from vajra_py.latency.profiled import Profile
 from vajra_py.plugins import load_registry
@@ -54,6 +55,7 @@ GREEDY = SamplingParams(temperature=0.0)
 _LIVE_WAVES = (1, 1, 2, 4, 8, 16, 32)
 _MAX_LIVE_STEPS = 600
 _HOST_BLOCKS = 64
+_QUARTILE = 0.25
 
 Report: TypeAlias = Callable[[int, int], None]
 """Called with (measurements done, measurements in all)."""
@@ -71,7 +73,7 @@ class ProfileSettings:
     """
 
     config: ExperimentConfig
-    passes: int = 3
+    passes: int = 5
     num_random: int = 40
     seed: int = 0
 
@@ -127,6 +129,7 @@ def profile_model(
     calm_threads()
     options = placed(engine.runner_options(replica, engine.num_threads), 0)
     runner = load(options)
+    others = OtherLoad()
     try:
         num_blocks = replica.memory.num_blocks or runner.profile_num_blocks(replica.memory.memory_fraction)
         runner.allocate(num_blocks, max(_HOST_BLOCKS, replica.memory.host_blocks))
@@ -141,7 +144,7 @@ def profile_model(
         runner.close()
     if report is not None:
         report(total, total)
-    profile = _fitted(grid, live, facts, settings.seed)
+    profile = _fitted(grid, live, {**facts, "other_load_cores": others.cores()}, settings.seed)
     profile.write(output)
     journal.remove()
     return profile
@@ -164,19 +167,17 @@ def _fitted(grid: Sequence[Measured], live: Sequence[_LiveStep], facts: Mapping[
     """One formula for the step as the engine's clock sees it.
 
     Forming a step costs about as much whatever its chunks are, so its price (base, per decode, per chunk) is taken from the
-    steps of the running engine and added to the grid's.
+    steps of the running engine and added to the grid's. Their whole times are only compared with what the formula says.
     """
     overhead = fit_steps([Measured(_counts_only(one.shape), one.overhead_s) for one in live]) if live else None
     whole = [
         Measured(one.shape, one.time_s + (overhead.time_s(_counts_only(one.shape)) if overhead else 0.0))
         for one in grid
     ]
-    whole += [Measured(one.shape, one.time_s) for one in live]
     fit = fit_steps(whole)
     errors = held_out_errors(whole, SeedTree(seed).stream("held out"))
-    errors["grid"] = errors_of(fit.time_s, whole[: len(grid)])["all"]
     if live:
-        errors["live"] = errors_of(fit.time_s, whole[len(grid) :])["all"]
+        errors["live"] = errors_of(fit.time_s, [Measured(one.shape, one.time_s) for one in live])["all"]
     return Profile(fit, facts, errors, len(whole))
 
 
@@ -377,7 +378,7 @@ def _measure_grid(
     measured = []
     for index, batch in enumerate(batches):
         times = [journal.done[turn, index] for turn in range(settings.passes)]
-        measured.append(Measured(batch.shape(bench.bytes_per_block), float(np.median(times))))
+        measured.append(Measured(batch.shape(bench.bytes_per_block), float(np.quantile(times, _QUARTILE))))
     return measured
 
 

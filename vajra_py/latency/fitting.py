@@ -19,8 +19,8 @@ from vajra_py.latency.profiled import COEFFICIENTS, CURVES, Curve, StepFit
 
 Floats = npt.NDArray[np.float64]
 
-_MAX_KNOTS = 12
-_POINTS_PER_SEGMENT = 3
+_KNOT_FACTORS = {"num_tokens": 2, "decode_context_tokens": 4, "prefill_attention_pairs": 4}
+"""Knots of each curve are powers of this: products change their kind at one row, two, a few; attention reads evenly."""
 _HUBER = 0.15
 """Relative error from which on a measurement counts less."""
 _ROUNDS = 8
@@ -46,7 +46,7 @@ def fit_steps(measured: Sequence[Measured]) -> StepFit:
     """The best fit. `ValueError` without measurements."""
     if not measured:
         raise ValueError("fit: there are no measurements")
-    knots = {name: _knots([getattr(one.shape, name) for one in measured]) for name in CURVES}
+    knots = {name: _knots([getattr(one.shape, name) for one in measured], _KNOT_FACTORS[name]) for name in CURVES}
     columns = [np.ones(len(measured))]
     for name in CURVES:
         values = np.array([float(getattr(one.shape, name)) for one in measured])
@@ -54,7 +54,7 @@ def fit_steps(measured: Sequence[Measured]) -> StepFit:
     columns += [np.array([float(getattr(one.shape, name)) for one in measured]) for name in COEFFICIENTS]
     matrix = np.stack(columns, axis=1)
     times = np.array([one.time_s for one in measured])
-    solution = _robust(matrix / times[:, None])
+    solution = _robust(matrix, times)
     base, at = float(solution[0]), 1
     curves = {}
     for name in CURVES:
@@ -94,14 +94,15 @@ def errors_of(predict: Callable[[BatchShape], float], measured: Sequence[Measure
     return found
 
 
-def _knots(values: Sequence[int]) -> list[float]:
-    """0 and quantiles of the values that occur, so that every segment has several of them."""
-    distinct = sorted({float(value) for value in values if value > 0})
-    if not distinct:
-        return [0.0, 1.0]
-    num_knots = max(1, min(_MAX_KNOTS, len(distinct) // _POINTS_PER_SEGMENT))
-    chosen = {distinct[round((len(distinct) - 1) * (index + 1) / num_knots)] for index in range(num_knots)}
-    return [0.0, *sorted(chosen)]
+def _knots(values: Sequence[int], factor: int) -> list[float]:
+    """0, powers of the factor, and the largest value, so that something lies in every segment."""
+    largest = max(values)
+    knots, top = [0.0], 1
+    while top < largest:
+        if any(knots[-1] < value <= top for value in values):
+            knots.append(float(top))
+        top *= factor
+    return [*knots, float(max(1, largest))]
 
 
 def _segments(values: Floats, knots: Sequence[float]) -> list[Floats]:
@@ -113,18 +114,21 @@ def _segments(values: Floats, knots: Sequence[float]) -> list[Floats]:
     return columns
 
 
-def _robust(matrix: Floats) -> Floats:
-    """Coefficients >= 0 with matrix @ x near 1 in every row, rows far from it counting less."""
+def _robust(matrix: Floats, times: Floats) -> Floats:
+    """Coefficients >= 0 with matrix @ x near the times, relative to what is predicted; rows far from it count less.
+
+    Relative to the prediction, since relative to the measurement short times would pull more than long ones.
+    """
     scale = np.abs(matrix).max(axis=0)
     scale[scale == 0.0] = 1.0
     scaled = matrix / scale
-    weights = np.ones(len(matrix))
+    weights = 1.0 / times
     solution = np.zeros(matrix.shape[1])
     for _ in range(_ROUNDS):
-        root = np.sqrt(weights)
-        solution = non_negative_least_squares(scaled * root[:, None], root)
-        residuals = np.abs(scaled @ solution - 1.0)
-        weights = np.minimum(1.0, _HUBER / np.maximum(residuals, 1e-12))
+        solution = non_negative_least_squares(scaled * weights[:, None], times * weights)
+        predicted = np.maximum(scaled @ solution, 1e-12)
+        residuals = np.abs(times / predicted - 1.0)
+        weights = np.sqrt(np.minimum(1.0, _HUBER / np.maximum(residuals, 1e-12))) / predicted
     return np.asarray(solution / scale, np.float64)
 
 
