@@ -13,6 +13,7 @@ from typing import Any
 
 from vajra_py.config import ExperimentConfig, ReplicasetConfig, config_from_mapping
 from vajra_py.contract import LatencyModel, Layer, OutputLengthPredictor
+from vajra_py.engine.ahead import LookAhead
 from vajra_py.engine.clock import EngineClock, WallClock
 from vajra_py.engine.compute import ModelFacts, RunnerOptions, load_runner
 from vajra_py.engine.compute.inspect import inspect_model
@@ -165,6 +166,10 @@ class Engine:
             key: Unit(controller.replicasets[key[0]].replicas[key[1]], executor, workers[key])
             for key, executor in executors.items()
         }
+        asked: bool | None = config.backend.settings.look_ahead
+        for (name, _), unit in units.items():
+            if asked or (asked is None and maker.options[name].device.startswith("cuda")):
+                unit.ahead = LookAhead(unit.replica, unit.executor)
         salted = any(one.replica.memory.tenant_salt for one in replicasets.values())
         return cls(controller, units, models, salted, config, maker)
 

@@ -149,6 +149,13 @@ class EngineConfig(Section):
         True,
         description="On a GPU, run batches of decodes as captured graphs (up to 256 of them; not with several ranks).",
     )
+    look_ahead: Switch | None = Field(
+        None,
+        description=(
+            "Begin the next step of decodes before this one's tokens are known, where the policy repeats decodes; changes "
+            "neither decisions nor tokens. null: on a GPU."
+        ),
+    )
     sampling: SamplingConfig = Field(
         default_factory=lambda: SamplingConfig(), description="How tokens are chosen, and when a request ends."
     )

@@ -7,6 +7,7 @@ through preemptions; when slots run short, one that is not in the step loses its
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from vajra_py.engine.compute import Chunk, NewRow, StepInput, StepOutput, TableUpdate
@@ -24,6 +25,8 @@ class _Row:
     slot: int
     num_blocks: int = 0
     """Leading entries of its block table."""
+    is_foreseeable: bool = True
+    """Whether a token of it leaves nothing behind in the worker but itself."""
     goes_on: bool = False
     """Whether it has the request's newest token, so that the next step need not name it."""
 
@@ -97,6 +100,22 @@ class EngineExecutor:
         freed, self._freed = self._freed, []
         return StepInput(changes.chunks, changes.decodes, changes.new, freed, changes.tables, plan.copies)
 
+    def foreseen(self, members: Iterable[Request], growing: Mapping[Request, int]) -> StepInput | None:
+        """The input of a further step of these decodes, some of which get a block; None when one must not be foreseen.
+
+        Penalties and log-probabilities would have to be taken back with a step that was foreseen wrongly.
+        """
+        decodes, tables = [], []
+        for request in members:
+            row = self._rows[request]
+            if not row.is_foreseeable:
+                return None
+            decodes.append(row.slot)
+            block = growing.get(request)
+            if block is not None:
+                tables.append(TableUpdate(row.slot, row.num_blocks, [block]))
+        return StepInput([], decodes, [], [], tables, [])
+
     def step_result(self, output: StepOutput) -> StepResult:
         """What the mechanism has to know of a worker's answer; requests' outputs are brought up to date."""
         tokens: list[tuple[Request, int]] = []
@@ -143,7 +162,9 @@ class EngineExecutor:
     def _row(self, request: Request, changes: _Changes) -> _Row:
         row = self._rows.get(request)
         if row is None:
-            row = self._rows[request] = _Row(heapq.heappop(self._free))
+            sampling = self._submissions[request].collected.sampling
+            is_foreseeable = sampling.logprobs is None and not needs_history(sampling)
+            row = self._rows[request] = _Row(heapq.heappop(self._free), is_foreseeable=is_foreseeable)
             changes.new.append(self._new_row(request, row.slot))
         return row
 

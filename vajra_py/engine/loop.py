@@ -362,7 +362,8 @@ class EngineLoop:
         idle.pop(replica.replica_id, default=None)
         self.num_steps += 1
         unit.plan = plan
-        unit.worker.submit(unit.executor.step_input(plan, replica.memory))
+        step = unit.executor.step_input(plan, replica.memory)
+        unit.worker.submit(step if unit.ahead is None else unit.ahead.work(plan, step))
 
     def _take_news(self, news: Finished | Restarted | GivenUp, touched: dict[Request, None]) -> None:
         unit = self._units[news.replica]
@@ -432,6 +433,8 @@ class EngineLoop:
         name, replica_id = news.replica
         unit.worker, unit.is_lost = news.worker, False
         unit.executor.start_again()
+        if unit.ahead is not None:
+            unit.ahead.forget()
         self._restarting.discard(news.replica)
         self._abandon_at.pop(name, None)
         self._idle[name][replica_id] = unit

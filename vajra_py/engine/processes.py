@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from vajra_py.engine.compute import ModelFacts, RunnerOptions, StepInput, load_runner
+from vajra_py.engine.compute import Foreseen, ModelFacts, RunnerOptions, StepInput, load_runner
 from vajra_py.engine.worker import Deliver, Finished, LoadRunner, ReplicaKey, calm_threads, placed, said
 from vajra_py.errors import ExecutorError
 
@@ -108,11 +108,12 @@ class ProcessWorker:
         self._receiver = threading.Thread(target=self._receive, name=f"vajra-pipe-{self._replica[1]}", daemon=True)
         self._receiver.start()
 
-    def submit(self, step: StepInput) -> None:
+    def submit(self, step: StepInput | Foreseen) -> None:
         """See `Worker`."""
+        name = "run" if isinstance(step, StepInput) else "run_ahead"
         for pipe in self._pipes:
             try:
-                pipe.send(("run", (step,)))
+                pipe.send((name, (step,)))
             except OSError:
                 return  # the process died; the receiver finds that out and says so
 

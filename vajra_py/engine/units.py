@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from vajra_py.engine.ahead import LookAhead
 from vajra_py.engine.executor import EngineExecutor
 from vajra_py.engine.outputs import Submission
 from vajra_py.engine.supervision import GivenUp, Restarted
@@ -46,6 +47,8 @@ class Unit:
     replica: Replica
     executor: EngineExecutor
     worker: Worker
+    ahead: LookAhead | None = None
+    """Whether, and how, its worker begins steps before they are decided."""
     plan: StepPlan | None = None
     """The step in flight."""
     is_lost: bool = False

@@ -14,9 +14,18 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
-from vajra_py.engine.compute import ModelFacts, ModelRunner, RunnerOptions, StepInput, StepOutput, load_runner
+from vajra_py.engine.compute import (
+    ForeseeingRunner,
+    Foreseen,
+    ModelFacts,
+    ModelRunner,
+    RunnerOptions,
+    StepInput,
+    StepOutput,
+    load_runner,
+)
 from vajra_py.errors import ExecutorError, VajraError
 
 _log = logging.getLogger(__name__)
@@ -55,8 +64,8 @@ class Worker(Protocol):
     def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
         """Make KV memory and be ready for steps. Raises `ExecutorError`."""
 
-    def submit(self, step: StepInput) -> None:
-        """Compute a step; its result is delivered."""
+    def submit(self, step: StepInput | Foreseen) -> None:
+        """Compute a step; its result is delivered. What is foreseen needs a `ForeseeingRunner`."""
 
     def close(self) -> None:
         """Give everything back; may be called twice."""
@@ -84,9 +93,16 @@ def placed(options: RunnerOptions, ordinal: int) -> RunnerOptions:
     return replace(options, device=f"cuda:{ordinal % count}") if count else options
 
 
-def _run(runner: ModelRunner, step: StepInput) -> tuple[StepOutput | None, str | None]:
+def _run_step(runner: ModelRunner, step: StepInput | Foreseen) -> StepOutput:
+    """A step on a runner of this process."""
+    if isinstance(step, StepInput):
+        return runner.run(step)
+    return cast(ForeseeingRunner, runner).run_ahead(step)
+
+
+def _run(runner: ModelRunner, step: StepInput | Foreseen) -> tuple[StepOutput | None, str | None]:
     try:
-        return runner.run(step), None
+        return _run_step(runner, step), None
     except Exception as error:  # whatever it was, this worker's requests end with it and the others go on
         _log.warning("a step failed", exc_info=True)
         return None, said(error)
@@ -123,7 +139,7 @@ class InlineWorker:
         self._runner.allocate(num_blocks, num_host_blocks)
         self._deliver = deliver
 
-    def submit(self, step: StepInput) -> None:
+    def submit(self, step: StepInput | Foreseen) -> None:
         """See `Worker`."""
         assert self._deliver is not None
         self._deliver(Finished(self._replica, *_run(self._runner, step)))
@@ -142,7 +158,7 @@ class ThreadWorker(InlineWorker):
 
     def __init__(self, replica: ReplicaKey, runner: ModelRunner) -> None:
         super().__init__(replica, runner)
-        self._steps: SimpleQueue[StepInput | None] = SimpleQueue()
+        self._steps: SimpleQueue[StepInput | Foreseen | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"vajra-worker-{replica[1]}", daemon=True)
 
     def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
@@ -150,7 +166,7 @@ class ThreadWorker(InlineWorker):
         super().start(num_blocks, num_host_blocks, deliver)
         self._thread.start()
 
-    def submit(self, step: StepInput) -> None:
+    def submit(self, step: StepInput | Foreseen) -> None:
         """See `Worker`."""
         self._steps.put(step)
 

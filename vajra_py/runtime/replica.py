@@ -320,10 +320,15 @@ class Replica:
     def num_repeats(self, plan: StepPlan) -> int:
         """How many further steps are sure to be decided like this one, if nothing reaches the replica meanwhile.
 
-        Up to the one in which a request ends, or before the one in which a decode would lack a block.
+        Up to the one in which a request ends, or before the one in which a decode would lack a block. None while somebody
+        watches every step.
         """
+        return 0 if self._step_watchers else self.num_alike(plan)
+
+    def num_alike(self, plan: StepPlan) -> int:
+        """The same, whoever watches."""
         pool = plan.pool
-        if pool is None or plan.chunks or self._step_watchers or not self._is_steady(plan):
+        if pool is None or plan.chunks or not self._is_steady(plan):
             return 0
         if plan.preempted or plan.num_preempted_before or plan.shape.swap_bytes:
             return 0

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from xxhash import xxh3_64_intdigest
 
 from vajra_py.engine.clock import TICKS_PER_NANOSECOND
 from vajra_py.engine.compute import (
+    Foreseen,
     ModelFacts,
     ModelRunner,
     PendingStep,
@@ -86,6 +87,7 @@ class FakeRunner:
         self._fail_at_step = fail_at_step
         self._num_steps = 0
         self._slots: dict[int, _Slot] = {}
+        self._ahead: tuple[StepOutput, dict[int, _Slot]] | None = None
         self._device = self._host = np.empty((0, 0), np.int64)
 
     @property
@@ -110,8 +112,24 @@ class FakeRunner:
         """See `ModelRunner`."""
         return _Done(self.run(step))
 
+    def run_ahead(self, work: Foreseen) -> StepOutput:
+        """See `ForeseeingRunner`; what a step that was not wanted wrote into KV memory stays there."""
+        if work.step is not None:
+            output = self.run(work.step)
+        elif self._ahead is not None:
+            output, self._ahead = self._ahead[0], None
+        else:
+            raise ExecutorError("step: none was begun ahead")
+        if work.ahead is not None:
+            before = {slot: replace(self._slots[slot]) for slot in work.ahead.decodes}
+            self._ahead = self.run(work.ahead), before
+        return output
+
     def run(self, step: StepInput) -> StepOutput:
         """See `ModelRunner`."""
+        if self._ahead is not None:
+            self._slots.update(self._ahead[1])
+            self._ahead = None
         self._num_steps += 1
         if self._num_steps - 1 == self._fail_at_step:
             raise ExecutorError("step: out of memory on fake")

@@ -8,6 +8,8 @@ from __future__ import annotations
 from vajra_py.engine.compute.inspect import inspect_model
 from vajra_py.engine.compute.interface import (
     Chunk,
+    ForeseeingRunner,
+    Foreseen,
     ModelFacts,
     ModelRunner,
     NewRow,
@@ -22,6 +24,8 @@ from vajra_py.engine.compute.interface import (
 
 __all__ = [
     "Chunk",
+    "ForeseeingRunner",
+    "Foreseen",
     "ModelFacts",
     "ModelRunner",
     "NewRow",

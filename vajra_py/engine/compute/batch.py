@@ -110,6 +110,11 @@ class BatchState:
                     f"There are {num_blocks} blocks."
                 )
 
+    def undo(self, slots: Sequence[int], last_tokens: torch.Tensor) -> None:
+        """Take back a step of decodes of these slots; `last_tokens` is a copy from before it."""
+        self.num_computed[list(slots)] -= 1
+        self.last_tokens.copy_(last_tokens)
+
     def take(self, step: StepInput) -> HostBatch:
         """The step's batch; progress is counted on as if it were computed."""
         order = sorted(range(len(step.chunks)), key=lambda index: len(step.chunks[index].token_ids) > 1)

@@ -129,6 +129,20 @@ class StepInput:
 
 
 @dataclass(frozen=True, slots=True)
+class Foreseen:
+    """A step, and the step that will probably follow, to be started before this one's tokens are known.
+
+    Attributes:
+        step: what is to be computed now; None: what was given as `ahead` last. Any other step takes that one back.
+        ahead: decodes alone (and block tables that grow), of requests that ask for neither penalties nor
+            log-probabilities; or None.
+    """
+
+    step: StepInput | None
+    ahead: StepInput | None
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Natural log-probabilities under the model's own distribution (before penalties, temperature and truncation).
 
@@ -283,6 +297,13 @@ class ModelRunner(Protocol):
 
     def close(self) -> None:
         """Give back memory and leave the group of ranks. May be called twice."""
+
+
+class ForeseeingRunner(ModelRunner, Protocol):
+    """A runner that can begin a step before it is known to be wanted."""
+
+    def run_ahead(self, work: Foreseen) -> StepOutput:
+        """The output of `work.step`, after `work.ahead` was submitted behind it. Raises like `submit`."""
 
 
 def needs_history(sampling: SamplingParams) -> bool:

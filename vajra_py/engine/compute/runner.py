@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ import torch
 from vajra_py.engine.compute.batch import BatchState, HostBatch, Ints
 from vajra_py.engine.compute.graphs import Capture, CudaCapture, DecodeGraphs
 from vajra_py.engine.compute.interface import (
+    Foreseen,
     ModelFacts,
     NewRow,
     PendingStep,
@@ -61,8 +63,20 @@ class TorchStep:
         return StepOutput(self.slots.tolist(), self.tokens.tolist(), self.duration_s, self.logprobs)
 
 
+@dataclass(frozen=True, slots=True)
+class AheadStep:
+    """A step that was submitted before it was known to be wanted, and what it takes to undo it.
+
+    Besides `last_tokens`, it only wrote KV at positions that no request has reached; whoever gets there writes them first.
+    """
+
+    pending: PendingStep
+    slots: Sequence[int]
+    last_tokens: torch.Tensor
+
+
 class TorchRunner:
-    """A `ModelRunner` in this process."""
+    """A `ForeseeingRunner` in this process."""
 
     def __init__(self, model: PreparedModel, options: RunnerOptions, capture: Capture | None = None) -> None:
         self._model = model
@@ -71,6 +85,7 @@ class TorchRunner:
         self._memory: KvMemory | None = None
         self._capture = capture
         self._graphs: DecodeGraphs | None = None
+        self._ahead: AheadStep | None = None
         self._state = BatchState(options.max_requests, facts.max_model_len, options.block_size, device)
         self._sampler = Sampler(options.max_requests, facts.vocab_size, facts.eos_token_ids, device)
 
@@ -156,6 +171,7 @@ class TorchRunner:
             raise ExecutorError("step: there is no KV memory yet. Call `allocate` first.")
         try:
             with current(self._model.device):
+                self._take_back()
                 return self._submitted(step, self._memory)
         except torch.cuda.OutOfMemoryError as error:
             raise ExecutorError(f"step: out of memory on {self._model.device} ({error})") from error
@@ -166,9 +182,33 @@ class TorchRunner:
         """See `ModelRunner`."""
         return self.submit(step).result()
 
+    def run_ahead(self, work: Foreseen) -> StepOutput:
+        """See `ForeseeingRunner`."""
+        if work.step is not None:
+            pending = self.submit(work.step)
+        elif self._ahead is not None:
+            pending, self._ahead = self._ahead.pending, None
+        else:
+            raise ExecutorError("step: none was submitted ahead.")
+        if work.ahead is not None:
+            self._ahead = self._submit_ahead(work.ahead)
+        return pending.result()
+
+    def _submit_ahead(self, step: StepInput) -> AheadStep:
+        if step.chunks or step.new or step.freed or step.copies:
+            raise ExecutorError("step: more than decodes was submitted ahead.")
+        last_tokens = self._state.last_tokens.clone()
+        return AheadStep(self.submit(step), step.decodes, last_tokens)
+
+    def _take_back(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self._state.undo(ahead.slots, ahead.last_tokens)
+            self._sampler.undo(ahead.slots)
+
     def close(self) -> None:
         """See `ModelRunner`."""
-        self._memory = self._graphs = None
+        self._memory = self._graphs = self._ahead = None
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
         leave_group()

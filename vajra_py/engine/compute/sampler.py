@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,6 +83,10 @@ class Sampler:
         """The request left."""
         self._rows[slot] = None
         self._is_plain[slot] = True
+
+    def undo(self, slots: Sequence[int]) -> None:
+        """Take back one token of each of these slots, which keep no history."""
+        self._num_outputs[list(slots)] -= 1
 
     def sample(
         self, logits: torch.Tensor, slots: Ints, likeliest: torch.Tensor | None = None

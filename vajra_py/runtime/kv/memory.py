@@ -345,6 +345,10 @@ class KvMemory:
         for start, request in zip(range(0, len(taken), num_blocks), requests, strict=True):
             holdings[request].table += taken[start : start + num_blocks]
 
+    def foresee_growth(self, count: int) -> list[int] | None:
+        """The blocks that so many growing requests would get now; None when they would overwrite content or are lacking."""
+        return self._pool.foresee(count)
+
     def release(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
         """The request gives its device blocks back (end, abort, or preemption by recompute).
 

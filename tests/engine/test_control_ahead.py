@@ -1,0 +1,191 @@
+"""Steps that are begun before they are decided: the same decisions and the same tokens, whether foreseen rightly or not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vajra_py import LLM, SamplingParams
+from vajra_py.config import config_from_mapping
+from vajra_py.experiment.backend import Backend, Run
+from vajra_py.experiment.engined import EngineRun
+from vajra_py.experiment.replay import replay
+from vajra_py.experiment.run import run_experiment
+from vajra_py.runtime.kv import BlockPool, PrefixCacheOptions
+from vajra_py.testing.fake_runner import FakeRunner, SteppedWorld, expected_output
+
+POLICIES: list[Any] = [
+    {"policy": "fixed_chunk", "params": {"chunk_size": 48, "preemption": "swap"}},
+    {"policy": "fixed_chunk", "params": {"chunk_size": 20}},
+    "vllm_v1",
+    "nano_vllm",
+    "orca",
+]
+CACHES: list[dict[str, Any]] = [{"enabled": True}, {"enabled": True, "reuse_order": "fifo"}, {"enabled": False}]
+FILES = ("requests.parquet", "decisions.jsonl.gz", "outputs.jsonl.gz", "inputs.jsonl.gz")
+
+
+@pytest.fixture(scope="module")
+def hollow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that passes for a model until somebody loads it."""
+    folder = tmp_path_factory.mktemp("hollow")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with a tokenizer."""
+    pytest.importorskip("transformers")
+    from vajra_py.engine.tiny import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def experiment(model: Path, number: int, look_ahead: bool) -> dict[str, Any]:
+    """Little memory, shared prompts, ends that nobody knew of, and clients that leave."""
+    sharing = {"count": 2, "tokens": {"type": "constant", "value": 24}}
+    return {
+        "version": 1,
+        "seed": number,
+        "num_replicas": 2,
+        "scheduling": {
+            "request_prioritizer": "fcfs",
+            "replicaset_scheduler": "pull" if number % 2 else "round_robin",
+            "replica_scheduler": POLICIES[number % len(POLICIES)],
+        },
+        "replica": {
+            "max_batch_size": 6,
+            "memory": {
+                "block_size": 4,
+                "num_blocks": 60,
+                "host_blocks": 24,
+                "reservation": "incremental",
+                "watermark_fraction": 0.0,
+                "prefix_cache": CACHES[number % len(CACHES)],
+            },
+        },
+        "workload": {
+            "type": "sessions",
+            "arrivals": {"type": "poisson", "rate": 20.0},
+            "num_sessions": 10,
+            "turns": {"type": "uniform", "min": 1, "max": 3},
+            "first_turn_tokens": {"type": "uniform", "min": 1, "max": 40},
+            "turn_tokens": {"type": "uniform", "min": 1, "max": 20},
+            "output_tokens": {"type": "uniform", "min": 1, "max": 60},
+            "think_time_s": {"type": "uniform", "min": 0, "max": 0.04},
+            "system_prompts": sharing,
+            "max_prompt_tokens": 120,
+            "max_total_tokens": 180,
+        },
+        "backend": {
+            "engine": {
+                "model": str(model),
+                "random_weights": True,
+                "time_scale": 0.2,
+                "look_ahead": look_ahead,
+                "sampling": {"ignore_eos": number % 2 == 0},
+            }
+        },
+    }
+
+
+def backend(run: Run) -> Backend:
+    """Fake runners, on which no time passes, and clients that now and then take a request back."""
+    stream = np.random.default_rng(run.config.seed)
+    world = SteppedWorld(stream, mean_step_s=0.002)
+    made = EngineRun(run, make_worker=world.worker, make_clock=world.clock)
+
+    def leave() -> None:
+        if made.loop is not None and stream.random() < 0.01:
+            alive = [request.request_id for request, _ in made.loop.alive()]
+            if alive:
+                made.loop.abort(alive[int(stream.integers(len(alive)))])
+
+    world.on_read = leave
+    return made
+
+
+def test_decisions_and_tokens_are_those_without_looking_ahead(hollow_model: Path, tmp_path: Path) -> None:
+    num_begun = num_wasted = num_preempted = 0
+    for number in range(15):
+        folders = [tmp_path / f"{number}-{word}" for word in ("ahead", "plain")]
+        runs = [
+            run_experiment(
+                config_from_mapping(experiment(hollow_model, number, look_ahead)), folder=folder, backend=backend
+            )
+            for look_ahead, folder in zip((True, False), folders, strict=True)
+        ]
+        for name in FILES:
+            one, other = (folder / name for folder in folders)
+            assert one.read_bytes() == other.read_bytes(), f"{name} of experiment {number}"
+        facts, plain = (run.manifest["engine"] for run in runs)
+        assert plain["steps_begun_ahead"] == plain["steps_wasted"] == 0
+        num_begun += facts["steps_begun_ahead"]
+        num_wasted += facts["steps_wasted"]
+        num_preempted += sum(runs[0].requests().column("num_preemptions").to_pylist())
+    assert replay(tmp_path / "0-ahead").is_equal
+    assert num_begun > 500
+    assert num_wasted > 20
+    assert num_preempted > 10
+
+
+@pytest.mark.parametrize("workers", ["in_process", "process"])
+def test_wherever_it_computes(hollow_model: Path, workers: str) -> None:
+    engine = {"random_weights": True, "look_ahead": True, "workers": workers}
+    config = {"replica": {"max_model_len": 200, "memory": {"num_blocks": 60}}, "backend": {"engine": engine}}
+    prompts = [[index, 2, 3] for index in range(6)]
+    with LLM(hollow_model, config, load=FakeRunner) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True))
+    assert [output.token_ids for output in outputs] == [expected_output(prompt, 40) for prompt in prompts]
+
+
+@pytest.mark.slow
+def test_a_real_model_puts_out_the_same(tiny_model: Path) -> None:
+    every = [
+        SamplingParams(max_tokens=20, temperature=0.0),
+        SamplingParams(max_tokens=30, temperature=1.0, seed=3),
+        SamplingParams(max_tokens=25, temperature=0.8, top_p=0.9, min_tokens=9),
+        SamplingParams(max_tokens=12, temperature=0.0, stop=("e",)),
+        SamplingParams(max_tokens=14, temperature=0.0, frequency_penalty=0.5),
+        SamplingParams(max_tokens=22, temperature=0.0, logprobs=1),
+    ]
+    prompts = ["Once upon a time", "The river", "A", "In the morning", "He said", "They"] * 3
+    found = []
+    for look_ahead in (True, False):
+        replica = {"max_batch_size": 4, "max_model_len": 128, "memory": {"num_blocks": 40, "block_size": 8}}
+        with LLM(tiny_model, {"replica": replica, "backend": {"engine": {"look_ahead": look_ahead}}}) as llm:
+            outputs = llm.generate(prompts, every * 3)
+            found.append([(output.token_ids, output.text, output.finish_reason) for output in outputs])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("order", ["lru", "fifo"])
+def test_foreseen_blocks_are_the_next_ones_and_hold_nothing(order: Any) -> None:
+    rng = np.random.default_rng(3)
+    pool = BlockPool(600, PrefixCacheOptions(reuse_order=order))
+    held: list[list[int]] = []
+    num_foreseen = num_keys = 0
+    for _ in range(400):
+        count = int(rng.integers(1, 12))
+        if count <= pool.num_free and (not held or rng.random() < 0.6):
+            num_evicted = pool.num_evicted
+            foreseen = pool.foresee(count)
+            taken = pool.take(count)
+            if foreseen is not None:
+                num_foreseen += 1
+                assert taken == foreseen
+                assert pool.num_evicted == num_evicted
+            held.append(taken)
+        elif held:
+            blocks = held.pop(int(rng.integers(len(held))))
+            num_full = int(rng.integers(len(blocks) + 1))
+            pool.publish(blocks[:num_full], range(num_keys, num_keys + num_full))
+            num_keys += num_full
+            pool.release(blocks, num_full)
+    assert num_foreseen > 20
+    assert pool.foresee(pool.num_blocks + 1) is None
