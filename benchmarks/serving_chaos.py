@@ -1,8 +1,14 @@
-"""Does a server lose anything when clients vanish, queues overflow and it is flooded? Ask one, for so many seconds.
+"""Does a server lose anything when clients vanish, queues overflow and its workers are killed? Ask one, for so many seconds.
 
-`python benchmarks/serving_chaos.py URL --model NAME --seconds 120`: random completions, streamed and whole, a third of whose
-clients go away, more at once than the queues hold. Every request must end in exactly one of: finished, given up by its
-client, or an explicit error.
+`python benchmarks/serving_chaos.py DIR --seconds 120` starts `vajra serve --model DIR` with two replicas in processes of
+their own and sends it random completions, streamed and whole, a third of whose clients go away, more at once than the queues
+hold, while a random worker is killed every few seconds. With a URL in place of DIR (and `--model NAME`) a running server is
+flooded, and nobody is killed.
+
+Every request must end in exactly one of: finished, given up by its client, or an explicit error. Of its own server it also
+asks: at the end nothing runs or waits and no KV block is used, every killed worker was noticed and came back, and memory did
+not grow: the server process's largest resident size in the last quarter of the time is at most 10 % and 16 MiB above that of
+the second quarter (in the first, caches fill). The exit code is 1 when anything of this does not hold.
 """
 
 from __future__ import annotations
@@ -10,15 +16,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import httpx
 import numpy as np
 
 EXPLICIT = frozenset({400, 408, 429, 503})
+GROWTH_FRACTION = 0.10
+GROWTH_BYTES = 16 * 2**20
+STARTUP_S = 300.0
+PATIENCE_S = 300.0
+"""How long a client that stays waits for the next byte, seconds."""
 
 
 @dataclass(slots=True)
@@ -28,10 +48,14 @@ class Outcome:
     Attributes:
         counts: how many ended in which way: "finished", "gone" (the client went away), "429", "503", …
         wrong: what must not happen, in words.
+        num_killed: workers killed.
+        rss: the server's resident bytes, in the order in which they were read.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    num_killed: int = 0
+    rss: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +70,7 @@ class Plan:
         max_tokens: longest output.
         vocab_size: tokens of the model.
         seed: of what they ask.
+        kill_every_s: mean time between two kills, where there is anybody to kill.
     """
 
     model: str
@@ -56,23 +81,57 @@ class Plan:
     max_tokens: int = 48
     vocab_size: int = 1000
     seed: int = 0
+    kill_every_s: float = 8.0
 
 
-async def chaos(url: str, plan: Plan, api_key: str | None = None) -> Outcome:
-    """Flood the server at `url`; what came of it."""
+@dataclass(frozen=True, slots=True)
+class Hands:
+    """What can be done to a server from outside.
+
+    Attributes:
+        workers: process ids of its workers, those that are alive.
+        rss: its resident bytes now.
+    """
+
+    workers: Callable[[], list[int]]
+    rss: Callable[[], int]
+
+
+async def chaos(url: str, plan: Plan, api_key: str | None = None, hands: Hands | None = None) -> Outcome:
+    """Flood the server at `url`, and kill its workers where there are `hands`; what came of it."""
     outcome = Outcome()
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=plan.num_clients)
     until = time.monotonic() + plan.seconds
-    async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=PATIENCE_S) as client:
 
         async def one(number: int) -> None:
             stream = np.random.default_rng([plan.seed, number])
             while time.monotonic() < until:
                 await _one_request(client, plan, stream, outcome)
 
-        await asyncio.gather(*(one(number) for number in range(plan.num_clients)))
+        others = [] if hands is None else [_kill(plan, hands, outcome, until), _weigh(hands, outcome, until)]
+        await asyncio.gather(*(one(number) for number in range(plan.num_clients)), *others)
     return outcome
+
+
+async def _kill(plan: Plan, hands: Hands, outcome: Outcome, until: float) -> None:
+    """Kill one worker after another, at random."""
+    stream = np.random.default_rng([plan.seed, plan.num_clients])
+    while True:
+        await asyncio.sleep(plan.kill_every_s * float(stream.uniform(0.5, 1.5)))
+        if time.monotonic() > until:
+            return
+        alive = hands.workers()
+        if alive:
+            os.kill(alive[int(stream.integers(len(alive)))], signal.SIGKILL)
+            outcome.num_killed += 1
+
+
+async def _weigh(hands: Hands, outcome: Outcome, until: float) -> None:
+    while time.monotonic() < until:
+        outcome.rss.append(hands.rss())
+        await asyncio.sleep(0.25)
 
 
 async def _one_request(client: httpx.AsyncClient, plan: Plan, stream: np.random.Generator, outcome: Outcome) -> None:
@@ -132,19 +191,140 @@ def _judged(num_tokens: int, reason: str, body: dict[str, Any]) -> str:
     return f"wrong: {num_tokens} tokens and {reason!r} where {body['max_tokens']} were to come"
 
 
+# A server of its own
+
+
+def resident_bytes(pid: int) -> int:
+    """What a process has in memory."""
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return 0 if found is None else 1024 * int(found[1])
+
+
+def worker_pids(pid: int) -> list[int]:
+    """Processes that a server's replicas run in."""
+    found = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in file.read_text().split():
+            try:
+                is_worker = b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+            except OSError:  # gone meanwhile
+                continue
+            if is_worker:
+                found.append(int(child))
+    return found
+
+
+@contextmanager
+def own_server(arguments: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """`vajra serve` with these arguments, ready; its process and its URL."""
+    command = [sys.executable, "-P", "-c", "from vajra_py.cli.main import main; main()", "serve", "--port", "0"]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen([*command, *arguments], stderr=log)
+        try:
+            yield process, _ready_url(process, log)
+        finally:
+            process.terminate()
+            process.wait(60)
+            if process.returncode:
+                log.seek(0)
+                sys.stderr.write(log.read()[-4000:].decode("utf-8", "replace"))
+
+
+def _ready_url(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
+    deadline = time.monotonic() + STARTUP_S
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+        said = re.search(rb"listening on (\S+)", os.pread(log.fileno(), 10_000, 0))
+        if said is not None and httpx.get(f"{said[1].decode()}/ready").status_code == 200:
+            return said[1].decode()
+    raise RuntimeError("the server did not become ready")
+
+
+def numbers(url: str) -> dict[str, float]:
+    """Sums over labels of a server's numbers."""
+    found: Counter[str] = Counter()
+    for line in httpx.get(f"{url}/metrics").text.splitlines():
+        if line and not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            found[name.split("{")[0]] += float(value)
+    return dict(found)
+
+
+def check_rest(url: str, outcome: Outcome, within_s: float = 120.0) -> dict[str, float]:
+    """Wait until the server is at rest with all its replicas, and note what of that does not come about."""
+    deadline = time.monotonic() + within_s
+    while True:
+        found, health = numbers(url), httpx.get(f"{url}/health").json()
+        wrong = [
+            f"{name} is {found.get(name)} in the end"
+            for name in ("vajra:num_requests_running", "vajra:num_requests_waiting", "vajra:kv_cache_usage_perc")
+            if found.get(name) != 0
+        ]
+        if health["replicas_up"] != health["replicas"]:
+            wrong.append(f"{health['replicas_up']} of {health['replicas']} replicas are up in the end")
+        if found.get("vajra:replica_failures_total", 0) != outcome.num_killed:
+            wrong.append(f"{outcome.num_killed} workers were killed; lost: {found.get('vajra:replica_failures_total')}")
+        if not wrong or time.monotonic() > deadline:
+            outcome.wrong += wrong
+            return found
+        time.sleep(0.5)
+
+
+def growth(rss: list[int]) -> tuple[int, int]:
+    """Largest resident size in the second and in the last quarter."""
+    quarter = max(1, len(rss) // 4)
+    return max(rss[quarter : 2 * quarter] or rss), max(rss[-quarter:])
+
+
+def flood_own(given: argparse.Namespace) -> tuple[Outcome, dict[str, float]]:
+    """Start a server, flood it, kill its workers, and see what is left."""
+    flags = ["--model", given.target, "--served-model-name", "chaos", "-dp", "2", "--max-model-len", "256"]
+    flags += ["--num-gpu-blocks-override", "48", "--max-num-seqs", "8", "--max-num-queued-reqs", "24"]
+    flags += ["--preset", "vllm-v1-priority", "--set", "backend.engine.recovery.settled_s=2"]
+    with own_server(flags) as (process, url):
+        hands = Hands(lambda: worker_pids(process.pid), lambda: resident_bytes(process.pid))
+        plan = Plan("chaos", given.clients, given.seconds, vocab_size=given.vocab_size, kill_every_s=given.kill_every)
+        outcome = asyncio.run(chaos(url, plan, hands=hands))
+        found = check_rest(url, outcome)
+    if process.returncode != 0:
+        outcome.wrong.append(f"the server ended with {process.returncode}")
+    if not outcome.num_killed:
+        outcome.wrong.append("no worker was killed")
+    before, after = growth(outcome.rss)
+    if after > before * (1 + GROWTH_FRACTION) + GROWTH_BYTES:
+        outcome.wrong.append(f"memory grew from {before / 2**20:.0f} to {after / 2**20:.0f} MiB")
+    return outcome, found
+
+
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description="Flood a server with clients that vanish; exit 1 if anything is lost.")
-    parser.add_argument("url")
-    parser.add_argument("--model", required=True)
+    parser = argparse.ArgumentParser(description="Flood a server and kill its workers; exit 1 if anything is lost.")
+    parser.add_argument("target", help="a model's directory, or the URL of a running server")
+    parser.add_argument("--model", help="with a URL: the name to ask for")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--vocab-size", type=int, default=1000)
+    parser.add_argument("--kill-every", type=float, default=8.0, help="mean seconds between two kills")
     parser.add_argument("--api-key")
     given = parser.parse_args()
-    plan = Plan(given.model, given.clients, given.seconds, vocab_size=given.vocab_size)
-    outcome = asyncio.run(chaos(given.url, plan, given.api_key))
-    print(json.dumps(dict(outcome.counts), indent=1))
+    shown: dict[str, Any] = {}
+    if given.target.startswith("http"):
+        if given.model is None:
+            parser.error("--model is needed with a URL")
+        plan = Plan(given.model, given.clients, given.seconds, vocab_size=given.vocab_size)
+        outcome = asyncio.run(chaos(given.target, plan, given.api_key))
+    else:
+        outcome, found = flood_own(given)
+        before, after = growth(outcome.rss)
+        shown = {
+            "workers killed": outcome.num_killed,
+            "replicas lost": found.get("vajra:replica_failures_total", 0.0),
+            "replicas restarted": found.get("vajra:replica_restarts_total", 0.0),
+            "requests computed again": found.get("vajra:requests_rerun_total", 0.0),
+            "resident MiB, second quarter": round(before / 2**20, 1),
+            "resident MiB, last quarter": round(after / 2**20, 1),
+        }
+    print(json.dumps({"requests": dict(outcome.counts), **shown}, indent=1))
     for line in outcome.wrong[:20]:
         print(line)
     return 1 if outcome.wrong or not outcome.counts["finished"] else 0

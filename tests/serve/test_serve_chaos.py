@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from vajra_py.testing.fake_runner import runner_that_takes_its_time
 
 SETTINGS = {
     "preset": "vllm-v1-priority",
@@ -53,24 +55,28 @@ def test_chaos_loses_nothing(
     check_nothing_is_left(server, until)
 
 
-def test_chaos_with_a_replica_that_breaks(
+def test_chaos_with_workers_that_are_killed(
     puppet_server: Callable[..., Any], until: Callable[..., None], repository_root: Path
 ) -> None:
     chaos = load_chaos(repository_root)
-    server = puppet_server(SETTINGS)
-    units = list(server.service.session.engine.units.values())
+    recovery = {"backoff_s": 0.0, "max_restarts": 1000}
+    engine = {"workers": "process", "recovery": recovery}
+    server = puppet_server(SETTINGS, load=runner_that_takes_its_time, engine=engine)
+    units = server.service.session.engine.units
 
-    def break_one() -> None:
-        until(lambda: server.strings.num_steps > 200, "it is busy")
-        units[0].worker._runner.run = None  # what is called next raises, as a broken device would
+    def workers() -> list[int]:
+        return [unit.worker._processes[0].pid for unit in units.values() if not unit.is_lost]
 
-    breaker = threading.Thread(target=break_one)
-    breaker.start()
-    outcome = asyncio.run(chaos.chaos(server.url, chaos.Plan("puppet", num_clients=32, seconds=4.0, seed=1)))
-    breaker.join(60)
+    plan = chaos.Plan("puppet", num_clients=24, seconds=6.0, seed=1, vocab_size=900, kill_every_s=1.0)
+    hands = chaos.Hands(workers, lambda: chaos.resident_bytes(os.getpid()))
+    outcome = asyncio.run(chaos.chaos(server.url, plan, hands=hands))
+    chaos.check_rest(server.url, outcome)
     assert outcome.wrong == []
     assert set(outcome.counts) <= {"finished", "gone", "429", "503", "error in the stream"}
-    assert outcome.counts["503"] + outcome.counts["error in the stream"] > 0
-    assert server.service.num_replicas_up == 1
-    assert server.post().status_code == 200  # the other one goes on
+    assert outcome.counts["finished"] > 20
+    assert outcome.num_killed >= 2
+    assert all(outcome.rss)
     check_nothing_is_left(server, until)
+    stats = server.service.stats.sets["default"]
+    assert stats.lost.total() == stats.restored.total() == outcome.num_killed
+    assert stats.num_rerun > 0
