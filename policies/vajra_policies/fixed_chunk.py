@@ -57,6 +57,13 @@ class FixedChunk:
         """A prompt with the replica to itself has the whole budget."""
         return min(self._chunk_size, num_remaining_tokens)
 
+    def chunk_beside(self, num_decodes: int, num_remaining_tokens: int) -> int | None:
+        """What the decodes leave of the budget."""
+        if not num_remaining_tokens:
+            return 0
+        room = self._chunk_size - num_decodes
+        return min(room, num_remaining_tokens) if room > 0 else None
+
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: ReplicaState) -> int | None:
         room = min(self._chunk_size - batch.num_tokens, batch.tokens_left)
         if room <= 0:

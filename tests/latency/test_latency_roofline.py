@@ -3,7 +3,6 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -190,7 +189,7 @@ def test_the_breakdown_adds_up_and_no_stage_is_longer_than_the_step(name: str, s
 
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=30)
-@given(num_decodes=st.integers(0, 600), context=st.integers(0, 20_000), num_steps=st.integers(0, 50))
+@given(num_decodes=st.integers(0, 600), context=st.integers(0, 20_000), num_steps=st.integers(0, 80))
 def test_runs_of_decodes_equal_single_steps_bit_for_bit(
     name: str, num_decodes: int, context: int, num_steps: int
 ) -> None:
@@ -198,8 +197,7 @@ def test_runs_of_decodes_equal_single_steps_bit_for_bit(
     first = num_decodes * context
     run = model.decode_run_times_s(num_decodes, first, num_steps)
     single = [model.batch_time_s(BatchShape(num_decodes, first + i * num_decodes)) for i in range(num_steps)]
-    assert run.dtype == np.float64
-    assert run.tolist() == single
+    assert list(run) == single
 
 
 def test_an_empty_batch_takes_no_time() -> None:

@@ -307,6 +307,13 @@ class Fickle(PlainChunks):
             batch.add(replica.decodes()[0], 1)
 
 
+class Presuming(PlainChunks):
+    """Says that a prompt gets the whole budget beside decodes, and gives it what they leave."""
+
+    def chunk_beside(self, num_decodes: int, num_remaining_tokens: int) -> int | None:
+        return min(self._num_tokens, num_remaining_tokens)
+
+
 class Boastful(PlainChunks):
     def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         return num_remaining_tokens
@@ -346,6 +353,7 @@ class Prying(PlainChunks):
         (Overeager, SERVES, "Its next chunk may have at most"),
         (Thrashing, SERVES, "without a single token for anybody"),
         (Fickle, "repeats itself where it says so", "repeats_decodes is not true"),
+        (Presuming, "repeats itself where it says so", "repeats_decodes or chunk_beside is not true"),
         (Boastful, "chunks lone prompts as it says", "but the prompt alone got 128 tokens"),
         (Hesitant, WORKS, "is_work_conserving is not true: replica 0 is idle"),
         (Remembering, "decides the same again", "differs when the run is repeated with the same seed"),

@@ -22,6 +22,7 @@ from vajra_py.contract.latency import (
 )
 from vajra_py.contract.observer import EndReason, Observer, PolicySwap, ScheduledChunk, StepEnd, StepRecord, StepRun
 from vajra_py.contract.policies import (
+    ChunksBesideDecodes,
     ChunksLonePrompts,
     Key,
     KeyMotion,
@@ -45,6 +46,7 @@ __all__ = [
     "BatchBuilder",
     "BatchShape",
     "ChunkRule",
+    "ChunksBesideDecodes",
     "ChunksLonePrompts",
     "DecodeStop",
     "EndReason",

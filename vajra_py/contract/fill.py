@@ -103,7 +103,7 @@ def add_prompts(replica: ReplicaState, batch: BatchBuilder, next_chunk: ChunkRul
 class PromptsByUrgency:
     """Partial prefills and waiting requests in one stream, most urgent first; partial prefills win ties."""
 
-    __slots__ = ("_batch", "_in_progress", "_partial", "_queued", "_replica", "_waiting")
+    __slots__ = ("_batch", "_has_looked", "_in_progress", "_partial", "_queued", "_replica", "_waiting")
 
     def __init__(self, replica: ReplicaState, batch: BatchBuilder) -> None:
         self._replica = replica
@@ -111,14 +111,21 @@ class PromptsByUrgency:
         self._partial = iter(replica.partial_prefills())
         self._waiting = replica.waiting()
         self._in_progress = next(self._partial, None)
-        self._queued = next(self._waiting, None)
+        self._queued: RequestView | None = None
+        self._has_looked = (
+            False  # the queue is looked into no sooner than needed: it is cheapest once its head has left
+        )
 
     def next(self, *, admitting: bool = True) -> RequestView | None:
         """The next prompt; without `admitting`, or any free block, the next partial prefill. None: there is no further one."""
-        request = self._queued
-        if request is not None and admitting and self._batch.free_blocks > 0 and self._is_first(request):
-            self._queued = next(self._waiting, None)
-            return request
+        if admitting and self._batch.free_blocks > 0:
+            if not self._has_looked:
+                self._queued = next(self._waiting, None)
+                self._has_looked = True
+            request = self._queued
+            if request is not None and self._is_first(request):
+                self._has_looked = False
+                return request
         request = self._in_progress
         if request is not None:
             self._in_progress = next(self._partial, None)

@@ -134,6 +134,19 @@ class RepeatsDecodes(Protocol):
 
 
 @runtime_checkable
+class ChunksBesideDecodes(Protocol):
+    """What a replica scheduler may add so that a simulator need not ask it while nothing waits.
+
+    The claim says: while nothing waits in the own or the shared queue, at most one prompt is partly computed and every
+    decode finds its block, a step computes every decode and so many tokens of that prompt, whatever the time and whatever
+    went before. It is tested like `RepeatsDecodes`, by comparing both ways.
+    """
+
+    def chunk_beside(self, num_decodes: int, num_remaining_tokens: int) -> int | None:
+        """Tokens of the prompt beside so many decodes, at most what remains of it (0: there is none); None: ask me."""
+
+
+@runtime_checkable
 class ReadsNoLoad(Protocol):
     """What a replicaset scheduler may declare so that a simulator need not bring every replica up to date for it."""
 

@@ -39,7 +39,7 @@ class LookAhead:
         if told is not None:
             self.num_used += is_under_way
             self.num_wasted += not is_under_way
-        if self._replica.num_alike(plan) > 0:
+        if self._replica.repeats.num_alike(plan) > 0:
             self._told = self._next()
         return Foreseen(None if is_under_way else step, self._told)
 

@@ -11,11 +11,10 @@ import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from vajra_py.config import ExperimentConfig, load_config
@@ -47,7 +46,6 @@ from vajra_py.runtime.request import Request
 from vajra_py.runtime.seeds import SeedTree
 from vajra_py.sim.events import Phase
 from vajra_py.sim.executor import SimulatedExecutor
-from vajra_py.sim.runs import Ticks
 from vajra_py.sim.simulator import Acceptance, SimulationOptions, Simulator
 
 DECISIONS_FILE = "decisions.jsonl.gz"
@@ -189,14 +187,14 @@ class _RecordedTimer:
         """See `StepTimer`."""
         return self._ticks.get(plan.step_index, _NEVER_CAME_BACK)
 
-    def run_ticks(self, num_decodes: int, first_context_tokens: int, num_steps: int) -> Ticks:
+    def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> list[int]:
         """See `TimesRuns`: the step just formed and those after it."""
         first = self._replica.num_steps - 1
         known = [self._ticks.get(index, -1) for index in range(first, first + num_steps)]
         if -1 in known:
             end = known.index(-1)
             known[end:] = [_NEVER_CAME_BACK] + [1] * (num_steps - end - 1)
-        return np.array(known, np.int64)
+        return list(accumulate(known, initial=now))[1:]
 
 
 class _RecordedExecutor(SimulatedExecutor):

@@ -8,6 +8,7 @@ Waterman and Patterson, "Roofline", CACM 52(4), 2009; formulas and figures in do
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from math import sqrt
 
@@ -18,6 +19,9 @@ from vajra_py.contract.latency import BatchShape
 from vajra_py.latency.deployment import Deployment, Parallelism
 from vajra_py.latency.devices import DeviceSpec
 from vajra_py.latency.model_spec import DTYPE_BYTES, ModelSpec
+
+_FEW_STEPS = 48
+"""Up to here plain numbers are faster than arrays."""
 
 KERNELS_PER_LAYER = 10
 """Two norms, four products, rotary embedding, cache write, attention, activation."""
@@ -132,7 +136,7 @@ class RooflineModel:
 
     def decode_run_times_s(
         self, num_decodes: int, first_context_tokens: int, num_steps: int
-    ) -> npt.NDArray[np.float64]:
+    ) -> Sequence[float] | npt.NDArray[np.float64]:
         """Seconds of each of `num_steps` steps of `num_decodes` decodes, whose contexts sum to `first_context_tokens` at first.
 
         Equal, bit for bit, to asking `batch_time_s` step by step while every context grows by one token a step.
@@ -142,6 +146,10 @@ class RooflineModel:
             return np.full(num_steps, self.batch_time_s(shape))
         step = self._step
         last = first_context_tokens + num_decodes * num_steps
+        if num_steps <= _FEW_STEPS and not self._window:
+            layers, outside = self._layers_s(shape, num_decodes), self._outside_s(shape, num_decodes)
+            numbers = range(first_context_tokens + num_decodes, last + 1, num_decodes)
+            return [number * step.decode_key_s + layers + outside for number in numbers]
         keys = np.arange(first_context_tokens + num_decodes, last + 1, num_decodes, dtype=np.float64)
         times = keys * step.decode_key_s
         if self._window:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -14,7 +15,7 @@ class PredictsDecodeRuns(Protocol):
 
     def decode_run_times_s(
         self, num_decodes: int, first_context_tokens: int, num_steps: int
-    ) -> npt.NDArray[np.float64]:
+    ) -> Sequence[float] | npt.NDArray[np.float64]:
         """Seconds of each of `num_steps` steps; contexts sum to `first_context_tokens` in the first, and each grows by 1 a step.
 
         Must equal `batch_time_s` asked step by step, bit for bit, so that it makes no difference which one a simulator uses.

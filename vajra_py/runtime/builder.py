@@ -81,12 +81,12 @@ class Builder:
     @property
     def num_requests(self) -> int:
         """Requests in the batch so far."""
-        return len(self.chunks) + self.num_decodes
+        return len(self.chunks) + (self._num_bulk if self.bulk else len(self.selected))
 
     @property
     def num_tokens(self) -> int:
         """Query tokens in the batch so far."""
-        return self._shapes.prefill_tokens + self.num_decodes
+        return self._shapes.prefill_tokens + (self._num_bulk if self.bulk else len(self.selected))
 
     @property
     def tokens_left(self) -> int:
@@ -111,7 +111,7 @@ class Builder:
     def __contains__(self, request: object) -> bool:
         if request in self._in_batch:
             return True
-        return request in self._residents.pool if self.bulk else request in self.selected
+        return request in (self._residents.pool.members if self.bulk else self.selected)
 
     # Adding
 
@@ -120,7 +120,7 @@ class Builder:
         own = self._own(request)
         if num_tokens < 1:
             raise IllegalPlan(own, f"cannot add {num_tokens} tokens. A chunk has at least 1")
-        if own in self:
+        if own in self._in_batch or own in (self._residents.pool.members if self.bulk else self.selected):
             return Refusal.ALREADY_SCHEDULED
         if own.in_flight:
             return Refusal.IN_FLIGHT
@@ -154,7 +154,7 @@ class Builder:
 
     def _admit(self, request: Request, num_tokens: int, reserve_tokens: int | None) -> Refusal | None:
         residents, memory = self._residents, self._memory
-        if any(request is victim for victim, _ in self.preempted):
+        if self.preempted and any(request is victim for victim, _ in self.preempted):
             return Refusal.JUST_PREEMPTED
         swapped = request.state is _SWAPPED
         done = request.num_computed_tokens if swapped else memory.cached_tokens(request)
@@ -164,8 +164,12 @@ class Builder:
         if to_hold is None:
             to_hold = known if self._options.reserve_prompt else done + num_tokens
         to_hold = max(to_hold, done + num_tokens)
-        watermark = self._options.watermark_blocks if residents.num_running else 0
-        if watermark and self.blocks_needed(request, to_hold) + watermark > memory.free_blocks:
+        watermark = self._options.watermark_blocks
+        if (
+            watermark
+            and residents.num_running
+            and self.blocks_needed(request, to_hold) + watermark > memory.free_blocks
+        ):
             return Refusal.WATERMARK
         busy = self._busy_groups() if self._group_tokens else frozenset()
         if swapped:

@@ -7,18 +7,15 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 from vajra_py.contract import (
-    BatchShape,
     EndReason,
     LatencyModel,
     Layer,
     ListensToRequests,
     Observer,
     PreemptionMode,
-    RepeatsDecodes,
     ReplicaLimits,
     ReplicaScheduler,
     ScheduledChunk,
-    SteadyState,
     StepEnd,
     StepRecord,
     StepRun,
@@ -31,6 +28,7 @@ from vajra_py.runtime.executor import Executor, StepPlan, StepResult
 from vajra_py.runtime.kv import AnyKvMemory, TokenKeys
 from vajra_py.runtime.lifecycle import Lifecycle
 from vajra_py.runtime.queues import RequestQueue
+from vajra_py.runtime.repeats import Repeats
 from vajra_py.runtime.request import Request, RequestState
 from vajra_py.runtime.residents import Residents, StateView
 from vajra_py.runtime.shared_queue import SharedAccess
@@ -84,7 +82,7 @@ class Replica:
         self._to_abort: dict[Request, tuple[EndReason, str]] = {}
         self._publish_at_end = not parts.options.publish_at_schedule
         self._pipelined = parts.limits.pipeline_stages > 1
-        self._num_waiting_in_run = 0
+        self.repeats = Repeats(self)
         self._inherited: list[Request] = []
         """What runs though another policy admitted it, earliest admission first; the present one may be unable to go on."""
         self.refit(parts)
@@ -100,10 +98,7 @@ class Replica:
         self._schedule = (
             schedule if around is None else around(self.replicaset, Layer.REPLICA_SCHEDULER, name, schedule)
         )
-        steady = parts.policy.repeats_decodes if isinstance(parts.policy, RepeatsDecodes) else frozenset()
-        may_repeat = not self._pipelined and not parts.listeners and parts.memory.num_groups == 1
-        self._repeats_alone = may_repeat and SteadyState.NOTHING_WAITS in steady
-        self._repeats_full = may_repeat and SteadyState.BATCH_FULL in steady
+        self.repeats.read_claims()
 
     def watch(self, observers: Sequence[Observer]) -> None:
         """Let these observers see everything that happens here from now on."""
@@ -258,7 +253,7 @@ class Replica:
             self._detach(plan)
         builder.finish()
         plan.free_blocks = self.memory.free_blocks
-        plan.num_waiting = self._view.num_waiting
+        plan.num_waiting = residents.num_waiting
         plan.num_running = residents.num_running
         if plan.num_requests:
             self.num_in_flight += 1
@@ -315,89 +310,18 @@ class Replica:
         for observer in self._step_watchers:
             observer.on_step_begin(record)
 
-    # Steps that repeat
+    @property
+    def is_watched_by_step(self) -> bool:
+        """Whether observers want to see every step entry by entry, so that each has to be formed by itself."""
+        return bool(self._step_watchers)
 
-    def num_repeats(self, plan: StepPlan) -> int:
-        """How many further steps are sure to be decided like this one, if nothing reaches the replica meanwhile.
+    @property
+    def is_watched_by_step_end(self) -> bool:
+        """Whether observers want to be told of steps that came back."""
+        return bool(self._end_watchers)
 
-        Up to the one in which a request ends, or before the one in which a decode would lack a block. None while somebody
-        watches every step.
-        """
-        return 0 if self._step_watchers else self.num_alike(plan)
-
-    def num_alike(self, plan: StepPlan) -> int:
-        """The same, whoever watches."""
-        pool = plan.pool
-        if pool is None or plan.chunks or not self._is_steady(plan):
-            return 0
-        if plan.preempted or plan.num_preempted_before or plan.shape.swap_bytes:
-            return 0
-        residents, memory = self.residents, self.memory
-        if residents.has_spare_blocks or residents.parked or residents.partial:
-            return 0
-        if plan.num_requests != plan.num_running:
-            return 0
-        num_steps = pool.steps_to_next_end() - 1
-        free = memory.growth_headroom
-        most = -(-num_steps // memory.block_size) * len(pool)
-        if most <= free:
-            return num_steps
-        for step, num_blocks in enumerate(pool.growth_by_step(num_steps)):
-            free -= num_blocks
-            if free < 0:
-                return step
-        return num_steps
-
-    def _is_steady(self, plan: StepPlan) -> bool:
-        if self.ignores_arrivals(plan):
-            return not len(self.residents.shared)
-        return self._repeats_alone and not self._view.num_waiting
-
-    def ignores_arrivals(self, plan: StepPlan | None) -> bool:
-        """Whether repetitions of this plan go on when a request joins the replica's own queue."""
-        return self._repeats_full and plan is not None and plan.num_requests >= self.limits.max_batch_size
-
-    def note_waiting(self) -> None:
-        """Steps of the present run that are formed from now on leave this many waiting."""
-        self._num_waiting_in_run = self._view.num_waiting
-
-    def repeat_steps(self, plan: StepPlan, ended_at: Sequence[int]) -> None:
-        """`plan` and repetitions of it came back at these ticks; it becomes the one that is in flight after them."""
-        pool = plan.pool
-        assert pool is not None
-        num_steps = len(ended_at)
-        if self._end_watchers:
-            self._show_run(plan, ended_at)
-        for members, num_blocks in pool.growth_of_members(num_steps):
-            self.memory.grow_each(members, num_blocks)
-            plan.free_blocks -= num_blocks * len(members)
-        pool.advance(ended_at)
-        self.num_steps += num_steps
-        context = plan.shape.decode_context_tokens + num_steps * len(pool)
-        plan.shape = BatchShape(num_decodes=len(pool), decode_context_tokens=context)
-        plan.step_index += num_steps
-        plan.formed_at = ended_at[-1]
-        plan.num_waiting = self._num_waiting_in_run
-
-    def _show_run(self, plan: StepPlan, ended_at: Sequence[int]) -> None:
-        assert plan.pool is not None
-        free = plan.free_blocks
-        free_blocks = [free]
-        for num_blocks in plan.pool.growth_by_step(len(ended_at) - 1):
-            free -= num_blocks
-            free_blocks.append(free)
-        run = StepRun(
-            self.replicaset,
-            self.replica_id,
-            plan.step_index,
-            to_seconds(plan.formed_at),
-            [to_seconds(tick) for tick in ended_at],
-            len(plan.pool),
-            plan.shape.decode_context_tokens,
-            free_blocks,
-            [plan.num_waiting, *[self._num_waiting_in_run] * (len(ended_at) - 1)],
-            plan.num_running,
-        )
+    def show_run(self, run: StepRun) -> None:
+        """Tell observers of several steps that came back."""
         for observer in self._end_watchers:
             observer.on_step_run(run)
 
@@ -445,6 +369,8 @@ class Replica:
 
     def _publish_computed(self, plan: StepPlan) -> None:
         """Blocks that this step completed enter the prefix cache now; its own last token is not computed yet."""
+        if not plan.chunks and (plan.pool is None or not plan.pool.num_public):
+            return
         touched = [chunk.request for chunk in plan.chunks]
         if plan.pool is not None and plan.pool.num_public:
             touched.extend(sorted(plan.pool.needing_blocks(), key=lambda one: one.admitted_index))
@@ -455,10 +381,11 @@ class Replica:
     def _apply_chunks(self, plan: StepPlan, now: int) -> list[Request]:
         residents, memory = self.residents, self.memory
         done: list[Request] = []
+        is_split = memory.num_groups > 1
         for request, num_tokens, computed_before, _ in plan.chunks:
             if plan.admissions is not None and not _is_current(request, plan.admissions[request]):
                 continue  # it gave way or ended after the first stage; what this chunk computed is gone
-            if memory.num_groups > 1:
+            if is_split:
                 memory.on_chunk_done(request, computed_before, num_tokens)
             end = computed_before + num_tokens
             if request.in_flight and end == request.num_computed_tokens:

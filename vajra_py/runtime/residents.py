@@ -40,6 +40,11 @@ class Residents:
         return len(self.pool.members) + len(self.parked) + len(self.partial) + len(self.in_flight)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests in the own queue and in the shared one."""
+        return self.queue.num_requests + len(self.shared)
+
+    @property
     def is_empty(self) -> bool:
         """Whether nobody holds KV blocks."""
         return not (self.pool.members or self.partial or self.parked or self.in_flight)
@@ -129,8 +134,7 @@ class StateView:
     @property
     def num_waiting(self) -> int:
         """Own queue and shared queue."""
-        residents = self._residents
-        return residents.queue.num_requests + len(residents.shared)
+        return self._residents.num_waiting
 
     def running(self) -> Sequence[RequestView]:
         """Running requests in order of admission."""

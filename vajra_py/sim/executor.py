@@ -9,7 +9,7 @@ from vajra_py.contract import LatencyModel
 from vajra_py.runtime.clock import to_ticks
 from vajra_py.runtime.executor import StepPlan, StepResult
 from vajra_py.runtime.request import Request
-from vajra_py.sim.runs import Ticks, decode_run_times_s, run_ticks_of
+from vajra_py.sim.runs import decode_run_times_s, run_ends_of
 
 
 class StepTimer(Protocol):
@@ -31,10 +31,10 @@ class PredictedTimer:
         """The latency model's answer for the plan's slowest group."""
         return to_ticks(self._stage_time_s(plan.shape)) + self._overhead_ticks
 
-    def run_ticks(self, num_decodes: int, first_context_tokens: int, num_steps: int) -> Ticks:
-        """The same for steps that do nothing but decode, one after another."""
+    def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> list[int]:
+        """When steps end that begin now and do nothing but decode, one after another."""
         seconds = self._decode_run_times_s(num_decodes, first_context_tokens, num_steps)
-        return run_ticks_of(seconds, self._overhead_ticks)
+        return run_ends_of(now, seconds, self._overhead_ticks)
 
 
 class RecordedTimer:

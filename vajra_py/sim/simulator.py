@@ -23,9 +23,10 @@ from vajra_py.runtime.replica import Replica
 from vajra_py.runtime.replicaset import Replicaset
 from vajra_py.runtime.request import Request, RequestState
 from vajra_py.runtime.swapping import PolicyChange
+from vajra_py.sim.collector import rare_collections
 from vajra_py.sim.events import EventQueue, Phase
 from vajra_py.sim.executor import SimulatedExecutor, StepTimer
-from vajra_py.sim.runs import MAX_STEPS, TimesRuns
+from vajra_py.sim.runs import FIRST_STEPS, MAX_STEPS, TimesRuns
 from vajra_py.workload import RequestSpec, Workload
 
 # Looking a member of an enumeration up costs more than a call, and these are looked up for every event.
@@ -95,6 +96,8 @@ class _ReplicaClock:
     """The step in flight, with one pipeline stage."""
     run_ends: list[int] | None = None
     """Ticks at which the steps of a run end, when the step in flight is the first of one; the run's last is an event."""
+    run_limit: int = FIRST_STEPS
+    """How many steps are worked out at once: more after a run that came to its end, few after one that was cut short."""
     version: int = 0
     """Counts step ends that were called off."""
 
@@ -140,6 +143,10 @@ class Simulator:
 
     def run(self, workload: Iterable[RequestSpec]) -> None:
         """Simulate to the end (or the horizon). Raises `PolicyError` when a policy leaves requests standing for ever."""
+        with rare_collections():
+            self._run(workload)
+
+    def _run(self, workload: Iterable[RequestSpec]) -> None:
         arrivals = self._timed(workload)
         self._next_arrival(arrivals)
         horizon = NEVER if self._options.horizon_s is None else to_ticks(self._options.horizon_s)
@@ -147,7 +154,7 @@ class Simulator:
         stop_at = NEVER if drains else horizon
         events = self._events
         while len(events):
-            if events.next_tick() > stop_at:
+            if stop_at != NEVER and events.next_tick() > stop_at:
                 self.now = stop_at
                 self._catch_up_all(goes_on=False)
                 if events.next_tick() > stop_at:  # else a step that ended just now is followed by another
@@ -252,7 +259,7 @@ class Simulator:
             self._events.push(to_ticks(request.expires_at), Phase.EXPIRY, request)
         if replica is not None:
             clock = self._clocks[replica]
-            self._catch_up(clock, goes_on=replica.ignores_arrivals(clock.plan))
+            self._catch_up(clock, goes_on=replica.repeats.ignores_arrivals(clock.plan))
             self._wake(clock)
             return
         for clock in list(self._running_ahead[replicaset.name].values()):
@@ -397,7 +404,9 @@ class Simulator:
     def _start(self, clock: _ReplicaClock) -> None:
         replica = clock.replica
         try:
-            plan = replica.next_plan(self.now)
+            plan = replica.repeats.next_plan(self.now) if clock.runs is not None else None
+            if plan is None:
+                plan = replica.next_plan(self.now)
         except PolicyError as error:
             self._contain(replica.replicaset, error)
             return
@@ -425,15 +434,14 @@ class Simulator:
     def _fly(self, clock: _ReplicaClock, plan: StepPlan) -> None:
         """The step begins; if it is sure to be repeated, so do its repetitions, as one event."""
         runs, replica = clock.runs, clock.replica
-        num_steps = 1 if runs is None else min(1 + replica.num_repeats(plan), MAX_STEPS)
+        num_steps = 1 if runs is None else min(1 + replica.repeats.num_repeats(plan), clock.run_limit)
         clock.plan = plan
         if runs is not None and num_steps > 1:
             shape = plan.shape
-            ticks = runs.run_ticks(shape.num_decodes, shape.decode_context_tokens, num_steps)
-            ends: list[int] = (ticks.cumsum() + self.now).tolist()
+            ends = runs.run_ends(self.now, shape.num_decodes, shape.decode_context_tokens, num_steps)
             clock.run_ends = ends
             end = ends[-1]
-            replica.note_waiting()
+            replica.repeats.note_waiting()
             clock.running_ahead[replica.replica_id] = clock
         else:
             end = self.now + max(1, clock.timer.stage_ticks(plan))
@@ -448,7 +456,7 @@ class Simulator:
         replica = clock.replica
         num_done = bisect_left(ends, self.now)
         if num_done:
-            replica.repeat_steps(plan, ends[:num_done])
+            replica.repeats.apply(plan, ends[:num_done])
             self.num_steps += num_done
             del ends[:num_done]
         if len(ends) > 1 and ends[0] == self.now:  # its end precedes what happens now, and the next one follows it
@@ -463,7 +471,8 @@ class Simulator:
             clock.stage_free_at[0] = end = ends[0]
             self._events.push(end, _STEP_END, (clock, None, clock.version))
             clock.running_ahead.pop(replica.replica_id, None)
-        replica.note_waiting()
+            clock.run_limit = FIRST_STEPS
+        replica.repeats.note_waiting()
 
     def _catch_up_all(self, *, goes_on: bool) -> None:
         for running in self._running_ahead.values():
@@ -482,6 +491,7 @@ class Simulator:
             if clock.run_ends is not None:
                 if len(clock.run_ends) > 1:
                     self._catch_up(clock, goes_on=True)
+                    clock.run_limit = min(4 * clock.run_limit, MAX_STEPS)
                 clock.running_ahead.pop(replica.replica_id, None)
                 clock.run_ends = None
             plan, clock.plan = clock.plan, None

@@ -29,6 +29,7 @@ _METHODS = (
     "pull",
     "schedule",
     "lone_chunk",
+    "chunk_beside",
     "refuses",
     "on_arrivals",
     "on_step_end",

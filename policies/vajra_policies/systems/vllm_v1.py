@@ -98,6 +98,14 @@ class VllmV1:
         """A prompt that is alone has the whole budget; the threshold is off."""
         return num_remaining_tokens if self._budget is None else min(num_remaining_tokens, self._budget)
 
+    def chunk_beside(self, num_decodes: int, num_remaining_tokens: int) -> int | None:
+        """All that remains, where the budget suffices for everything and neither cap nor interval has a say."""
+        if self._interval > 1 or (num_remaining_tokens and self._config.long_prefill_threshold_tokens):
+            return None
+        if self._budget is not None and num_decodes + num_remaining_tokens > self._budget:
+            return None
+        return num_remaining_tokens
+
     def refuses(self, request: RequestView) -> str | None:
         """Without chunked prefill a sequence that outgrows the budget could wait at the head for ever."""
         longest = request.num_prompt_tokens + request.max_tokens - 1
