@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -99,6 +100,7 @@ def layers(prioritizer: Any, chooser: Any, batcher: Any) -> dict[str, Any]:
 
 def on_fake_runners(
     aborts: bool = True,
+    abort_rate: float = 0.02,
     runner: Callable[[ReplicaKey, RunnerOptions], Any] | None = None,
     made: list[EngineRun] | None = None,
 ) -> Callable[[Run], Backend]:
@@ -110,7 +112,7 @@ def on_fake_runners(
         backend = EngineRun(run, make_worker=world.worker, make_clock=world.clock)
 
         def come_and_go() -> None:
-            if backend.loop is not None and stream.random() < 0.02:
+            if backend.loop is not None and stream.random() < abort_rate:
                 alive = [request.request_id for request, _ in backend.loop.alive()]
                 if alive:
                     backend.loop.abort(alive[int(stream.integers(len(alive)))])
@@ -143,6 +145,11 @@ BATCHERS: list[Any] = [
 ]
 
 
+def builtin(layer: Layer) -> list[str]:
+    """Names of the policies that are shipped."""
+    return sorted(name for name, offer in load_registry().policies(layer).items() if offer.package == "vajra-py")
+
+
 def combinations() -> list[tuple[Any, Any, Any]]:
     """Every policy with several of the others: the longest list, the others turning past it at their own pace."""
     return [
@@ -153,13 +160,11 @@ def combinations() -> list[tuple[Any, Any, Any]]:
 
 
 def test_every_policy_is_replayed() -> None:
-    registry = load_registry()
     used = [
         {one if isinstance(one, str) else one["policy"] for one in ones} for ones in zip(*combinations(), strict=True)
     ]
     for layer, names in zip(Layer, used, strict=True):
-        builtin = {name for name, offer in registry.policies(layer).items() if offer.package == "vajra-py"}
-        assert builtin <= names
+        assert set(builtin(layer)) <= names
 
 
 @pytest.mark.parametrize("number", range(len(combinations())))
@@ -174,30 +179,63 @@ def test_decisions_are_equal(number: int, hollow_model: Path, tmp_path: Path) ->
     assert report.num_steps == run.steps().num_rows > 20
 
 
+BUILTIN = {layer: builtin(layer) for layer in Layer}
+PREEMPTS_NEVER = {"orca"}
+"""It sets memory aside for the longest output at admission."""
+FEW = {**SINGLES, "num_requests": 14, "prompt_tokens": {"type": "uniform", "min": 20, "max": 140}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batcher", BUILTIN[Layer.REPLICA_SCHEDULER])
+@pytest.mark.parametrize("chooser", BUILTIN[Layer.REPLICASET_SCHEDULER])
+def test_every_combination_is_replayed(chooser: str, batcher: str, hollow_model: Path, tmp_path: Path) -> None:
+    happened: Counter[str] = Counter()
+    for number, prioritizer in enumerate(BUILTIN[Layer.REQUEST_PRIORITIZER]):
+        scheduling = layers(prioritizer, chooser, batcher)
+        memory = {"block_size": 8, "num_blocks": 26, "reservation": "incremental", "watermark_fraction": 0.0}
+        mapping = settings(hollow_model, scheduling, FEW, seed=number, replica={"memory": memory})
+        run = run_it(mapping, tmp_path / prioritizer, abort_rate=0.05)
+        assert replay(tmp_path / prioritizer).is_equal, prioritizer
+        happened += what_happened(run)
+    assert happened["aborted"] > 0
+    assert happened["preempted"] > 0 or batcher in PREEMPTS_NEVER
+
+
+def what_happened(run: RunData) -> Counter[str]:
+    """How requests ended, how often some gave way, and tokens that were found in the prefix cache."""
+    happened: Counter[str] = Counter()
+    for request in run.requests().to_pylist():
+        happened[request["reason"]] += 1
+        happened["preempted"] += request["num_preemptions"]
+        happened["cached"] += request["num_cached_tokens"]
+    return happened
+
+
 def test_the_fuzzed_runs_are_worth_replaying(hollow_model: Path, tmp_path: Path) -> None:
-    happened: dict[str, int] = {}
+    happened: Counter[str] = Counter()
     for seed in range(4):
         batcher = BATCHERS[seed % 2]
         workload = SESSIONS if seed > 1 else SINGLES
         mapping = settings(hollow_model, layers("fcfs", "least_loaded", batcher), workload, seed=seed)
         run = run_it(mapping, tmp_path / str(seed))
-        for request in run.requests().to_pylist():
-            happened[request["reason"]] = happened.get(request["reason"], 0) + 1
-            happened["cached"] = happened.get("cached", 0) + request["num_cached_tokens"]
+        happened += what_happened(run)
         for row in read_rows(tmp_path / str(seed) / "decisions.jsonl.gz"):
             for _, mode in row["preempted"]:
-                happened[mode] = happened.get(mode, 0) + 1
+                happened[mode] += 1
     assert all(happened[what] > 3 for what in ("stop", "aborted", "expired", "cached", "swap", "recompute")), happened
 
 
 @pytest.mark.parametrize("preset", sorted(load_registry().presets))
 def test_presets_are_replayed(preset: str, hollow_model: Path, tmp_path: Path) -> None:
     mapping = settings(hollow_model, {}, SESSIONS, num_replicas=1, preset=preset)
-    mapping["replica"] = {"max_model_len": 512, "memory": {"num_blocks": 40}}
+    mapping["replica"] = {"max_model_len": 224, "memory": {"block_size": 16, "num_blocks": 16}}
     del mapping["scheduling"]
-    run = run_it(mapping, tmp_path / "run")
+    run = run_it(mapping, tmp_path / "run", abort_rate=0.03)
     assert run.steps().num_rows > 20
     assert replay(tmp_path / "run").is_equal
+    happened = what_happened(run)
+    assert happened["aborted"] > 0
+    assert happened["preempted"] > 0 or preset in PREEMPTS_NEVER
 
 
 @pytest.mark.parametrize("batcher", BATCHERS[:2])
