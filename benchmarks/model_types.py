@@ -1,16 +1,19 @@
 """Which of transformers' causal language models run on this engine?
 
 Makes a very small model of every type with random weights, loads it as the engine would, and prints what the self-check says:
-`python benchmarks/model_types.py [TYPE ...]`. The list in docs/models.md comes from here.
+`python benchmarks/model_types.py [TYPE ...]`; `--write docs/models.md` makes the page of it. Takes some ten minutes.
 """
 
 from __future__ import annotations
 
+import argparse
+import re
 import signal
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from vajra_py.engine.compute import RunnerOptions, load_runner
 from vajra_py.engine.compute.loading import quiet
-from vajra_py.errors import VajraError
+from vajra_py.errors import ConfigError, VajraError
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -49,71 +52,166 @@ SMALL: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
-    "num_kv_shared_layers": 0,
+    "num_kv_shared_layers": 2,
+    "n_shared_experts": 1,
+    "attention_chunk_size": 16,
     "ffn_dim": 96,
     "word_embed_proj_dim": 64,
 }
 """What keeps a model small. A type takes those of these that its configuration has."""
-TIMEOUT_S = 60
+USUAL: dict[str, dict[str, Any]] = {
+    name: {"layer_types": ["conv", "full_attention", "conv", "full_attention"]} for name in ("lfm2", "lfm2_moe")
+}
+"""What published models of a type have and its defaults have not."""
+CPU_LIMIT_S = 60
+FUSED, MODULES, REFUSED, UNTRIED = "fused", "transformers", "refused", "untried"
+_NOT_MADE = ("transformers cannot make this model", "transformers cannot read this configuration")
+
+
+class OutOfTimeError(BaseException):
+    """A type took too long. Not an `Exception`, so that nothing takes it for the model's own failure."""
 
 
 @contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """Raises TimeoutError when the block takes longer."""
+    """Raises `OutOfTimeError` when the block takes more processor time than this."""
 
     def stop(*_: object) -> None:
-        raise TimeoutError(f"took more than {seconds} s")
+        raise OutOfTimeError
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def small_config(model_type: str) -> Any:
-    """A small configuration of this type."""
+    """A small configuration of this type: everything of `SMALL` that it takes."""
     default = AutoConfig.for_model(model_type)
-    names = set(dir(default))
-    known = {name: value for name, value in SMALL.items() if name in names}
+    known = {name: value for name, value in SMALL.items() if takes(default, name)} | USUAL.get(model_type, {})
     if "qk_rope_head_dim" in known:  # these derive it
         known.pop("head_dim", None)
         known["num_key_value_heads"] = known["num_attention_heads"]
-    return AutoConfig.for_model(model_type, **known)
+    while True:
+        try:
+            return AutoConfig.for_model(model_type, **known)
+        except (AttributeError, NotImplementedError) as error:  # what can be read and not be set
+            named = [name for name in known if re.search(rf"['`]{name}\b", str(error))]
+            if not named:
+                raise
+            del known[named[0]]
+
+
+def takes(config: Any, name: str) -> bool:
+    """Whether a configuration has a setting of that name."""
+    try:
+        getattr(config, name)
+    except AttributeError:
+        return False
+    except ValueError:  # it has one for each layer
+        return False
+    return True
 
 
 def attempt(model_type: str) -> tuple[str, str]:
-    """("fused", "transformers", "refused" or "skipped", why)."""
+    """What becomes of a type (one of the four), and why."""
     try:
-        with quiet(), limited(TIMEOUT_S):
-            config = small_config(model_type)
-    except Exception as error:
-        return "skipped", f"no small configuration ({type(error).__name__}: {str(error)[:80]})"
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            with quiet(), limited(TIMEOUT_S):
-                config.save_pretrained(folder)
-                runner = load_runner(RunnerOptions(folder, random_weights=True))
-        except VajraError as error:
-            return "refused", str(error).partition(": ")[2].replace(folder, "")[:200]
-        except Exception as error:
-            return "skipped", f"{type(error).__name__}: {str(error)[:100]}"
-    return runner.facts.forward, f"{runner.facts.num_layers} layers"
+        with quiet(), limited(CPU_LIMIT_S), tempfile.TemporaryDirectory() as folder:
+            try:
+                small_config(model_type).save_pretrained(folder)
+            except Exception as error:
+                return UNTRIED, f"no small configuration of it could be made ({one_line(error)})"
+            runner = load_runner(RunnerOptions(folder, random_weights=True))
+            return runner.facts.forward, ""
+    except ConfigError as error:
+        reason = error.problems[0].message.replace(folder, "")
+        return (UNTRIED if reason.startswith(_NOT_MADE) else REFUSED), reason.partition(f"({model_type}): ")[
+            2
+        ] or reason
+    except (VajraError, OutOfTimeError) as error:
+        return UNTRIED, one_line(error) or f"took more than {CPU_LIMIT_S} s"
 
 
-def main() -> None:
-    """Print one line a type, then a summary."""
+def one_line(error: BaseException) -> str:
+    """The beginning of an error's text."""
+    return " ".join(str(error).split())[:120]
+
+
+def page(results: Mapping[str, tuple[str, str]]) -> str:
+    """docs/models.md."""
+    by_outcome: dict[str, list[str]] = {FUSED: [], MODULES: [], REFUSED: [], UNTRIED: []}
+    for model_type, (outcome, _) in results.items():
+        by_outcome[outcome].append(model_type)
+
+    def names(outcome: str) -> str:
+        return ", ".join(f"`{name}`" for name in by_outcome[outcome])
+
+    def table(outcome: str) -> str:
+        rows = (f"| `{name}` | {results[name][1].replace('|', '/')} |" for name in by_outcome[outcome])
+        return "\n".join(["| type | reason |", "|---|---|", *rows])
+
+    return PAGE.format(
+        date=datetime.now(UTC).date(),
+        transformers=transformers.__version__,
+        torch=torch.__version__,
+        num_types=len(results),
+        num_modules=len(by_outcome[MODULES]),
+        num_refused=len(by_outcome[REFUSED]),
+        fused=names(FUSED),
+        modules=names(MODULES),
+        refused=table(REFUSED),
+        untried=table(UNTRIED),
+    )
+
+
+PAGE = """# Models
+
+Which causal language models of transformers the [engine](engine.md) runs. It takes a type whose attention goes through transformers' attention interface; a
+self-check decides while a model is loaded: a few ragged steps over paged memory, with chunks, shuffled blocks and narrowed windows, against the model's
+own eager attention on the same weights. What differs is refused, with the reason. So a type that is not listed here may well run, and one that is listed is
+checked again each time.
+
+The lists are of transformers {transformers} and torch {torch} ({date}): a very small model of each of its {num_types} types, with random weights, loaded as the
+engine loads it. `python benchmarks/model_types.py --write docs/models.md` makes this page.
+
+## Tested families
+
+{fused} run on the engine's own forward pass. The tests compare their logits and tokens with transformers' over chunked, mixed, preempted and swapped
+schedules. A multimodal model is refused; give the directory of its text model.
+
+## Passed, on transformers' modules ({num_modules})
+
+{modules}.
+
+## Refused ({num_refused})
+
+{refused}
+
+## Not tried
+
+No small model of these types could be made with transformers' own defaults, so nothing is known about them.
+
+{untried}
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print one line a type, then a summary; or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("types", nargs="*", metavar="TYPE", help="default: all")
+    parser.add_argument("--write", type=Path, help="the page to write")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    results: dict[str, list[str]] = {}
-    for model_type in sys.argv[1:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        outcome, reason = attempt(model_type)
-        results.setdefault(outcome, []).append(model_type)
-        print(f"{model_type:32s} {outcome:12s} {reason}", flush=True)
+    results: dict[str, tuple[str, str]] = {}
+    for model_type in options.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        results[model_type] = attempt(model_type)
+        print(f"{model_type:32s} {results[model_type][0]:12s} {results[model_type][1]}", flush=True)
     print(f"\ntransformers {transformers.__version__}, torch {torch.__version__}")
-    for outcome, types in sorted(results.items()):
-        print(f"{outcome} ({len(types)}): {', '.join(types)}")
+    if options.write is not None:
+        options.write.write_text(page(results))
 
 
 if __name__ == "__main__":

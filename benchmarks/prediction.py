@@ -3,9 +3,9 @@
 `python benchmarks/prediction.py DIR` writes a model of about 10 M parameters to DIR, profiles it, runs every combination of
 policies on every workload on the engine, simulates the same requests with the profile, and prints the errors of TTFT, TBT and
 E2E, and how both order the policies. What is in DIR already is not measured again, so the phases can be run one by one
-(`--only profile`, `--only light`, …). Each combination is run on the engine several times, in turn with the others, and the
-fastest run counts, since what disturbs a machine only slows it down; how far the others lie from it shows what the machine
-adds by itself. DIR/prediction.json gets all figures.
+(`--only profile`, `--only light`, …). Before and after each run of the engine the profile's reference batch is timed: of several
+runs the one counts during which the machine was most nearly as fast as while it was profiled. How far the others lie from it
+shows what the machine adds by itself. DIR/prediction.json gets all figures.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import combinations
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from vajra_py import __version__
 from vajra_py.config import ExperimentConfig, config_from_mapping
+from vajra_py.engine.compute import load_runner
 from vajra_py.engine.tiny import write_tiny_model
-from vajra_py.experiment.other_load import OtherLoad
-from vajra_py.experiment.profiling import ProfileSettings, profile_config, profile_model
+from vajra_py.experiment.profiling import Bench, ProfileSettings, profile_config, profile_model
 from vajra_py.experiment.run import run_experiment
 from vajra_py.experiment.validation import METRICS, validate
 from vajra_py.latency import read_profile
@@ -35,6 +36,7 @@ from vajra_py.metrics.run_data import RunData
 
 QUANTILES = ("p50", "p90")
 TOLERANCE = 0.10
+_REFERENCES = 9
 ENGINE = {"num_threads": 1}
 REPLICA = {"max_batch_size": 24, "max_batch_tokens": 1024, "max_model_len": 640}
 POLICIES: Mapping[str, Mapping[str, Any]] = {
@@ -113,19 +115,19 @@ def prepare(folder: Path, size: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Seconds by (metric, quantile) of one combination on one workload: every run of the engine (fastest first), simulated."""
+    """Seconds by (metric, quantile) of one combination on one workload: every run of the engine (best first), simulated."""
 
     load: str
     policy: str
     runs: Sequence[Mapping[tuple[str, str], float]]
     simulated: Mapping[tuple[str, str], float]
     num_preemptions: int
-    other_cores: Sequence[float]
-    """Cores that other processes took during the runs."""
+    slowness: Sequence[float]
+    """What the reference batch took about each run, as a multiple of what it took in the profile."""
 
     @property
     def measured(self) -> Mapping[tuple[str, str], float]:
-        """The fastest run."""
+        """The run on the least disturbed machine."""
         return self.runs[0]
 
     def error(self, key: tuple[str, str]) -> float:
@@ -133,38 +135,56 @@ class Compared:
         return self.simulated[key] / self.measured[key] - 1.0
 
     def noise(self, key: tuple[str, str]) -> float:
-        """The slowest run over the fastest, less 1."""
-        return self.runs[-1][key] / self.measured[key] - 1.0
+        """The run that is farthest from the one that counts, over that one, less 1."""
+        return max((run[key] / self.measured[key] - 1.0 for run in self.runs), key=abs)
+
+
+class Machine:
+    """How fast is the machine now, against when the profile was made?"""
+
+    def __init__(self, model: Path) -> None:
+        made = profile_config(model, {"replica": REPLICA, "backend": {"engine": ENGINE}})
+        options = made.backend.settings.runner_options(made.replica, ENGINE["num_threads"])
+        runner = load_runner(options)
+        runner.allocate(64)
+        self._bench = Bench(runner, options, 64)
+        self._best_s = float(read_profile(model / "profile.json").facts["reference_s"])
+
+    def slowness(self) -> float:
+        """Time of the reference batch as a multiple of what it took at its best in the profile."""
+        return median(self._bench.reference_s() for _ in range(_REFERENCES)) / self._best_s
 
 
 def compare(folder: Path, model: Path, load_name: str, rounds: int) -> Iterator[Compared]:
     """Run and simulate every combination; runs that are there are not repeated, simulations are."""
-    runs: dict[str, list[tuple[RunData, float]]] = {policy: [] for policy in POLICIES}
+    machine = Machine(model)
+    runs: dict[str, list[tuple[float, RunData]]] = {policy: [] for policy in POLICIES}
     for turn in range(rounds):
         for policy, found in runs.items():
             config = experiment(model, load_name, policy)
-            found.append(run_noted(config, folder / "runs" / f"{config.name}-{turn}"))
+            found.append(run_noted(config, folder / "runs" / f"{config.name}-{turn}", machine))
     for policy, found in runs.items():
-        found.sort(key=lambda one: figures(one[0])[("e2e_s", "p50")])
-        fastest = found[0][0]
+        found.sort(key=lambda one: abs(one[0] - 1.0))
+        best = found[0][1]
         yield Compared(
             load_name,
             policy,
-            [figures(run) for run, _ in found],
-            figures(validate(fastest, experiment(model, load_name, policy)).simulated),
-            sum(fastest.requests().column("num_preemptions").to_pylist()),
-            [cores for _, cores in found],
+            [figures(run) for _, run in found],
+            figures(validate(best, experiment(model, load_name, policy)).simulated),
+            sum(best.requests().column("num_preemptions").to_pylist()),
+            [slowness for slowness, _ in found],
         )
 
 
-def run_noted(config: ExperimentConfig, folder: Path) -> tuple[RunData, float]:
-    """The run of a folder, and how many cores others took meanwhile."""
-    note = folder / "other_cores.json"
+def run_noted(config: ExperimentConfig, folder: Path, machine: Machine) -> tuple[float, RunData]:
+    """How slow the machine was about the run of a folder, and the run; made where it is not there."""
+    note = folder / "slowness.json"
     if not note.exists():
-        load = OtherLoad()
+        before = machine.slowness()
         run_experiment(config, folder=folder, overwrite=True)
-        note.write_text(json.dumps(load.cores()))
-    return RunData.load(folder), float(json.loads(note.read_text()) or 0.0)
+        after = machine.slowness()
+        note.write_text(json.dumps(max(before, after, key=lambda one: abs(one - 1.0))))
+    return float(json.loads(note.read_text())), RunData.load(folder)
 
 
 def figures(run: RunData) -> dict[tuple[str, str], float]:
@@ -191,15 +211,15 @@ def show(compared: Sequence[Compared]) -> bool:
     """Print the tables; whether every error is within the tolerance."""
     keys = [(metric, quantile) for metric in METRICS for quantile in QUANTILES]
     heads = [f"{metric.removesuffix('_s').upper()} {quantile}" for metric, quantile in keys]
-    print("Each cell: measured, error of the simulation, (slowest run of the engine against the fastest)")
-    print("".join(["workload policies            preempted others", *(f"{head:>27}" for head in heads)]))
+    print("Each cell: measured, error of the simulation, (farthest other run of the engine against it)")
+    print("".join(["workload policies            preempted  speed", *(f"{head:>27}" for head in heads)]))
     within = True
     for one in compared:
         cells = []
         for key in keys:
             within &= abs(one.error(key)) <= TOLERANCE
             cells.append(f"{one.measured[key] * 1e3:.1f} ms {one.error(key):+.1%} ({one.noise(key):+.1%})".rjust(27))
-        print(f"{one.load:8} {one.policy:20} {one.num_preemptions:8} {max(one.other_cores):6.2f}" + "".join(cells))
+        print(f"{one.load:8} {one.policy:20} {one.num_preemptions:8} {one.slowness[0]:6.2f}" + "".join(cells))
     for load in LOADS:
         chosen = [one for one in compared if one.load == load]
         for key, head in zip(keys, heads, strict=True):
@@ -224,7 +244,7 @@ def write(file: Path, model: Path, compared: Sequence[Compared]) -> None:
             "measured_s": [named(run) for run in one.runs],
             "simulated_s": named(one.simulated),
             "num_preemptions": one.num_preemptions,
-            "other_cores": one.other_cores,
+            "slowness": one.slowness,
         }
         for one in compared
     ]

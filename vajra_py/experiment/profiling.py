@@ -1,8 +1,8 @@
 """How long do steps of every shape take on this model and device, and what formula predicts them?
 
 First a grid of batches is computed again and again in random order, so that what else the machine does falls on all of them
-alike. Of each batch's times the lower quartile is taken: other work on the machine slows steps down, and nothing speeds them up.
-Then the engine serves requests for a while, which shows what forming a step costs, and whether the formula holds for steps in the
+alike. Before each a reference batch is computed, always the same one: what was measured while that took clearly longer than at its
+best was disturbed, and counts only where there is nothing better. Then the engine serves requests for a while, which shows what forming a step costs, and whether the formula holds for steps in the
 midst of everything else. Measurements are kept in a file as they are made: a profile that was broken off goes on where it stopped.
 """
 
@@ -55,7 +55,9 @@ GREEDY = SamplingParams(temperature=0.0)
 _LIVE_WAVES = (1, 1, 2, 4, 8, 16, 32)
 _MAX_LIVE_STEPS = 600
 _HOST_BLOCKS = 64
-_QUARTILE = 0.25
+_REFERENCE_ROWS, _REFERENCE_CONTEXT = 8, 16
+_UNDISTURBED = 1.08
+"""Times of the reference batch, as multiples of its best time, at which a measurement counts in full."""
 
 Report: TypeAlias = Callable[[int, int], None]
 """Called with (measurements done, measurements in all)."""
@@ -137,14 +139,15 @@ def profile_model(
         batches = list(_batches(settings, runner.facts, options, num_blocks))
         journal = _Journal(output.with_suffix(".measured.jsonl"), facts, batches)
         total = len(batches) * settings.passes
-        bench = _Bench(runner, options, num_blocks)
+        bench = Bench(runner, options, num_blocks)
         grid = _measure_grid(settings, batches, bench, journal, report)
         live = _serve_a_while(config, _Allocated(runner, num_blocks, bench.taken))
     finally:
         runner.close()
     if report is not None:
         report(total, total)
-    profile = _fitted(grid, live, {**facts, "other_load_cores": others.cores()}, settings.seed)
+    found = {"other_load_cores": others.cores(), "reference_s": journal.best_reference_s()}
+    profile = _fitted(grid, live, {**facts, **found}, settings.seed)
     profile.write(output)
     journal.remove()
     return profile
@@ -279,7 +282,7 @@ def _random_batch(sizes: _Sizes, stream: np.random.Generator) -> Batch:
 # Measuring
 
 
-class _Bench:
+class Bench:
     """Computes batches on a runner and takes the time."""
 
     def __init__(self, runner: ModelRunner, options: RunnerOptions, num_blocks: int) -> None:
@@ -289,6 +292,9 @@ class _Bench:
         self._vocab_size = runner.facts.vocab_size
         self._stream = SeedTree(0).stream("tokens")
         self.bytes_per_block = runner.facts.kv_bytes_per_token * options.block_size
+        context = max(1, min(_REFERENCE_CONTEXT, runner.facts.max_model_len - 2))
+        rows = min(_REFERENCE_ROWS, options.max_requests, num_blocks // (context // options.block_size + 1))
+        self._reference = Batch((context,) * max(1, rows))
         self.taken: list[int] = []
         """Slots that the runner has not been told are free again."""
 
@@ -318,6 +324,10 @@ class _Bench:
         self._runner.run(step)
         return time.perf_counter() - start
 
+    def reference_s(self) -> float:
+        """Seconds of the reference batch: how fast the machine is at this moment."""
+        return self.time_s(self._reference)
+
     def _tokens(self, count: int) -> list[int]:
         tokens: list[int] = self._stream.integers(0, self._vocab_size, count).tolist()
         return tokens
@@ -329,8 +339,8 @@ class _Journal:
     def __init__(self, path: Path, facts: Mapping[str, Any], batches: Sequence[Batch]) -> None:
         self._path = path
         header = {"facts": dict(facts), "batches": [asdict(batch) for batch in batches]}
-        self.done: dict[tuple[int, int], float] = {}
-        """Seconds by (pass, position of the batch)."""
+        self.done: dict[tuple[int, int], tuple[float, float]] = {}
+        """Seconds of the batch and of the reference before it, by (pass, position of the batch)."""
         text = json.dumps(header)
         if path.exists():
             lines = path.read_text().splitlines()
@@ -343,16 +353,20 @@ class _Journal:
     def _read(self, lines: Sequence[str]) -> None:
         for line in lines:
             try:
-                turn, index, seconds = json.loads(line)
+                turn, index, seconds, reference_s = json.loads(line)
             except ValueError:  # the last line of a broken-off profile
                 continue
-            self.done[turn, index] = seconds
+            self.done[turn, index] = (seconds, reference_s)
 
-    def note(self, turn: int, index: int, seconds: float) -> None:
+    def note(self, turn: int, index: int, seconds: float, reference_s: float) -> None:
         """One more measurement."""
-        self.done[turn, index] = seconds
+        self.done[turn, index] = (seconds, reference_s)
         with self._path.open("a") as file:
-            file.write(json.dumps([turn, index, seconds]) + "\n")
+            file.write(json.dumps([turn, index, seconds, reference_s]) + "\n")
+
+    def best_reference_s(self) -> float:
+        """What the reference took while nothing disturbed it."""
+        return float(np.quantile([reference_s for _, reference_s in self.done.values()], 0.1))
 
     def remove(self) -> None:
         """The profile is written."""
@@ -360,7 +374,7 @@ class _Journal:
 
 
 def _measure_grid(
-    settings: ProfileSettings, batches: Sequence[Batch], bench: _Bench, journal: _Journal, report: Report | None
+    settings: ProfileSettings, batches: Sequence[Batch], bench: Bench, journal: _Journal, report: Report | None
 ) -> list[Measured]:
     tree = SeedTree(settings.seed)
     warm: set[int] = set()
@@ -372,14 +386,22 @@ def _measure_grid(
             if index not in warm:
                 bench.time_s(batches[index])
                 warm.add(index)
-            journal.note(turn, index, bench.time_s(batches[index]))
+            reference_s = bench.reference_s()
+            journal.note(turn, index, bench.time_s(batches[index]), reference_s)
             if report is not None:
                 report(len(journal.done), total)
+    best_s = journal.best_reference_s()
     measured = []
     for index, batch in enumerate(batches):
-        times = [journal.done[turn, index] for turn in range(settings.passes)]
-        measured.append(Measured(batch.shape(bench.bytes_per_block), float(np.quantile(times, _QUARTILE))))
+        taken = [journal.done[turn, index] for turn in range(settings.passes)]
+        measured.append(Measured(batch.shape(bench.bytes_per_block), _undisturbed(taken, best_s)))
     return measured
+
+
+def _undisturbed(taken: Sequence[tuple[float, float]], best_s: float) -> float:
+    """The median of the times (with the reference's) that were taken at the machine's best, or the one nearest to that."""
+    good = [time_s for time_s, reference_s in taken if reference_s <= _UNDISTURBED * best_s]
+    return float(np.median(good)) if good else min(taken, key=lambda one: one[1])[0]
 
 
 # The engine at work
