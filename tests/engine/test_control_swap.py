@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vajra_py import LLM, AsyncLLM, SamplingParams
 from vajra_py.config import PolicyChoice, config_from_mapping
-from vajra_py.contract import Layer, Observer, PolicySwap
+from vajra_py.contract import Layer, PolicySwap
+from vajra_py.engine.llm import RequestOutput, llm_config
 from vajra_py.errors import ConfigError, VajraError
 from vajra_py.experiment.backend import Backend, Run
 from vajra_py.experiment.engined import EngineRun
@@ -20,7 +23,7 @@ from vajra_py.experiment.run import run_experiment
 from vajra_py.metrics.run_data import RunData
 from vajra_py.runtime.input_log import Swap, read_inputs, read_rows
 from vajra_py.runtime.swapping import PolicyChange, Swapped
-from vajra_py.testing.fake_runner import SteppedWorld, expected_output
+from vajra_py.testing.fake_runner import FakeRunner, SteppedWorld, expected_output
 
 LATENCY = {"type": "affine", "base_s": 0.004, "per_token_s": 1e-4, "per_prefill_pair_s": 1e-7, "per_swap_byte_s": 1e-7}
 OTHERS: dict[Layer, list[Any]] = {
@@ -75,14 +78,6 @@ def experiment(model: Path, seed: int = 3) -> dict[str, Any]:
 
 def choice_of(given: Any) -> PolicyChoice:
     return PolicyChoice.model_validate(given)
-
-
-class Watcher(Observer):
-    def __init__(self) -> None:
-        self.swaps: list[PolicySwap] = []
-
-    def on_policy_swapped(self, swap: PolicySwap, now: float) -> None:
-        self.swaps.append(swap)
 
 
 def swapping(
@@ -200,3 +195,53 @@ def test_a_scheduler_that_would_never_run_a_request_is_refused(hollow_model: Pat
     assert "would never run request" in str(answers[0])
     check(made[0], run, tmp_path / "run")
     assert replay(tmp_path / "run").is_equal
+
+
+# From Python
+
+
+SETTINGS: dict[str, Any] = {
+    "replica": {"max_batch_size": 4, "max_model_len": 200, "memory": {"block_size": 8, "num_blocks": 40}},
+    "backend": {"engine": {"random_weights": True}},
+}
+PROMPTS = [[index, 2, 3] for index in range(8)]
+GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
+
+
+def test_a_program_swaps_between_two_lists(hollow_model: Path) -> None:
+    with LLM(hollow_model, SETTINGS, load=FakeRunner) as llm:
+        before = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+        swap = llm.swap_policy("replica_scheduler", "fixed_chunk", {"chunk_size": 7})
+        assert (swap.old_policy, swap.policy, swap.params["chunk_size"]) == ("fixed_chunk", "fixed_chunk", 7)
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == before
+        for layer, policy, text in (
+            ("replica_scheduler", "vllm_v2", "Did you mean 'vllm_v1'"),
+            ("replica", "vllm_v1", "there is no such layer"),
+        ):
+            with pytest.raises(ConfigError, match=text):
+                llm.swap_policy(layer, policy)
+        assert llm.swap_policy(Layer.REPLICA_SCHEDULER, "vllm_v1").old_params["chunk_size"] == 7
+
+
+def test_a_program_swaps_while_tasks_are_served(hollow_model: Path) -> None:
+    async def serve() -> tuple[list[RequestOutput], list[PolicySwap]]:
+        async with AsyncLLM(hollow_model, SETTINGS, load=FakeRunner) as llm:
+            tasks = [asyncio.create_task(llm.generate(prompt, GREEDY)) for prompt in PROMPTS]
+            swaps = [await llm.swap_policy(layer, name) for layer, name in (
+                ("request_prioritizer", "priority"),
+                ("replicaset_scheduler", "pull"),
+                ("replica_scheduler", "vllm_v1"),
+            )]  # fmt: skip
+            with pytest.raises(ConfigError, match="Did you mean 'priority'"):
+                await llm.swap_policy("request_prioritizer", "prioritty")
+            return [await task for task in tasks], swaps
+
+    outputs, swaps = asyncio.run(serve())
+    assert [output.token_ids for output in outputs] == [expected_output(prompt, 30) for prompt in PROMPTS]
+    assert [swap.policy for swap in swaps] == ["priority", "pull", "vllm_v1"]
+
+
+def test_a_configuration_of_the_wrong_kind_is_said_so(hollow_model: Path) -> None:
+    config = config_from_mapping(experiment(hollow_model))
+    with pytest.raises(ConfigError, match=r"config: is neither a mapping nor a file \(ExperimentConfig\)\."):
+        llm_config(hollow_model, config)  # type: ignore[arg-type]
