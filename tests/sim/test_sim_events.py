@@ -9,18 +9,18 @@ from vajra_py.runtime.clock import NEVER
 from vajra_py.sim.events import EventQueue, Phase
 
 
-@given(events=st.lists(st.tuples(st.integers(0, 4), st.sampled_from(Phase)), max_size=30))
-def test_events_come_by_tick_phase_and_sequence(events: list[tuple[int, Phase]]) -> None:
+@given(events=st.lists(st.tuples(st.integers(0, 4), st.sampled_from(Phase), st.integers(0, 2)), max_size=30))
+def test_events_come_by_tick_phase_rank_and_sequence(events: list[tuple[int, Phase, int]]) -> None:
     queue = EventQueue()
-    for number, (tick, phase) in enumerate(events):
-        queue.push(tick, phase, (number, object()))
+    for number, (tick, phase, rank) in enumerate(events):
+        queue.push(tick, phase, (rank, number, object()), rank)
     popped = []
     while len(queue):
         next_tick = queue.next_tick()
-        tick, phase, _, (number, _) = queue.pop()
+        tick, phase, (rank, number, _) = queue.pop()
         assert tick == next_tick
-        popped.append((tick, phase, number))
-    assert popped == sorted((tick, phase, number) for number, (tick, phase) in enumerate(events))
+        popped.append((tick, phase, rank, number))
+    assert popped == sorted((*event, number) for number, event in enumerate(events))
     assert queue.next_tick() == NEVER
 
 

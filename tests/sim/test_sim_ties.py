@@ -12,7 +12,7 @@ from vajra_py.config import config_from_mapping
 from vajra_py.experiment.run import run_experiment
 
 
-@pytest.mark.parametrize("chooser", ["round_robin", "least_loaded", "power_of_two", "prefix_affinity"])
+@pytest.mark.parametrize("chooser", ["round_robin", "least_loaded", "power_of_two", "prefix_affinity", "pull"])
 @pytest.mark.parametrize("seed", range(4))
 def test_ties_are_settled_in_the_same_order(chooser: str, seed: int, tmp_path: Path) -> None:
     stream = np.random.default_rng(seed)

@@ -1,4 +1,7 @@
-"""In which order do things happen? By (tick, phase, sequence): a total order, so that equal runs are equal to the byte."""
+"""In which order do things happen? By (tick, phase, rank, sequence): a total order, so that equal runs are equal to the byte.
+
+The rank of what replicas do is their place in the run, so that their order does not depend on when an event became known.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +31,21 @@ class EventQueue:
     __slots__ = ("_heap", "_sequence")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, int, Any]] = []
+        self._heap: list[tuple[int, int, int, int, Any]] = []
         self._sequence = 0
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def push(self, tick: int, phase: Phase, payload: Any) -> None:
-        """Let something happen at `tick`."""
+    def push(self, tick: int, phase: Phase, payload: Any, rank: int = 0) -> None:
+        """Let something happen at `tick`; of one tick and phase the lower rank goes first."""
         self._sequence += 1
-        heapq.heappush(self._heap, (tick, phase, self._sequence, payload))
+        heapq.heappush(self._heap, (tick, phase, rank, self._sequence, payload))
 
-    def pop(self) -> tuple[int, int, int, Any]:
-        """The next event: (tick, phase, sequence, payload)."""
-        return heapq.heappop(self._heap)
+    def pop(self) -> tuple[int, int, Any]:
+        """The next event: (tick, phase, payload)."""
+        tick, phase, _, _, payload = heapq.heappop(self._heap)
+        return tick, phase, payload
 
     def next_tick(self) -> int:
         """When the next event is due; `NEVER` when there is none."""

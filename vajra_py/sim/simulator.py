@@ -88,6 +88,8 @@ class _ReplicaClock:
     stage_free_at: list[int]
     runs: TimesRuns | None
     """The timer, where it knows the durations of several steps in advance."""
+    rank: int
+    """Its place in the run, by which ties are broken: replicasets as configured, replicas by id."""
     running_ahead: dict[int, _ReplicaClock]
     """Those of its replicaset whose step in flight is the first of a run."""
     is_idle: bool = True
@@ -135,7 +137,8 @@ class Simulator:
             for replica in replicaset.replicas:
                 timer = timer_of(replica)
                 runs = timer if options.runs_ahead and isinstance(timer, TimesRuns) else None
-                clock = _ReplicaClock(replica, replicaset, timer, [0] * replica.limits.pipeline_stages, runs, ahead)
+                free_at, rank = [0] * replica.limits.pipeline_stages, len(self._clocks)
+                clock = _ReplicaClock(replica, replicaset, timer, free_at, runs, rank, ahead)
                 self._clocks[replica] = clock
                 self._idle[name][replica.replica_id] = clock
 
@@ -159,7 +162,7 @@ class Simulator:
                 self._catch_up_all(goes_on=False)
                 if events.next_tick() > stop_at:  # else a step that ended just now is followed by another
                     break
-            tick, phase, _, payload = events.pop()
+            tick, phase, payload = events.pop()
             if _is_called_off(phase, payload):
                 continue
             self.now = tick
@@ -369,7 +372,7 @@ class Simulator:
     def _offer(self, replicaset: Replicaset) -> None:
         if replicaset.name not in self._offers:
             self._offers.add(replicaset.name)
-            self._events.push(self.now, Phase.FORM, replicaset.name)
+            self._events.push(self.now, Phase.FORM, replicaset.name, len(self._clocks))  # after replicas of this tick
 
     # Steps
 
@@ -385,7 +388,7 @@ class Simulator:
             self._start(clock)
             return
         clock.form_pending = True
-        self._events.push(self.now, _FORM, clock)
+        self._events.push(self.now, _FORM, clock, clock.rank)
 
     def _form(self, payload: _ReplicaClock | str) -> None:
         if isinstance(payload, _ReplicaClock):
@@ -428,8 +431,8 @@ class Simulator:
         for stage, free in enumerate(free_at):
             leaves_at = max(leaves_at, free) + ticks
             free_at[stage] = leaves_at
-        self._events.push(free_at[0], Phase.STAGE_END, (clock, plan))
-        self._events.push(leaves_at, _STEP_END, (clock, plan, clock.version))
+        self._events.push(free_at[0], Phase.STAGE_END, (clock, plan), clock.rank)
+        self._events.push(leaves_at, _STEP_END, (clock, plan, clock.version), clock.rank)
 
     def _fly(self, clock: _ReplicaClock, plan: StepPlan) -> None:
         """The step begins; if it is sure to be repeated, so do its repetitions, as one event."""
@@ -446,7 +449,7 @@ class Simulator:
         else:
             end = self.now + max(1, clock.timer.stage_ticks(plan))
         clock.stage_free_at[0] = end
-        self._events.push(end, _STEP_END, (clock, None, clock.version))
+        self._events.push(end, _STEP_END, (clock, None, clock.version), clock.rank)
 
     def _catch_up(self, clock: _ReplicaClock, *, goes_on: bool) -> None:
         """Apply the steps of a run that ended before now. Unless it goes on, the step in flight is its last."""
@@ -469,7 +472,7 @@ class Simulator:
             clock.version += 1
             del ends[1:]
             clock.stage_free_at[0] = end = ends[0]
-            self._events.push(end, _STEP_END, (clock, None, clock.version))
+            self._events.push(end, _STEP_END, (clock, None, clock.version), clock.rank)
             clock.running_ahead.pop(replica.replica_id, None)
             clock.run_limit = FIRST_STEPS
         replica.repeats.note_waiting()
