@@ -63,6 +63,10 @@ def test_wrong_input_is_400_and_touches_nothing(puppet_server: Callable[..., Any
             response = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
             assert response.status_code == 400, content
             error_of(response)
+        for kind in ({}, {"content-type": "application/x-www-form-urlencoded"}):  # what curl -d says by itself
+            response = client.post("/v1/completions", content=b'{"model":"puppet","prompt":[1]}', headers=kind)
+            assert response.status_code == 400
+            assert "content-type: application/json" in error_of(response)["message"]
         wrong_header = {"x-slo-ttft-ms": "soon"}
         response = client.post("/v1/completions", json={"model": "puppet", "prompt": [1]}, headers=wrong_header)
         assert response.status_code == 400

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -57,6 +59,26 @@ def test_metrics_count_what_happened(puppet_server: Callable[..., Any], prefix: 
     assert found["vajra:replicas_up", ()] == 1
     decisions = ("layer", "replica_scheduler"), ("policy", "vllm_v1"), SET
     assert found["vajra:policy_decision_seconds_count", decisions] >= server.strings.num_steps
+
+
+def test_every_number_has_its_name(puppet_server: Callable[..., Any]) -> None:
+    server = puppet_server(engine={"latency": {"type": "constant", "step_time_s": 0.25}})
+    traffic(server)
+    found = samples(server)
+    steps = server.strings.num_steps
+    assert found["vajra:step_predicted_seconds_total", (SET,)] == pytest.approx(0.25 * steps)
+    assert 0 < found["vajra:step_measured_seconds_total", (SET,)] < 60
+    assert found["vajra:step_forming_seconds_count", (SET,)] >= steps  # a step may be formed in vain
+    assert found["vajra:step_time_seconds_count", (SET,)] == steps
+    assert found["vajra:tenant_jain_index", ()] == pytest.approx(1.0)
+    layers = {dict(labels).get("layer") for name, labels in found if name == "vajra:policy_decision_seconds_count"}
+    assert layers == {"replicaset_scheduler", "replica_scheduler"}
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    said = set(re.findall(r"`(?:vajra:)?([a-z0-9_]+)`", page[page.index("## Numbers") :]))
+    shown = {name.partition(":")[2] for name, _ in found}
+    shown = {name for name in shown if not name.endswith(("_bucket", "_sum", "_created"))}
+    missing = {name for name in shown if name not in said and name.removesuffix("_count") not in said}
+    assert not missing, f"docs/serving.md does not name {sorted(missing)}"
 
 
 def test_tenants_do_not_make_labels_without_end(puppet_server: Callable[..., Any]) -> None:

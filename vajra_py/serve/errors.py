@@ -121,6 +121,10 @@ def install(app: FastAPI) -> None:
 
     async def validation_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
+        kind = request.headers.get("content-type", "")
+        if request.method == "POST" and "json" not in kind:
+            message = f"the body is JSON, and has to say so (content-type: application/json; got {kind or 'none'})"
+            return bad_request(message, code="not_json").response()
         return of_validation(error.errors()).response()
 
     async def http_error(request: Request, error: Exception) -> JSONResponse:

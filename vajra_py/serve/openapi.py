@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from vajra_py.serve.gate import OPEN_PATHS
+from vajra_py.serve.gate import BROWSER_PATHS, OPEN_PATHS
 
 
 def true_document(app: FastAPI, names: Sequence[str], *, has_key: bool) -> dict[str, Any]:
@@ -31,8 +31,10 @@ def true_document(app: FastAPI, names: Sequence[str], *, has_key: bool) -> dict[
         for operation in operations.values():
             operation["responses"].pop("422", None)
             if has_key and path not in OPEN_PATHS:
-                operation["security"] = [{"bearer": []}]
+                basic = [{"basic": []}] if path in BROWSER_PATHS else []
+                operation["security"] = [{"bearer": []}, *basic]
     if has_key:
-        document["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+        schemes = {name: {"type": "http", "scheme": name} for name in ("bearer", "basic")}
+        document["components"]["securitySchemes"] = schemes
     app.openapi_schema = document
     return document
