@@ -6,7 +6,7 @@ SHELL := /bin/bash
 
 PYTHON ?= $(firstword $(shell command -v python3.11) $(shell command -v python3.12) python3)
 WORKERS ?= 2
-WORKLOAD ?= azure_conv
+WORKLOAD ?=
 REPLICAS ?= 4
 DIR ?= ../shared/golden
 PYTEST_ARGS ?=
@@ -57,8 +57,9 @@ test-fast: install ## the tests that take seconds
 bench: install ## scheduler and simulator costs, as ratios measured in one run
 	$(PY) benchmarks/run.py
 
-bench-sim: install ## simulation speed: WORKLOAD=name REPLICAS=n
-	$(PY) benchmarks/simulate.py --workload $(WORKLOAD) --replicas $(REPLICAS)
+bench-sim: install ## simulation speed on a CSV of arrivals, prompt and output tokens: WORKLOAD=file.csv REPLICAS=n
+	@test -n "$(WORKLOAD)" || { echo 'make bench-sim: no workload. WORKLOAD=file.csv: arrivals, prompt and output tokens.' >&2; exit 2; }
+	$(PY) benchmarks/simulate.py --workload "$(WORKLOAD)" --replicas $(REPLICAS)
 
 bench-engine: install ## tokens per second of the engine on this CPU, against transformers (5 minutes)
 	$(PY) benchmarks/engine_cpu.py

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,6 +24,23 @@ import steps  # noqa: E402
 
 from vajra_py import __version__  # noqa: E402
 
+TARGETS: Mapping[str, tuple[float, str]] = {
+    "step_x_bare_running_256": (3.0, "steady step at 256 running, over a bare loop of 256 appends"),
+    "step_1024_x_256": (4.5, "steady step at 1,024 running, over 256"),
+    "step_waiting_100000_x_empty": (1.1, "steady step with 100,000 waiting, over none"),
+    "step_lrs_x_fcfs_waiting_100000": (2.0, "100,000 waiting behind a full batch: LRS over FCFS"),
+    "step_admitting_lrs_x_fcfs_waiting_100000": (2.0, "100,000 waiting, one admitted a step: LRS over FCFS"),
+    "abort_us_waiting_100000": (20.0, "abort one of 100,000 waiting, microseconds"),
+    "sim_1_replica_2000_cpu_s": (0.15, "2,000 requests on 1 replica, CPU seconds"),
+    "sim_8_replicas_16000_cpu_s": (1.2, "16,000 requests on 8 replicas, CPU seconds"),
+    "sim_1000_replicas_1000000_cpu_s": (600.0, "1,000,000 requests on 1,000 replicas, CPU seconds"),
+    "sim_1000_replicas_1000000_peak_memory_mb": (4096.0, "the same, peak memory in MB"),
+    "startup_help_s": (0.3, "vajra --help, seconds"),
+    "startup_import_s": (0.2, "import vajra_py, seconds"),
+    "startup_first_event_s": (1.0, "first event of a small simulation, seconds"),
+}
+"""What a figure should at most be, and what it is."""
+
 
 def main() -> int:
     """Measure and write."""
@@ -33,7 +51,7 @@ def main() -> int:
     figures: dict[str, float] = {}
     for name, measure in (
         ("steps", steps.measure),
-        ("queues", lambda: {f"queue_{key}": value for key, value in queues.measure().items()}),
+        ("queues", queues.measure),
         ("simulation", lambda: simulate.measure(options.large)),
         ("startup", startup.measure),
     ):
@@ -42,19 +60,32 @@ def main() -> int:
         for key, value in own.items():
             print(f"{key:56} {value:12,.3f}", flush=True)
         figures |= own
+    print("-- targets")
+    for name, (most, text) in TARGETS.items():
+        if name in figures:
+            verdict = "reached" if figures[name] <= most else f"missed by {figures[name] / most:.2f} times"
+            print(f"{text:64} {figures[name]:10,.3f} of {most:8,.2f}  {verdict}")
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "latest.json").write_text(json.dumps(figures, indent=1) + "\n")
     entry = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
         "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": f"{_processor()}, {os.cpu_count()} cores",
         "figures": figures,
     }
     with (options.output / "history.jsonl").open("a") as file:
         file.write(json.dumps(entry) + "\n")
     print(f"written: {options.output / 'latest.json'}")
     return 0
+
+
+def _processor() -> str:
+    """The CPU's name, where the system tells."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 if __name__ == "__main__":

@@ -5,14 +5,15 @@ Figures are ratios to a bare loop that appends one token to each of as many list
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from vajra_py.config import config_from_mapping
-from vajra_py.contract import EndReason, LatencyModel
+from vajra_py.contract import BatchBuilder, EndReason, LatencyModel, ReplicaScheduler, ReplicaState
 from vajra_py.latency import AffineConfig
 from vajra_py.plugins import Truth, build_output_lengths, load_registry
 from vajra_py.runtime.assembly import ModelFacts, Services, build_controller
@@ -37,6 +38,8 @@ class Case:
 
     num_running: int
     num_waiting: int = 0
+    admits: bool = False
+    """Whether every step has room for one more, which ends with its prompt; else nobody is admitted."""
     prioritizer: str = "edf"
     scheduler: str = "fixed_chunk"
     params: tuple[tuple[str, Any], ...] = (("chunk_size", 2048),)
@@ -57,7 +60,7 @@ def build(case: Case) -> tuple[Controller, Replica, SimulatedExecutor]:
             "replica_scheduler": {"policy": case.scheduler, "params": dict(case.params)},
         },
         "replica": {
-            "max_batch_size": case.num_running,
+            "max_batch_size": case.num_running + case.admits,
             "max_model_len": 1_000_000,
             "memory": {
                 "num_blocks": max(case.num_running * 2_000, 80_000),
@@ -84,18 +87,21 @@ def build(case: Case) -> tuple[Controller, Replica, SimulatedExecutor]:
     replica = controller.replicas()[0]
     now = 0
     for number in range(case.num_running):
-        submit(controller, executor, f"run-{number}", PROMPT_TOKENS + number % 37, now)
+        submit(controller, executor, f"run-{number}", PROMPT_TOKENS + number % 37, now, 900_000)
     while len(replica.residents.pool) < case.num_running:
         now += STEP_TICKS
         step(replica, now)
+    num_outputs = 1 if case.admits else 100
     for number in range(case.num_waiting):
-        submit(controller, executor, f"wait-{number}", PROMPT_TOKENS + number % 1999, now + number)
+        submit(controller, executor, f"wait-{number}", PROMPT_TOKENS + number % 1499, now + number, num_outputs)
     return controller, replica, executor
 
 
-def submit(controller: Controller, executor: SimulatedExecutor, request_id: str, num_tokens: int, now: int) -> None:
-    """One request whose output goes on for ever."""
-    facts = RequestFacts(request_id, num_tokens, max_tokens=900_000 if request_id.startswith("run") else 100)
+def submit(
+    controller: Controller, executor: SimulatedExecutor, request_id: str, num_tokens: int, now: int, num_outputs: int
+) -> None:
+    """One request that puts out as much as it may."""
+    facts = RequestFacts(request_id, num_tokens, max_tokens=num_outputs)
     request, _, _ = controller.submit(facts, lambda size: PrivateKeys(request_id), now)
     executor.expect(request, 900_000)
 
@@ -120,9 +126,27 @@ def bare_loop(num_lists: int) -> Callable[[int], None]:
     return run
 
 
-def measure_case(case: Case) -> tuple[float, float]:
+class OneByOne:
+    """The fixed chunks of `fixed_chunk`, written with a loop over requests and no bulk call; declares nothing."""
+
+    def __init__(self, chunk_size: int) -> None:
+        self._chunk_size = chunk_size
+
+    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+        """Every decode, then prompts up to the budget."""
+        for request in replica.decodes():
+            batch.add(request, 1)
+        for request in (*replica.partial_prefills(), *itertools.islice(replica.waiting(), 10)):
+            room = self._chunk_size - batch.num_tokens
+            if room <= 0 or batch.add(request, min(batch.max_chunk(request), room)) is not None:
+                return
+
+
+def measure_case(case: Case, policy: ReplicaScheduler | None = None) -> tuple[float, float]:
     """(microseconds a step, multiple of the bare loop), each the median of several alternating rounds."""
     _, replica, _ = build(case)
+    if policy is not None:
+        replica.refit(replace(replica.parts, policy=policy))
     bare = bare_loop(case.num_running)
     now = 10**15
     own: list[float] = []
@@ -142,13 +166,13 @@ def measure_case(case: Case) -> tuple[float, float]:
 
 def measure_queue(num_waiting: int, prioritizer: str = "edf", repeats: int = 400) -> tuple[float, float]:
     """(microseconds to add a request, microseconds to abort one) with so many waiting."""
-    controller, _, executor = build(Case(4, num_waiting, prioritizer))
+    controller, _, executor = build(Case(4, num_waiting, False, prioritizer))
     now = 2 * 10**15
     added: list[str] = []
     started = time.process_time_ns()
     for number in range(repeats):
         request_id = f"late-{number}"
-        submit(controller, executor, request_id, PROMPT_TOKENS + number % 911, now + number)
+        submit(controller, executor, request_id, PROMPT_TOKENS + number % 911, now + number, 100)
         added.append(request_id)
     add_us = (time.process_time_ns() - started) / repeats / 1000
     victims = [f"wait-{number}" for number in range(0, num_waiting, max(1, num_waiting // repeats))][:repeats]
@@ -171,10 +195,15 @@ def measure() -> dict[str, float]:
         micros, ratio = measure_case(Case(256, num_waiting))
         figures[f"step_us_running_256_waiting_{num_waiting}"] = micros
         figures[f"step_waiting_{num_waiting}_x_empty"] = ratio / figures["step_x_bare_running_256"]
-    fcfs, _ = measure_case(Case(256, 100_000, "fcfs"))
-    lrs, _ = measure_case(Case(256, 100_000, "lrs"))
-    figures["step_lrs_x_fcfs_waiting_100000"] = lrs / fcfs
-    micros, ratio = measure_case(Case(256, 0, "fcfs", "vllm_v1", ()))
+    for key, admits in (("step_lrs_x_fcfs_waiting_100000", False), ("step_admitting_lrs_x_fcfs_waiting_100000", True)):
+        fcfs, lrs = (measure_case(Case(256, 100_000, admits, name))[0] for name in ("fcfs", "lrs"))
+        figures[key] = lrs / fcfs
+        if admits:
+            figures["step_us_admitting_fcfs_waiting_100000"] = fcfs
+    one_by_one, _ = measure_case(Case(256), OneByOne(2048))
+    figures["step_us_one_by_one_running_256"] = one_by_one
+    figures["step_one_by_one_x_bulk_running_256"] = one_by_one / figures["step_us_running_256"]
+    micros, ratio = measure_case(Case(256, 0, False, "fcfs", "vllm_v1", ()))
     figures["step_us_vllm_v1_running_256"] = micros
     figures["step_x_bare_vllm_v1_running_256"] = ratio
     few, many = measure_queue(100), measure_queue(100_000)
