@@ -217,8 +217,11 @@ def check_replica(where: str, replica: ReplicaConfig) -> list[Problem]:
         message = f"the engine computes without KV parallelism (got {replica.kv_parallel.groups})"
         problems.append(Problem(f"{where}.kv_parallel.groups", message, "Allowed: 1"))
     if (replica.pipeline_stages or 1) > 1:
-        message = f"the engine computes without pipeline stages (got {replica.pipeline_stages})"
-        problems.append(Problem(f"{where}.pipeline_stages", message, "Allowed: 1"))
+        message = (
+            "the engine computes without pipeline stages: transformers' models run all their layers in one pass "
+            f"(got {replica.pipeline_stages})"
+        )
+        problems.append(Problem(f"{where}.pipeline_stages", message, "Allowed: 1; tensor_parallel divides every layer"))
     if replica.memory.prefix_cache.enabled and replica.memory.prefix_cache.unscheduled == "keep":
         message = "would let requests read KV blocks that were never computed ('keep')"
         problems.append(Problem(f"{where}.memory.prefix_cache.unscheduled", message, "Allowed: withdraw"))
