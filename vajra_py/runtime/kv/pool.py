@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Literal, get_args
 
 ReuseOrder = Literal["lru", "fifo"]
@@ -55,6 +56,18 @@ class PrefixCacheOptions:
         ):
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name}: unknown choice ({value!r}). Allowed: {', '.join(allowed)}.")
+
+
+_IDS: list[int] = []
+"""The first ids, as objects that all pools share: a thousand replicas have as many ids as one."""
+_IDS_GROW = Lock()
+
+
+def _block_ids(start: int, stop: int) -> list[int]:
+    if len(_IDS) < stop:
+        with _IDS_GROW:
+            _IDS.extend(range(len(_IDS), stop))
+    return _IDS[start:stop]
 
 
 class BlockPool:
@@ -134,7 +147,7 @@ class BlockPool:
         taken = self._freed[::-1]
         num_fresh = min(max(count - len(taken), _FRESH_BLOCKS), self.num_blocks - self._next_fresh)
         if num_fresh:
-            taken.extend(range(self._next_fresh, self._next_fresh + num_fresh))
+            taken += _block_ids(self._next_fresh, self._next_fresh + num_fresh)
             self._next_fresh += num_fresh
         pop = self._idle.popitem
         keyed = self._key_of
