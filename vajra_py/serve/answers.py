@@ -5,6 +5,7 @@ Pieces of one output joined give what the whole answer says: text, tokens, log-p
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +20,14 @@ from vajra_py.serve.schema import ChatBody, GenerationBody
 from vajra_py.serve.tickets import End, Reply, Ticket
 
 _FINISHED = {EndReason.STOP: "stop", EndReason.LENGTH: "length"}
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 _LEAST_LOGPROB = -9999.0
 """In place of minus infinity, which JSON has not; as OpenAI does."""
+
+
+def encoded(value: Any) -> bytes:
+    """JSON without blanks."""
+    return _JSON.encode(value).encode("utf-8", "replace")
 
 
 def failure(end: End, retry_after_s: float) -> ApiError | None:
@@ -83,6 +90,7 @@ class Answer:
     reply: Reply
     tokenizer: Tokenizer | None
     _said: dict[int, _Said] = field(default_factory=dict)
+    _head_of_pieces: bytes = b""
 
     @property
     def _is_chat(self) -> bool:
@@ -94,38 +102,39 @@ class Answer:
         kind = "chat.completion" if self._is_chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": usage(self.reply.tickets, self.body.n)}
 
-    def pieces(self, changed: Sequence[Ticket]) -> Iterator[dict[str, Any]]:
-        """What is new about these outputs."""
-        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        head = self._head(kind)
-        options = self.body.stream_options
+    def pieces(self, changed: Sequence[Ticket]) -> Iterator[bytes]:
+        """What is new about these outputs, as JSON."""
         for ticket in changed:
             said = self._said.setdefault(ticket.index, _Said())
             if self._is_chat and not said.started:
                 said.started = True
-                yield self._counted(head, self._role_choice(ticket), options)
+                yield self._chunk(self._role_choice(ticket))
             choice = self._piece(ticket, said)
             if choice is not None:
-                yield self._counted(head, choice, options)
+                yield self._chunk(choice)
 
-    def last_piece(self) -> dict[str, Any] | None:
+    def last_piece(self) -> bytes | None:
         """What follows the last output: usage, where it was asked for."""
         options = self.body.stream_options
         if options is None or not options.include_usage:
             return None
-        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        return {**self._head(kind), "choices": [], "usage": usage(self.reply.tickets, self.body.n)}
+        return self._chunk(None)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.name, "object": kind, "created": self.created, "model": self.model}
 
-    def _counted(self, head: dict[str, Any], choice: dict[str, Any], options: Any) -> dict[str, Any]:
-        chunk = {**head, "choices": [choice]}
-        if options is not None and options.continuous_usage_stats:
-            chunk["usage"] = usage(self.reply.tickets, self.body.n)
+    def _chunk(self, choice: dict[str, Any] | None) -> bytes:
+        """One piece; what all pieces of an answer begin with is encoded once."""
+        if not self._head_of_pieces:
+            head = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
+            self._head_of_pieces = encoded(head)[:-1] + b',"choices":['
+        options = self.body.stream_options
+        tail = b"]}"
+        if options is not None and (choice is None or options.continuous_usage_stats):
+            tail = b'],"usage":' + encoded(usage(self.reply.tickets, self.body.n)) + b"}"
         elif options is not None and options.include_usage:
-            chunk["usage"] = None
-        return chunk
+            tail = b'],"usage":null}'
+        return self._head_of_pieces + (b"" if choice is None else encoded(choice)) + tail
 
     def _role_choice(self, ticket: Ticket) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}

@@ -8,27 +8,20 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from vajra_py.serve.answers import Answer, failure
+from vajra_py.serve.answers import Answer, encoded, failure
 from vajra_py.serve.errors import ApiError
 from vajra_py.serve.session import EngineSession, Unavailable
 from vajra_py.serve.tickets import Reply, Ticket
 
 _DONE = b"data: [DONE]\n\n"
-
-
-def encoded(value: Any) -> bytes:
-    """JSON without blanks."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +109,7 @@ class _Stream(Response):
         exchange, changed = self._exchange, self._first
         answer, reply = exchange.answer, exchange.answer.reply
         while True:
-            parts = [b"data: " + encoded(piece) + b"\n\n" for piece in answer.pieces(changed)]
+            parts = [b"data: " + piece + b"\n\n" for piece in answer.pieces(changed)]
             error = None
             for ticket in changed:
                 error = error or (None if ticket.end is None else failure(ticket.end, exchange.retry_after_s))
@@ -126,7 +119,7 @@ class _Stream(Response):
             if is_last:
                 last = answer.last_piece()
                 if last is not None and error is None:
-                    parts.append(b"data: " + encoded(last) + b"\n\n")
+                    parts.append(b"data: " + last + b"\n\n")
                 parts.append(_DONE)
             if parts:
                 await send({"type": "http.response.body", "body": b"".join(parts), "more_body": not is_last})
