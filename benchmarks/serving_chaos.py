@@ -250,7 +250,7 @@ def numbers(url: str) -> dict[str, float]:
     return dict(found)
 
 
-def check_rest(url: str, outcome: Outcome, within_s: float = 120.0) -> dict[str, float]:
+def check_rest(url: str, outcome: Outcome, within_s: float = 300.0) -> dict[str, float]:
     """Wait until the server is at rest with all its replicas, and note what of that does not come about."""
     deadline = time.monotonic() + within_s
     while True:

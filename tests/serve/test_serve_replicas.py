@@ -26,7 +26,7 @@ def test_answers_are_what_they_would_have_been_without_the_kill(
 ) -> None:
     flags = ["--num-gpu-blocks-override", "256", "--max-model-len", "1024", "-dp", "2"]
     server = start_server_process("--model", str(tiny_model), *flags)
-    common = {"model": "tiny", "max_tokens": 600, "ignore_eos": True, "return_token_ids": True}
+    common = {"model": "tiny", "max_tokens": 300, "ignore_eos": True, "return_token_ids": True}
     bodies: list[dict[str, Any]] = [
         {**common, "prompt": [5] * 8, "temperature": 0},
         {**common, "prompt": [6] * 30, "temperature": 0},
