@@ -62,9 +62,9 @@ class Load:
 
 
 LOADS = {
-    "light": Load(rate=4.0, num_requests=40, num_blocks=600),
-    "heavy": Load(rate=14.0, num_requests=100, num_blocks=600),
-    "starved": Load(rate=8.0, num_requests=60, num_blocks=80),
+    "light": Load(rate=4.0, num_requests=25, num_blocks=600),
+    "heavy": Load(rate=14.0, num_requests=60, num_blocks=600),
+    "starved": Load(rate=8.0, num_requests=36, num_blocks=80),
 }
 
 
@@ -97,16 +97,19 @@ def experiment(model: Path, load_name: str, policy: str) -> ExperimentConfig:
     )
 
 
-def prepare(folder: Path, size: str) -> Path:
+def prepare(folder: Path, size: str, passes: int) -> Path:
     """The model and its profile; made where they are not there."""
     model = folder / "model"
     if not model.exists():
         write_tiny_model(model, size=size)
     target = model / "profile.json"
     if not target.exists():
-        settings = ProfileSettings(profile_config(model, {"replica": REPLICA, "backend": {"engine": ENGINE}}))
-        made = profile_model(settings, target)
-        print(f"profile: others took {made.facts['other_load_cores']:.2f} cores, errors {json.dumps(made.errors)}")
+        made = profile_config(model, {"replica": REPLICA, "backend": {"engine": ENGINE}})
+        settings = ProfileSettings(made, passes)
+        profile = profile_model(settings, target)
+        print(
+            f"profile: others took {profile.facts['other_load_cores']:.2f} cores, errors {json.dumps(profile.errors)}"
+        )
     return model
 
 
@@ -264,6 +267,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="where model, profile and runs are kept")
     parser.add_argument("--size", default="10m", help="of the model: 1m, 10m or 30m")
     parser.add_argument("--only", choices=("profile", *LOADS), action="append", help="this phase alone")
+    parser.add_argument("--passes", type=int, default=5, help="measurements of each shape in the profile")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each combination on the engine")
     parser.add_argument("--profile-anew", action="store_true", help="measure the profile again")
     options = parser.parse_args()
@@ -271,7 +275,7 @@ def main() -> int:
     if options.profile_anew:
         (options.folder / "model" / "profile.json").unlink(missing_ok=True)
         shutil.rmtree(options.folder / "runs", ignore_errors=True)
-    model = prepare(options.folder, options.size)
+    model = prepare(options.folder, options.size, options.passes)
     loads = [name for name in LOADS if not options.only or name in options.only]
     compared = [one for name in loads for one in compare(options.folder, model, name, options.rounds)]
     if not compared:

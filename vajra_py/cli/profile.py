@@ -73,15 +73,14 @@ class _Bar:
         self._task = None if self._progress is None else self._progress.add_task("measuring", total=None)
 
     def __enter__(self) -> _Bar:
-        if self._progress is not None:
-            self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
+        if self._progress is not None and self._progress.live.is_started:
             self._progress.stop()
 
     def show(self, num_done: int, num_total: int) -> None:
         """So many of so many are measured."""
         if self._progress is not None and self._task is not None:
+            self._progress.start()  # not before: what is wrong is said on a line of its own
             self._progress.update(self._task, completed=num_done, total=num_total)

@@ -51,7 +51,8 @@ class SamplingConfig(Section):
         try:
             check_sampling(self.params(1), "sampling")
         except ConfigError as error:
-            raise ValueError("; ".join(one.message for one in error.problems)) from None
+            said = [str(one).removeprefix("sampling.").removesuffix(".") for one in error.problems]
+            raise ValueError("; ".join(said)) from None
         return self
 
     def params(self, max_tokens: int) -> SamplingParams:

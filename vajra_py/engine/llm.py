@@ -10,7 +10,7 @@ num_replicas, …) from a mapping or a YAML file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from numbers import Integral
@@ -197,7 +197,7 @@ class RequestMaker:
 
     def _tokens(self, prompt: Prompt, where: str) -> Sequence[int]:
         if not isinstance(prompt, str):
-            given: Sequence[object] = prompt
+            given: Sequence[object] = prompt if isinstance(prompt, Iterable) else [None]
             if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in given):
                 raise ConfigError(Problem(where, "is neither text nor token ids", "Allowed: str, or a list of int"))
             return [int(token) for token in prompt]
@@ -340,6 +340,10 @@ def layer_of(layer: Layer | str) -> Layer:
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """Several prompts: one that is given alone becomes a list of one."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
+    if (
+        not isinstance(prompts, Iterable)
+        or isinstance(prompts, str)
+        or (len(prompts) and isinstance(prompts[0], Integral))
+    ):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]

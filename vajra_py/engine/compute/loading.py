@@ -165,7 +165,7 @@ def _rope_kinds(parameters: Any) -> set[str]:
 
 def _count_parameters(config: Any, where: str) -> int:
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), quiet():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(Problem(where, f"transformers cannot make this model ({error})")) from error
@@ -191,7 +191,7 @@ def _build(
     where = str(files.directory)
     try:
         if not files.weight_files:
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device, quiet():
                 torch.manual_seed(seed)
                 made: torch.nn.Module = AutoModelForCausalLM.from_config(
                     config, dtype=dtype, attn_implementation=PLAIN, trust_remote_code=False
