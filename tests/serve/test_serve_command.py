@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,15 @@ def test_wrong_input_is_said_in_one_line(capsys: pytest.CaptureFixture[str], arg
     assert text in error
     assert "Traceback" not in error
     assert "with space" not in error
+
+
+def test_spans_without_their_packages_name_the_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    monkeypatch.delitem(sys.modules, "vajra_py.serve.tracing", raising=False)
+    error = said(capsys, "--model", "x", "--otlp-traces-endpoint", "http://127.0.0.1:4318/v1/traces")
+    assert 'pip install "vajra-py[otel]"' in error
 
 
 def test_flags_mean_what_they_mean_to_vllm() -> None:
