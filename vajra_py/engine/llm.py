@@ -197,8 +197,8 @@ class RequestMaker:
 
     def _tokens(self, prompt: Prompt, where: str) -> Sequence[int]:
         if not isinstance(prompt, str):
-            given: Sequence[object] = prompt if isinstance(prompt, Iterable) else [None]
-            if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in given):
+            given: object = prompt
+            if not isinstance(given, Iterable) or not all(map(_is_token, given)):
                 raise ConfigError(Problem(where, "is neither text nor token ids", "Allowed: str, or a list of int"))
             return [int(token) for token in prompt]
         if self._tokenizer is None:
