@@ -338,12 +338,13 @@ def layer_of(layer: Layer | str) -> Layer:
     return names[layer]
 
 
+def _is_token(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """Several prompts: one that is given alone becomes a list of one."""
-    if (
-        not isinstance(prompts, Iterable)
-        or isinstance(prompts, str)
-        or (len(prompts) and isinstance(prompts[0], Integral))
-    ):
+    given: object = prompts
+    if not isinstance(given, Iterable) or isinstance(given, str) or (len(prompts) and _is_token(prompts[0])):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
