@@ -111,7 +111,7 @@ def takes(config: Any, name: str) -> bool:
         getattr(config, name)
     except AttributeError:
         return False
-    except ValueError:  # it has one for each layer
+    except RuntimeError:  # it has one for each layer
         return False
     return True
 

@@ -20,6 +20,7 @@ from vajra_py.engine.compute.interface import ModelFacts, RunnerOptions
 from vajra_py.engine.compute.loading import LoadedModel, find_device, load_model
 from vajra_py.engine.compute.selfcheck import SelfCheck
 from vajra_py.engine.compute.shard import Shard
+from vajra_py.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
@@ -91,8 +92,12 @@ def _check_modules(loaded: LoadedModel, layers: list[LayerFacts], where: str) ->
         return layers
     # Some models tell their window through the mask alone.
     model.set_attn_implementation(MASKED)
-    check = SelfCheck(loaded)
-    if check.difference(TransformersForward(model), check.layers, loaded.device) is not None:
+    try:
+        check = SelfCheck(loaded)
+        passes = check.difference(TransformersForward(model), check.layers, loaded.device) is None
+    except ConfigError:  # what it met first says more
+        passes = False
+    if not passes:
         raise unsupported(where, model, difference)
     return probe_layers(model, where)
 
