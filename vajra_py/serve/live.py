@@ -37,6 +37,8 @@ def _replicaset(one: Replicaset, stats: SetStats) -> dict[str, Any]:
         "preemptions": stats.num_preemptions,
         "violations": sum(dict(stats.violations).values()),
         "steps": sum(stats.step.counts),
+        "num_decodes": stats.num_decodes,
+        "prefill_tokens": stats.prefill_tokens,
     }
 
 

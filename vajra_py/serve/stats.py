@@ -105,6 +105,8 @@ class SetStats:
         self.num_looked_up_tokens = 0
         self.predicted_s = 0.0
         self.measured_s = 0.0
+        self.num_decodes = 0
+        self.prefill_tokens = 0
         self.last_steps: dict[ReplicaId, tuple[int, int, int]] = {}
         """By replica: decodes, prompts and prompt tokens of its last step."""
 
@@ -196,6 +198,8 @@ class ServerStats(Observer):
         seconds = step.ended_at - step.formed_at
         stats.step.add(seconds)
         stats.step_tokens.add(shape.num_tokens)
+        stats.num_decodes += shape.num_decodes
+        stats.prefill_tokens += shape.prefill_tokens
         stats.last_steps[step.replica_id] = (shape.num_decodes, shape.num_prefills, shape.prefill_tokens)
         model = self._latency[step.replicaset]
         if model is not None:
