@@ -89,7 +89,7 @@ class Hands:
     """What can be done to a server from outside.
 
     Attributes:
-        workers: process ids of its workers, those that are alive.
+        workers: process ids of workers that may be killed now.
         rss: its resident bytes now.
     """
 
@@ -122,7 +122,7 @@ async def _kill(plan: Plan, hands: Hands, outcome: Outcome, until: float) -> Non
         await asyncio.sleep(plan.kill_every_s * float(stream.uniform(0.5, 1.5)))
         if time.monotonic() > until:
             return
-        alive = hands.workers()
+        alive = await asyncio.to_thread(hands.workers)
         if alive:
             os.kill(alive[int(stream.integers(len(alive)))], signal.SIGKILL)
             outcome.num_killed += 1
@@ -282,8 +282,15 @@ def flood_own(given: argparse.Namespace) -> tuple[Outcome, dict[str, float]]:
     flags = ["--model", given.target, "--served-model-name", "chaos", "-dp", "2", "--max-model-len", "256"]
     flags += ["--num-gpu-blocks-override", "48", "--max-num-seqs", "8", "--max-num-queued-reqs", "24"]
     flags += ["--preset", "vllm-v1-priority", "--set", "backend.engine.recovery.settled_s=2"]
+    flags += ["--set", "backend.engine.recovery.max_restarts=1000"]
     with own_server(flags) as (process, url):
-        hands = Hands(lambda: worker_pids(process.pid), lambda: resident_bytes(process.pid))
+
+        def workers() -> list[int]:
+            """Nobody while no replica is up: on a busy machine they would be killed before they have loaded, for ever."""
+            is_any_up = numbers(url)["vajra:replicas_up"] > 0
+            return worker_pids(process.pid) if is_any_up else []
+
+        hands = Hands(workers, lambda: resident_bytes(process.pid))
         plan = Plan("chaos", given.clients, given.seconds, vocab_size=given.vocab_size, kill_every_s=given.kill_every)
         outcome = asyncio.run(chaos(url, plan, hands=hands))
         found = check_rest(url, outcome)

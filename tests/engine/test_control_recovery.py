@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vajra_py.config import config_from_mapping
+from vajra_py.config import PolicyChoice, config_from_mapping
+from vajra_py.contract import Layer
 from vajra_py.engine.compute import RunnerOptions
 from vajra_py.engine.worker import ReplicaKey
 from vajra_py.errors import ExecutorError
@@ -21,6 +22,7 @@ from vajra_py.experiment.replay import replay
 from vajra_py.experiment.run import run_experiment
 from vajra_py.metrics.run_data import RunData
 from vajra_py.runtime.input_log import Failure, Restart, read_inputs, read_rows
+from vajra_py.runtime.swapping import PolicyChange
 from vajra_py.testing.fake_runner import FakeRunner, SteppedWorld, expected_output
 
 BATCHERS: list[Any] = [
@@ -196,5 +198,50 @@ def test_aborts_and_expiries_while_replicas_come_and_go(hollow_model: Path, tmp_
     run = run_experiment(config_from_mapping(mapping), folder=tmp_path / "run", backend=backend)
     reasons = set(run.requests().column("reason").to_pylist())
     assert {"stop", "aborted", "expired"} <= reasons
+    check_nothing_is_left(backends[0])
+    assert replay(tmp_path / "run").is_equal
+
+
+OTHERS: list[tuple[Layer, Any]] = [
+    *[(Layer.REQUEST_PRIORITIZER, one) for one in ("priority", "fcfs")],
+    *[(Layer.REPLICASET_SCHEDULER, one) for one in (*CHOOSERS, "pull")],
+    *[(Layer.REPLICA_SCHEDULER, one) for one in (*BATCHERS, "orca", {"policy": "nano_vllm_rs", "params": {"preemption": True}})],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_losses_swaps_and_aborts_together(seed: int, hollow_model: Path, tmp_path: Path) -> None:
+    stream = np.random.default_rng(seed)
+    mapping = experiment(hollow_model, "round_robin", BATCHERS[0], {"max_reruns": 50, "max_restarts": 50}, seed=seed)
+    mapping |= {"num_replicas": 3}
+    changes = [OTHERS[index] for index in stream.permutation(len(OTHERS))]
+    backends: list[EngineRun] = []
+    answers: list[object] = []
+
+    def backend(run: Run) -> Backend:
+        def runner(key: ReplicaKey, options: RunnerOptions) -> FakeRunner:
+            return FakeRunner(options, int(stream.integers(1, 60)) if stream.random() < 0.7 else None)
+
+        world = SteppedWorld(np.random.default_rng(seed), mean_step_s=0.002, runner=runner)
+        made = EngineRun(run, make_worker=world.worker, make_clock=world.clock, make_restarter=world.restarter)
+
+        def now_and_then() -> None:
+            if made.loop is None:
+                return
+            if changes and stream.random() < 0.05:
+                layer, given = changes.pop(0)
+                change = PolicyChange("default", layer, PolicyChoice.model_validate(given))
+                made.loop.swap_policy(change, answers.append)
+            alive = [request.request_id for request, _ in made.loop.alive()]
+            if alive and stream.random() < 0.01:
+                made.loop.abort(alive[int(stream.integers(len(alive)))])
+
+        world.on_read = now_and_then
+        backends.append(made)
+        return made
+
+    run_experiment(config_from_mapping(mapping), folder=tmp_path / "run", backend=backend)
+    assert len(answers) == len(OTHERS)
+    check_outputs(backends[0], tmp_path / "run")
     check_nothing_is_left(backends[0])
     assert replay(tmp_path / "run").is_equal

@@ -141,7 +141,8 @@ def test_swaps_of_all_layers_in_any_order(seed: int, hollow_model: Path, tmp_pat
     answers: list[Swapped | VajraError] = []
     made: list[EngineRun] = []
     backend = swapping(changes, answers, made)
-    run = run_experiment(config_from_mapping(experiment(hollow_model, seed)), folder=tmp_path / "run", backend=backend)
+    config = config_from_mapping({**experiment(hollow_model, seed), "num_replicas": 4})
+    run = run_experiment(config, folder=tmp_path / "run", backend=backend)
     assert sum(isinstance(one, Swapped) for one in answers) >= len(changes) - 1  # some policies refuse what is running
     check(made[0], run, tmp_path / "run")
     assert replay(tmp_path / "run").is_equal

@@ -2,8 +2,9 @@
 
 One thread, in turns. A turn reads the clock once and stamps everything with that tick: at most one step that came back (or
 one replica that was lost or restarted), then arrivals, expiries, aborts and swaps of policies, then the steps of the
-replicas that these woke, in the order in which they were woken. Each turn's tick is above the last one's. This is the order of the simulator's events of one tick
-(`vajra_py.sim.events.Phase`), so what was decided here is decided there.
+replicas that these woke, in the order of their places, then of idle ones for a shared queue. Each turn's tick is above the
+last one's. This is the order of the simulator's events of one tick (`vajra_py.sim.events.Phase`), so what was decided here
+is decided there.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class EngineLoop:
         self.restarter: Restarter | None = None
         """Who finds workers for replicas that lost theirs; None: nobody."""
         self._units = dict(units)
+        self._ranks = {key: rank for rank, key in enumerate(units)}
         self._clock = clock
         self._options = options or LoopOptions()
         self._note = note
@@ -237,7 +239,7 @@ class EngineLoop:
         for swap in swaps:
             self._swap(swap)
         pending, self._pending = self._pending, []
-        for one in pending:
+        for one in sorted(pending, key=self._rank):
             self._form(one)
         for request in touched:  # after the next steps are on their way
             progressed = self._submissions.get(request)
@@ -330,6 +332,12 @@ class EngineLoop:
         if not (unit.form_pending or unit.plan is not None or unit.is_lost or unit.is_stale):
             unit.form_pending = True
             self._pending.append(unit)
+
+    def _rank(self, one: Unit | str) -> int:
+        """In which order steps of one turn are formed: replicas by their place, then whoever is idle for a shared queue."""
+        if isinstance(one, str):
+            return len(self._ranks)
+        return self._ranks[one.replica.replicaset, one.replica.replica_id]
 
     def _form(self, one: Unit | str) -> None:
         if isinstance(one, Unit):

@@ -363,11 +363,11 @@ class Simulator:
 
     def _wake_for(self, replicaset: Replicaset, moved: Sequence[tuple[Request, Replica | None]]) -> None:
         """Requests wait anew, each for its replica, or for any."""
-        for _, replica in moved:
-            if replica is not None:
-                self._wake(self._clocks[replica])
-            else:
-                self._offer(replicaset)
+        places = {replica.replica_id: replica for _, replica in moved if replica is not None}
+        for replica_id in sorted(places):
+            self._wake(self._clocks[places[replica_id]])
+        if any(replica is None for _, replica in moved):
+            self._offer(replicaset)
 
     def _offer(self, replicaset: Replicaset) -> None:
         if replicaset.name not in self._offers:
