@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -147,21 +147,35 @@ def measure_case(case: Case, policy: ReplicaScheduler | None = None) -> tuple[fl
     _, replica, _ = build(case)
     if policy is not None:
         replica.refit(replace(replica.parts, policy=policy))
-    bare = bare_loop(case.num_running)
+    own, base = _alternating((_stepping(replica), bare_loop(case.num_running)))
+    return median(own) / 1000, _ratio(own, base)
+
+
+def _stepping(replica: Replica) -> Callable[[int], None]:
     now = 10**15
-    own: list[float] = []
-    base: list[float] = []
-    for _ in range(ROUNDS):
-        started = time.process_time_ns()
-        for _ in range(STEPS):
+
+    def run(num_steps: int) -> None:
+        nonlocal now
+        for _ in range(num_steps):
             now += STEP_TICKS
             step(replica, now)
-        own.append((time.process_time_ns() - started) / STEPS)
-        started = time.process_time_ns()
-        bare(STEPS)
-        base.append((time.process_time_ns() - started) / STEPS)
-    ratios = [mine / theirs for mine, theirs in zip(own, base, strict=True)]
-    return median(own) / 1000, median(ratios)
+
+    return run
+
+
+def _alternating(loops: Sequence[Callable[[int], None]]) -> list[list[float]]:
+    """Nanoseconds a step of each, in each of several rounds."""
+    results: list[list[float]] = [[] for _ in loops]
+    for _ in range(ROUNDS):
+        for loop, result in zip(loops, results, strict=True):
+            started = time.process_time_ns()
+            loop(STEPS)
+            result.append((time.process_time_ns() - started) / STEPS)
+    return results
+
+
+def _ratio(own: Sequence[float], base: Sequence[float]) -> float:
+    return median(mine / theirs for mine, theirs in zip(own, base, strict=True))
 
 
 def measure_queue(num_waiting: int, prioritizer: str = "edf", repeats: int = 400) -> tuple[float, float]:
@@ -192,9 +206,9 @@ def measure() -> dict[str, float]:
         figures[f"step_x_bare_running_{num_running}"] = ratio
     figures["step_1024_x_256"] = figures["step_us_running_1024"] / figures["step_us_running_256"]
     for num_waiting in (1_000, 100_000):
-        micros, ratio = measure_case(Case(256, num_waiting))
-        figures[f"step_us_running_256_waiting_{num_waiting}"] = micros
-        figures[f"step_waiting_{num_waiting}_x_empty"] = ratio / figures["step_x_bare_running_256"]
+        full, empty = _alternating([_stepping(build(Case(256, waiting))[1]) for waiting in (num_waiting, 0)])
+        figures[f"step_us_running_256_waiting_{num_waiting}"] = median(full) / 1000
+        figures[f"step_waiting_{num_waiting}_x_empty"] = _ratio(full, empty)
     for key, admits in (("step_lrs_x_fcfs_waiting_100000", False), ("step_admitting_lrs_x_fcfs_waiting_100000", True)):
         fcfs, lrs = (measure_case(Case(256, 100_000, admits, name))[0] for name in ("fcfs", "lrs"))
         figures[key] = lrs / fcfs
