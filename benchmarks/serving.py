@@ -7,8 +7,9 @@ share the machine's cores with the server. TTFT at low load: what clients measur
 
 from __future__ import annotations
 
-import asyncio
 import json
+import selectors
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, cast
 
 import httpx
 
@@ -25,6 +26,8 @@ PROMPT_TOKENS = 32
 OUTPUT_TOKENS = 128
 ROUNDS = 5
 NUM_LONE = 40
+READ_EVERY_S = 0.01
+"""So often the clients read what has come, so that they take little of the cores that they share with the server."""
 FLAGS = {"max-num-seqs": 64, "max-model-len": 512, "num-gpu-blocks-override": 1024, "block-size": 16}
 MAIN = "from vajra_py.cli.main import main; main()"
 
@@ -81,8 +84,8 @@ def engine_alone(model: Path) -> None:
             print(time.perf_counter() - started, flush=True)
 
 
-async def one_stream(served: Served, prompt: list[int], max_tokens: int = OUTPUT_TOKENS) -> float:
-    """One streamed completion over a bare connection; seconds to the first token."""
+def begin_stream(served: Served, prompt: list[int], max_tokens: int = OUTPUT_TOKENS) -> socket.socket:
+    """Ask for a streamed completion over a bare connection."""
     body = {
         "model": "m",
         "prompt": prompt,
@@ -96,24 +99,41 @@ async def one_stream(served: Served, prompt: list[int], max_tokens: int = OUTPUT
         f"POST /v1/completions HTTP/1.1\r\nhost: {served.host}\r\ncontent-type: application/json\r\n"
         f"content-length: {len(payload)}\r\nconnection: close\r\n\r\n"
     )
-    reader, writer = await asyncio.open_connection(served.host, served.port)
+    connection = socket.create_connection((served.host, served.port))
+    connection.sendall(head.encode() + payload)
+    return connection
+
+
+def first_token_s(served: Served, prompt: list[int]) -> float:
+    """Seconds until a lone request's first token is there."""
     started = time.perf_counter()
-    writer.write(head.encode() + payload)
-    received = await reader.readuntil(b"data: ")
-    first_s = time.perf_counter() - started
-    assert received.startswith(b"HTTP/1.1 200"), received
-    last = b""
-    while piece := await reader.read(65536):
-        last = (last + piece)[-64:]
-    assert b"[DONE]" in last
-    writer.close()
-    return first_s
+    with begin_stream(served, prompt, 2) as connection:
+        received = b""
+        while b"data: " not in received:
+            received += connection.recv(65536)
+        seconds = time.perf_counter() - started
+        assert received.startswith(b"HTTP/1.1 200"), received
+        while connection.recv(65536):
+            continue
+    return seconds
 
 
-async def over_http(served: Served, round_number: int) -> float:
+def over_http(served: Served, round_number: int) -> float:
     """Seconds that the round's requests take as streams."""
     started = time.perf_counter()
-    await asyncio.gather(*(one_stream(served, prompt) for prompt in prompts(round_number)))
+    selector = selectors.DefaultSelector()
+    for prompt in prompts(round_number):
+        selector.register(begin_stream(served, prompt), selectors.EVENT_READ, bytearray())
+    while selector.get_map():
+        time.sleep(READ_EVERY_S)
+        for key, _ in selector.select():
+            connection = cast(socket.socket, key.fileobj)
+            piece = connection.recv(65536)
+            key.data[:] = key.data[-64:] + piece
+            if not piece:
+                assert b"[DONE]" in key.data
+                selector.unregister(connection)
+                connection.close()
     return time.perf_counter() - started
 
 
@@ -127,11 +147,11 @@ def engine_ttft(served: Served) -> tuple[float, float]:
     return values[0], values[1]
 
 
-async def lone_requests(served: Served) -> float:
+def lone_requests(served: Served) -> float:
     """What HTTP adds to the mean TTFT of requests that come one by one, seconds."""
-    await one_stream(served, [7] * PROMPT_TOKENS, 2)
+    first_token_s(served, [7] * PROMPT_TOKENS)
     total, count = engine_ttft(served)
-    measured = [await one_stream(served, [9 + number] * PROMPT_TOKENS, 2) for number in range(NUM_LONE)]
+    measured = [first_token_s(served, [9 + number] * PROMPT_TOKENS) for number in range(NUM_LONE)]
     later, count_later = engine_ttft(served)
     assert count_later - count == NUM_LONE
     return mean(measured) - (later - total) / NUM_LONE
@@ -151,8 +171,8 @@ def measure(model: Path) -> dict[str, float]:
             engine.stdin.write(f"{round_number}\n")
             engine.stdin.flush()
             alone.append(float(engine.stdout.readline()))
-            http.append(asyncio.run(over_http(served, round_number)))
-        added_s = asyncio.run(lone_requests(served))
+            http.append(over_http(served, round_number))
+        added_s = lone_requests(served)
     finally:
         engine.stdin.close()
         engine.wait(60)
