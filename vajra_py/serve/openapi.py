@@ -31,7 +31,7 @@ def true_document(app: FastAPI, names: Sequence[str], *, has_key: bool) -> dict[
         for operation in operations.values():
             operation["responses"].pop("422", None)
             if has_key and path not in OPEN_PATHS:
-                basic = [{"basic": []}] if path in BROWSER_PATHS else []
+                basic: list[dict[str, list[str]]] = [{"basic": []}] if path in BROWSER_PATHS else []
                 operation["security"] = [{"bearer": []}, *basic]
     if has_key:
         schemes = {name: {"type": "http", "scheme": name} for name in ("bearer", "basic")}
