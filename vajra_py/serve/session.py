@@ -30,6 +30,7 @@ from vajra_py.engine.outputs import Submission
 from vajra_py.engine.params import PromptLimits
 from vajra_py.engine.services import engine_services
 from vajra_py.engine.tokenizer import Tokenizer
+from vajra_py.engine.worker import calm_threads
 from vajra_py.errors import ConfigError, ExecutorError, Problem, VajraError
 from vajra_py.plugins import Registry
 from vajra_py.runtime.controller import Controller
@@ -293,6 +294,7 @@ class EngineSession:
         parts = self._parts
         replaced = {"threaded": True, "make_clock": self._clock, **(parts.replaced or {})}
         services = engine_services(parts.config, parts.registry, {}, **replaced)
+        calm_threads()  # before tokenizers: they load a tensor library
         self._load_tokenizers()
         engine = Engine.load(parts.config, services)
         self.engine = engine
