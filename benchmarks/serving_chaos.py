@@ -145,6 +145,7 @@ async def _one_request(client: httpx.AsyncClient, plan: Plan, stream: np.random.
         "ignore_eos": True,
         "return_token_ids": True,
     }
+    began = time.monotonic()
     patience_s = float(stream.exponential(0.05)) if stream.random() < plan.gone_fraction else None
     try:
         async with asyncio.timeout(patience_s):
@@ -153,7 +154,8 @@ async def _one_request(client: httpx.AsyncClient, plan: Plan, stream: np.random.
         how = "gone"
     except httpx.HTTPError as error:
         how = "broken"
-        outcome.wrong.append(f"{type(error).__name__}: {error}")
+        after_s = time.monotonic() - began
+        outcome.wrong.append(f"{type(error).__name__} after {after_s:.3f} s: {error!r}, from {error.__cause__!r}")
     if how.startswith("wrong"):
         outcome.wrong.append(how)
     outcome.counts[how.split(":")[0]] += 1
