@@ -12,7 +12,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,40 +20,29 @@ import numpy as np
 
 from vajra_py import __version__
 from vajra_py.config import ExperimentConfig
-from vajra_py.contract import BatchShape, Observer, StepEnd
-from vajra_py.engine.assembly import Engine
+from vajra_py.contract import BatchShape
 from vajra_py.engine.compute import (
     Chunk,
     ModelFacts,
     ModelRunner,
     NewRow,
-    PendingStep,
     RunnerOptions,
-    SamplingParams,
     StepInput,
-    StepOutput,
     TableUpdate,
     load_runner,
 )
 from vajra_py.engine.compute.inspect import inspect_model
 from vajra_py.engine.config import EngineConfig
 from vajra_py.engine.llm import llm_config
-from vajra_py.engine.outputs import Collected, Submission
-from vajra_py.engine.prompts import request_seed
-from vajra_py.engine.services import engine_services
 from vajra_py.engine.worker import LoadRunner, calm_threads, placed
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.other_load import OtherLoad
+from vajra_py.experiment.profiling_live import GREEDY, Allocated, LiveStep, serve_a_while
 from vajra_py.latency.fitting import Measured, errors_of, fit_steps, held_out_errors
 from vajra_py.latency.profiled import Profile
-from vajra_py.plugins import load_registry
 from vajra_py.runtime.kv import BlockCopy, CopyDirection
-from vajra_py.runtime.request import RequestFacts
 from vajra_py.runtime.seeds import SeedTree
 
-GREEDY = SamplingParams(temperature=0.0)
-_LIVE_WAVES = (1, 1, 2, 4, 8, 16, 32)
-_MAX_LIVE_STEPS = 600
 _HOST_BLOCKS = 64
 _REFERENCE_ROWS, _REFERENCE_CONTEXT = 8, 16
 _UNDISTURBED = 1.08
@@ -141,7 +130,7 @@ def profile_model(
         total = len(batches) * settings.passes
         bench = Bench(runner, options, num_blocks)
         grid = _measure_grid(settings, batches, bench, journal, report)
-        live = _serve_a_while(config, _Allocated(runner, num_blocks, bench.taken))
+        live = serve_a_while(config, Allocated(runner, num_blocks, bench.taken))
     finally:
         runner.close()
     if report is not None:
@@ -166,7 +155,7 @@ def _facts(facts: ModelFacts, options: RunnerOptions, num_blocks: int) -> dict[s
     }
 
 
-def _fitted(grid: Sequence[Measured], live: Sequence[_LiveStep], facts: Mapping[str, Any], seed: int) -> Profile:
+def _fitted(grid: Sequence[Measured], live: Sequence[LiveStep], facts: Mapping[str, Any], seed: int) -> Profile:
     """One formula for the step as the engine's clock sees it.
 
     Forming a step costs about as much whatever its chunks are, so its price (base, per decode, per chunk) is taken from the
@@ -402,104 +391,3 @@ def _undisturbed(taken: Sequence[tuple[float, float]], best_s: float) -> float:
     """The median of the times (with the reference's) that were taken at the machine's best, or the one nearest to that."""
     good = [time_s for time_s, reference_s in taken if reference_s <= _UNDISTURBED * best_s]
     return float(np.median(good)) if good else min(taken, key=lambda one: one[1])[0]
-
-
-# The engine at work
-
-
-@dataclass(frozen=True, slots=True)
-class _LiveStep:
-    """A step of the running engine: from forming it to taking its tokens in, and how much of that was not computing."""
-
-    shape: BatchShape
-    time_s: float
-    overhead_s: float
-
-
-class _Allocated:
-    """A loaded runner whose KV memory is there already; the engine takes it for one that it has just loaded."""
-
-    def __init__(self, runner: ModelRunner, num_blocks: int, taken: Sequence[int]) -> None:
-        self._runner = runner
-        self._num_blocks = num_blocks
-        self._taken = list(taken)
-
-    @property
-    def facts(self) -> ModelFacts:
-        """See `ModelRunner`."""
-        return self._runner.facts
-
-    def profile_num_blocks(self, memory_fraction: float) -> int:
-        """See `ModelRunner`."""
-        return self._num_blocks
-
-    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """It is done already."""
-
-    def submit(self, step: StepInput) -> PendingStep:
-        """See `ModelRunner`."""
-        return self._runner.submit(self._with_freed(step))
-
-    def run(self, step: StepInput) -> StepOutput:
-        """See `ModelRunner`."""
-        return self._runner.run(self._with_freed(step))
-
-    def close(self) -> None:
-        """It belongs to somebody else."""
-
-    def _with_freed(self, step: StepInput) -> StepInput:
-        if not self._taken:
-            return step
-        taken, self._taken = self._taken, []
-        return replace(step, freed=[*taken, *step.freed])
-
-
-class _Watch(Observer):
-    """Notes every step with what of it was not computing."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._units = list(engine.units.values())
-        self._compute_s = 0.0
-        self.steps: list[_LiveStep] = []
-
-    def on_step_end(self, step: StepEnd) -> None:
-        """See `Observer`."""
-        compute_s = sum(unit.compute_s for unit in self._units)
-        time_s = step.ended_at - step.formed_at
-        self.steps.append(_LiveStep(step.shape, time_s, max(1e-9, time_s - (compute_s - self._compute_s))))
-        self._compute_s = compute_s
-
-
-def _serve_a_while(config: ExperimentConfig, runner: _Allocated) -> list[_LiveStep]:
-    """Serve requests in waves, so that steps of few and of many come by."""
-    memory = config.replica.memory.model_copy(update={"num_blocks": runner.profile_num_blocks(1.0)})
-    replica = config.replica.model_copy(update={"memory": memory})
-    backend = config.backend.settings.model_copy(update={"workers": "in_process"})
-    config = config.model_copy(
-        update={
-            "replica": replica,
-            "num_replicas": 1,
-            "backend": config.backend.model_copy(update={"engine": backend}),
-        }
-    )
-    engine = Engine.load(config, engine_services(config, load_registry(), {}, load=lambda options: runner))
-    watch = _Watch(engine)
-    engine.controller.watch((watch,))
-    loop = engine.start()
-    stream = SeedTree(config.seed).stream("live")
-    longest = engine.prompt_limits().max_request_tokens
-    number = 0
-    for wave in _LIVE_WAVES:
-        for _ in range(wave):
-            num_tokens = int(stream.integers(1, max(2, min(256, longest // 2))))
-            num_outputs = int(stream.integers(1, max(2, min(48, longest // 4))))
-            prompt = stream.integers(0, engine.facts.vocab_size, num_tokens).tolist()
-            name = f"live-{number}"
-            number += 1
-            facts = RequestFacts(name, num_tokens, num_outputs)
-            loop.submit(Submission(facts, prompt, request_seed(0, name), Collected(GREEDY, ()), shares=False))
-        loop.run()
-    steps = watch.steps
-    if len(steps) > _MAX_LIVE_STEPS:
-        steps = [steps[index] for index in sorted(stream.permutation(len(steps))[:_MAX_LIVE_STEPS].tolist())]
-    return steps
