@@ -28,8 +28,7 @@ from vajra_py.engine.worker import Finished, ReplicaKey, lost
 from vajra_py.errors import ExecutorError, PolicyError, VajraError
 from vajra_py.runtime.clock import NEVER, to_seconds, to_ticks
 from vajra_py.runtime.controller import EXPIRED, TAKEN_BACK, Controller
-from vajra_py.runtime.input_log import Abandonment, Abort, Arrival, Breach, Expiry, Failure, Input, Restart, Swap
-from vajra_py.runtime.kv import BlockKeys, PrivateKeys, SegmentKeys, TokenKeys
+from vajra_py.runtime.input_log import Abandonment, Abort, Breach, Expiry, Failure, Input, Restart, Swap
 from vajra_py.runtime.replica import Replica
 from vajra_py.runtime.request import Request, RequestState
 from vajra_py.runtime.swapping import PolicyChange, Swapped
@@ -253,13 +252,13 @@ class EngineLoop:
     # Arrivals and departures
 
     def _arrive(self, submission: Submission) -> None:
-        facts, sent_at = submission.facts, submission.sent_at
+        facts, sent_at, salted = submission.facts, submission.sent_at, self._options.tenant_salt
         arrived_at = to_seconds(self.now if sent_at is None else sent_at)
         if self._note is not None:
-            self._note(self._arrival(submission, arrived_at))
+            self._note(submission.arrival(self.now, arrived_at))
         try:
             request, _, replica = self.controller.submit(
-                facts, lambda size: self._keys(submission, size), self.now, arrived_at
+                facts, lambda size: submission.keys(size, salted), self.now, arrived_at
             )
         except PolicyError as error:
             taken_in = self.controller.find(facts.request_id)
@@ -286,20 +285,6 @@ class EngineLoop:
         elif replicaset.name not in self._offers:
             self._offers.add(replicaset.name)
             self._pending.append(replicaset.name)
-
-    def _arrival(self, submission: Submission, arrived_at: float) -> Arrival:
-        by_tokens = submission.shares and submission.content is None
-        tokens = tuple(submission.prompt_token_ids) if by_tokens else None
-        return Arrival(self.now, arrived_at, submission.facts, submission.content, tokens, submission.num_output_tokens)
-
-    def _keys(self, submission: Submission, block_size: int) -> BlockKeys:
-        facts = submission.facts
-        salt = facts.tenant if self._options.tenant_salt else ""
-        if submission.content is not None:
-            return SegmentKeys(submission.content, facts.request_id, block_size, salt)
-        if submission.shares:
-            return TokenKeys(submission.prompt_token_ids, block_size, salt)
-        return PrivateKeys(facts.request_id)
 
     def _end_early(self, request: Request, reason: EndReason, detail: str) -> None:
         replica = self.controller.replica_of(request)

@@ -13,6 +13,8 @@ from typing import TypeAlias
 from vajra_py.contract import EndReason
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
 from vajra_py.engine.tokenizer import TextStream
+from vajra_py.runtime.input_log import Arrival
+from vajra_py.runtime.kv import BlockKeys, PrivateKeys, SegmentKeys, TokenKeys
 from vajra_py.runtime.request import Request, RequestFacts
 from vajra_py.workload import SegmentId
 
@@ -114,3 +116,18 @@ class Submission:
     num_output_tokens: int | None = None
     sent_at: int | None = None
     on_progress: OnProgress | None = None
+
+    def keys(self, block_size: int, tenant_salt: bool) -> BlockKeys:
+        """What identifies its blocks in a prefix cache; with `tenant_salt`, only among requests of its tenant."""
+        salt = self.facts.tenant if tenant_salt else ""
+        if self.content is not None:
+            return SegmentKeys(self.content, self.facts.request_id, block_size, salt)
+        if self.shares:
+            return TokenKeys(self.prompt_token_ids, block_size, salt)
+        return PrivateKeys(self.facts.request_id)
+
+    def arrival(self, now: int, arrived_at: float) -> Arrival:
+        """The entry of the input log that says it was taken in at tick `now`."""
+        by_tokens = self.shares and self.content is None
+        tokens = tuple(self.prompt_token_ids) if by_tokens else None
+        return Arrival(now, arrived_at, self.facts, self.content, tokens, self.num_output_tokens)

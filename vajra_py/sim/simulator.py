@@ -23,6 +23,7 @@ from vajra_py.runtime.replica import Replica
 from vajra_py.runtime.replicaset import Replicaset
 from vajra_py.runtime.request import Request, RequestState
 from vajra_py.runtime.swapping import PolicyChange
+from vajra_py.sim.clocks import ReplicaClock
 from vajra_py.sim.collector import rare_collections
 from vajra_py.sim.events import EventQueue, Phase
 from vajra_py.sim.executor import SimulatedExecutor, StepTimer
@@ -78,32 +79,6 @@ Injected: TypeAlias = Acceptance | Failure | Restart | Abandonment | PolicyChang
 """What may be let happen: with phase ARRIVAL, FAILURE (three kinds), POLICY, and the id of a request with EXPIRY or ABORT."""
 
 
-@dataclass(slots=True)
-class _ReplicaClock:
-    """Where one replica is in time."""
-
-    replica: Replica
-    replicaset: Replicaset
-    timer: StepTimer
-    stage_free_at: list[int]
-    runs: TimesRuns | None
-    """The timer, where it knows the durations of several steps in advance."""
-    rank: int
-    """Its place in the run, by which ties are broken: replicasets as configured, replicas by id."""
-    running_ahead: dict[int, _ReplicaClock]
-    """Those of its replicaset whose step in flight is the first of a run."""
-    is_idle: bool = True
-    form_pending: bool = False
-    plan: StepPlan | None = None
-    """The step in flight, with one pipeline stage."""
-    run_ends: list[int] | None = None
-    """Ticks at which the steps of a run end, when the step in flight is the first of one; the run's last is an event."""
-    run_limit: int = FIRST_STEPS
-    """How many steps are worked out at once: more after a run that came to its end, few after one that was cut short."""
-    version: int = 0
-    """Counts step ends that were called off."""
-
-
 class Simulator:
     """One run of a workload over a controller's replicas."""
 
@@ -124,9 +99,9 @@ class Simulator:
         self._options = options
         self._progress = progress
         self._events = EventQueue()
-        self._clocks: dict[Replica, _ReplicaClock] = {}
-        self._idle: dict[str, SortedDict[int, _ReplicaClock]] = {}
-        self._running_ahead: dict[str, dict[int, _ReplicaClock]] = {}
+        self._clocks: dict[Replica, ReplicaClock] = {}
+        self._idle: dict[str, SortedDict[int, ReplicaClock]] = {}
+        self._running_ahead: dict[str, dict[int, ReplicaClock]] = {}
         self._reads_load = any(_reads_load(one) for one in controller.replicasets.values())
         self._followers: dict[str, list[RequestSpec]] = {}
         self._offers: set[str] = set()
@@ -138,7 +113,7 @@ class Simulator:
                 timer = timer_of(replica)
                 runs = timer if options.runs_ahead and isinstance(timer, TimesRuns) else None
                 free_at, rank = [0] * replica.limits.pipeline_stages, len(self._clocks)
-                clock = _ReplicaClock(replica, replicaset, timer, free_at, runs, rank, ahead)
+                clock = ReplicaClock(replica, replicaset, timer, free_at, runs, rank, ahead)
                 self._clocks[replica] = clock
                 self._idle[name][replica.replica_id] = clock
 
@@ -344,7 +319,7 @@ class Simulator:
             self._executor.release(request)
         self._ended([request for request, _ in ended])
 
-    def _empty(self, clock: _ReplicaClock, free_at: int) -> None:
+    def _empty(self, clock: ReplicaClock, free_at: int) -> None:
         """Nothing is in flight any more; the replica is idle, unless it is never to be free."""
         clock.version += 1
         clock.plan, clock.run_ends = None, None
@@ -376,7 +351,7 @@ class Simulator:
 
     # Steps
 
-    def _wake(self, clock: _ReplicaClock, *, at_once: bool = True) -> None:
+    def _wake(self, clock: ReplicaClock, *, at_once: bool = True) -> None:
         """Let the replica form a step after everything else of this tick, unless it is busy.
 
         `at_once` is False when something of this tick is being handled that the event queue no longer shows.
@@ -390,8 +365,8 @@ class Simulator:
         clock.form_pending = True
         self._events.push(self.now, _FORM, clock, clock.rank)
 
-    def _form(self, payload: _ReplicaClock | str) -> None:
-        if isinstance(payload, _ReplicaClock):
+    def _form(self, payload: ReplicaClock | str) -> None:
+        if isinstance(payload, ReplicaClock):
             payload.form_pending = False
             self._start(payload)
             return
@@ -404,7 +379,7 @@ class Simulator:
             if replica_id in idle and not idle[replica_id].form_pending:
                 self._start(idle[replica_id])
 
-    def _start(self, clock: _ReplicaClock) -> None:
+    def _start(self, clock: ReplicaClock) -> None:
         replica = clock.replica
         try:
             plan = replica.repeats.next_plan(self.now) if clock.runs is not None else None
@@ -434,7 +409,7 @@ class Simulator:
         self._events.push(free_at[0], Phase.STAGE_END, (clock, plan), clock.rank)
         self._events.push(leaves_at, _STEP_END, (clock, plan, clock.version), clock.rank)
 
-    def _fly(self, clock: _ReplicaClock, plan: StepPlan) -> None:
+    def _fly(self, clock: ReplicaClock, plan: StepPlan) -> None:
         """The step begins; if it is sure to be repeated, so do its repetitions, as one event."""
         runs, replica = clock.runs, clock.replica
         num_steps = 1 if runs is None else min(1 + replica.repeats.num_repeats(plan), clock.run_limit)
@@ -451,7 +426,7 @@ class Simulator:
         clock.stage_free_at[0] = end
         self._events.push(end, _STEP_END, (clock, None, clock.version), clock.rank)
 
-    def _catch_up(self, clock: _ReplicaClock, *, goes_on: bool) -> None:
+    def _catch_up(self, clock: ReplicaClock, *, goes_on: bool) -> None:
         """Apply the steps of a run that ended before now. Unless it goes on, the step in flight is its last."""
         ends, plan = clock.run_ends, clock.plan
         if ends is None or plan is None:
@@ -482,12 +457,12 @@ class Simulator:
             for clock in list(running.values()):
                 self._catch_up(clock, goes_on=goes_on)
 
-    def _stage_ended(self, clock: _ReplicaClock, plan: StepPlan) -> None:
+    def _stage_ended(self, clock: ReplicaClock, plan: StepPlan) -> None:
         clock.replica.first_stage_completed(plan)
         self._wake(clock)
 
     def _step_ended(
-        self, clock: _ReplicaClock, plan: StepPlan | None, _version: int, *, forms_at_once: bool = True
+        self, clock: ReplicaClock, plan: StepPlan | None, _version: int, *, forms_at_once: bool = True
     ) -> None:
         replica = clock.replica
         if plan is None:
