@@ -7,6 +7,7 @@ share the machine's cores with the server. TTFT at low load: what clients measur
 
 from __future__ import annotations
 
+import argparse
 import json
 import selectors
 import socket
@@ -190,17 +191,23 @@ def measure(model: Path) -> dict[str, float]:
 
 def main() -> None:
     """The command."""
-    arguments = sys.argv[1:]
-    if arguments and arguments[0] == "--engine":
-        engine_alone(Path(arguments[1]))
-        return
-    if arguments:
-        print(json.dumps(measure(Path(arguments[0])), indent=1))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "tiny"
-        subprocess.run([sys.executable, "-P", "-c", MAIN, "model", "tiny", str(model), "--size", "10m"], check=True)
-        print(json.dumps(measure(model), indent=1))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", type=Path, help="model directory; without one a model of 10m is made")
+    parser.add_argument("--engine", action="store_true", help="only the engine, without a server")
+    options = parser.parse_args()
+    if options.model is not None and not (options.model / "config.json").is_file():
+        parser.error(f"{options.model}: is no model's directory (config.json is missing)")
+    if options.engine and options.model is None:
+        parser.error("--engine: needs a model directory")
+    if options.engine:
+        engine_alone(options.model)
+    elif options.model is not None:
+        print(json.dumps(measure(options.model), indent=1))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            model = Path(folder) / "tiny"
+            subprocess.run([sys.executable, "-P", "-c", MAIN, "model", "tiny", str(model), "--size", "10m"], check=True)
+            print(json.dumps(measure(model), indent=1))
 
 
 if __name__ == "__main__":

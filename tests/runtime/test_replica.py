@@ -11,6 +11,7 @@ import pytest
 from vajra_py.contract import BatchBuilder, EndReason, Observer, PreemptionMode, ReplicaState, StepEnd
 from vajra_py.errors import PolicyError
 from vajra_py.metrics.recorder import token_times
+from vajra_py.runtime import decodes
 from vajra_py.runtime.executor import StepPlan, StepResult
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.runtime.request import Request, RequestState
@@ -95,6 +96,27 @@ def test_tokens_are_told_when_their_step_ends() -> None:
         bench.step()
     assert token_times(a).tolist() == [4.0, 6.0, 8.0, 10.0]
     assert (a.first_token_at, a.ended_at) == (4.0, 10.0)
+
+
+@pytest.mark.parametrize("steps_per_log", [1, 3, 1 << 16])
+def test_a_replica_that_never_rests_forgets_when_old_tokens_came(
+    steps_per_log: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decodes, "STEPS_PER_LOG", steps_per_log)
+    bench = Bench(replace(OPTIONS, num_blocks=40))
+    a = bench.submit("a", 4, 60)
+    for number in range(7):
+        bench.submit(f"short {number}", 4, 2 + number)
+        for _ in range(4):
+            bench.step()
+        if number == 3:
+            bench.step(lambda replica, batch: batch.add(a, 1))
+    late = bench.submit("late", 4, 6)
+    while a.state is not RequestState.ENDED:
+        bench.step()
+    assert (len(token_times(a)), len(token_times(late))) == (60, 6)
+    assert token_times(a).tolist() == [2.0 * step for step in range(1, 61)]
+    assert max(len(entry[0]) for entry in late.token_log if isinstance(entry, tuple)) <= steps_per_log
 
 
 def test_a_decode_that_is_left_out_keeps_its_place() -> None:

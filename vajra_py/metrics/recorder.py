@@ -143,8 +143,8 @@ def _append_ticks(ticks: array[int], request: Request) -> None:
         if isinstance(entry, int):
             ticks.append(entry)
         else:
-            pool, first, end = entry
-            ticks.extend(pool.emitted_at[first : end if end >= 0 else None])
+            log, first, end = entry
+            ticks.extend(log[first : end if end >= 0 else None])
 
 
 def _gaps_of(requests: Sequence[Request]) -> tuple[Floats, Ints]:

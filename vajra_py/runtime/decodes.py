@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from vajra_py.runtime.request import Request
 
 by_admission = attrgetter("admitted_index")
+STEPS_PER_LOG = 1 << 16
+"""After so many steps their ticks go into a new log, so that those that no request refers to any more can go."""
 
 
 class DecodePool:
@@ -27,9 +29,9 @@ class DecodePool:
         "_block_size",
         "_ends",
         "_growing",
+        "_log",
         "_offset_sum",
         "_ordered",
-        "emitted_at",
         "members",
         "num_committed",
         "num_emitted",
@@ -50,8 +52,8 @@ class DecodePool:
         """Pool steps that came back so far."""
         self.num_public = 0
         """Members whose generated blocks others may name at once, so that each must be published when it is full."""
-        self.emitted_at = array("q")
-        """Tick at which the tokens of each pool step came out."""
+        self._log = array("q")
+        """Ticks at which the tokens of pool steps came out, one log after the other."""
 
     def __len__(self) -> int:
         return len(self.members)
@@ -82,7 +84,7 @@ class DecodePool:
         self._offset_sum += request._offset
         self._growing[-request._offset % self._block_size][request] = None
         request.end_epoch = end = self.num_emitted + num_steps_to_end
-        request.token_log.append((self, self.num_emitted, -1))
+        request.token_log.append((self._log, len(self._log), -1))
         due = self._ends.get(end)
         if due is None:
             self._ends[end] = [request]
@@ -96,11 +98,7 @@ class DecodePool:
         self._ordered = None
         self._offset_sum -= request._offset
         del self._growing[-request._offset % self._block_size][request]
-        _, first, _ = request.token_log[-1]  # type: ignore[misc]
-        if first == self.num_emitted:
-            request.token_log.pop()
-        else:
-            request.token_log[-1] = (self, first, self.num_emitted)
+        self._close_log_of(request)
         request.leave_pool()
         num_steps_left = request.end_epoch - self.num_emitted
         if num_steps_left > 0:
@@ -142,7 +140,9 @@ class DecodePool:
         """Several steps of the whole pool came back, and as many more were put into plans; nobody ended."""
         self.num_emitted += len(ended_at)
         self.num_committed += len(ended_at)
-        self.emitted_at.extend(ended_at)
+        self._log.extend(ended_at)
+        if len(self._log) >= STEPS_PER_LOG:
+            self._start_log()
 
     def commit(self) -> None:
         """One step of the whole pool goes into a plan."""
@@ -151,8 +151,24 @@ class DecodePool:
     def emit(self, now: int) -> list[Request]:
         """The step came back at tick `now`; returns the members whose last token this was (they are members still)."""
         self.num_emitted += 1
-        self.emitted_at.append(now)
+        self._log.append(now)
+        if len(self._log) >= STEPS_PER_LOG:
+            self._start_log()
         return self._ends.pop(self.num_emitted, [])
+
+    def _start_log(self) -> None:
+        for request in self.members:
+            self._close_log_of(request)
+        self._log = array("q")
+        for request in self.members:
+            request.token_log.append((self._log, 0, -1))
+
+    def _close_log_of(self, request: Request) -> None:
+        log, first, _ = request.token_log[-1]  # type: ignore[misc]
+        if first == len(self._log):
+            request.token_log.pop()
+        else:
+            request.token_log[-1] = (log, first, len(self._log))
 
 
 def _is_public(request: Request) -> bool:

@@ -6,6 +6,7 @@ its counters are kept by the replica's decode pool (`_pool`), so that a steady s
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -143,8 +144,8 @@ class Request:
         self.ended_at: float | None = None
         self.end_reason: EndReason | None = None
         self.detail = ""
-        self.token_log: list[int | tuple[DecodePool, int, int]] = []
-        """When its tokens came: single ticks, and runs (pool, first epoch, end epoch) of the decode pool."""
+        self.token_log: list[int | tuple[array[int], int, int]] = []
+        """When its tokens came: single ticks, and runs (log of a decode pool, first step, end step; -1: still in the pool)."""
         self._computed = 0
         self._output = 0
         self._pool: DecodePool | None = None
