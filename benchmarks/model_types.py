@@ -98,7 +98,7 @@ def small_config(model_type: str) -> Any:
     while True:
         try:
             return AutoConfig.for_model(model_type, **known)
-        except (AttributeError, NotImplementedError) as error:  # what can be read and not be set
+        except (AttributeError, NotImplementedError) as error:  # derived settings: they have no setter
             named = [name for name in known if re.search(rf"['`]{name}\b", str(error))]
             if not named:
                 raise

@@ -99,3 +99,21 @@ def servable(document: dict[str, Any]) -> dict[str, Any]:
         "n": {"type": "integer", "minimum": 1, "maximum": 3},
     }
     return narrow
+
+
+def test_no_swap_that_the_document_allows_or_forbids_is_a_server_error(puppet_server: Callable[..., Any]) -> None:
+    server = puppet_server({"replica": {"max_batch_size": 2, "max_model_len": 256}}, admin=True)
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    document["paths"] = {path: one for path, one in document["paths"].items() if path == "/admin/policy"}
+    load_all_checks()
+    checks = CHECKS.get_by_names(["not_a_server_error", "status_code_conformance", "response_schema_conformance"])
+    schema = schemathesis.openapi.from_dict(document)
+    schema.config.update(base_url=server.url)
+    seen: set[int] = set()
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        takes_a_body = operation.method.upper() == "POST"
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE) if takes_a_body else (GenerationMode.POSITIVE,):
+            seen |= sent(operation, mode, checks)
+    assert seen == {200, 400}
+    assert server.post().status_code == 200

@@ -112,9 +112,7 @@ class PromptsByUrgency:
         self._waiting = replica.waiting()
         self._in_progress = next(self._partial, None)
         self._queued: RequestView | None = None
-        self._has_looked = (
-            False  # the queue is looked into no sooner than needed: it is cheapest once its head has left
-        )
+        self._has_looked = False  # into the queue: no sooner than needed, since it is cheapest once its head has left
 
     def next(self, *, admitting: bool = True) -> RequestView | None:
         """The next prompt; without `admitting`, or any free block, the next partial prefill. None: there is no further one."""

@@ -46,8 +46,3 @@ class WallClock:
             return inbox.get(timeout=left) if left > 0 else inbox.get_nowait()
         except Empty:
             return None
-
-
-def whole_nanoseconds(seconds: float) -> int:
-    """The tick of a time that was written down in seconds."""
-    return round(seconds * 10**9) * TICKS_PER_NANOSECOND

@@ -134,12 +134,6 @@ class EngineLoop:
         """Requests taken in and not ended."""
         yield from list(self._submissions.items())
 
-    def never_taken_in(self) -> list[Submission]:
-        """Submissions that no turn has got to."""
-        self._receive()
-        left, self._arrived = self._arrived, []
-        return left
-
     # Waiting
 
     def _wait(self) -> bool:

@@ -41,15 +41,6 @@ STEPS_FILE = "steps.parquet"
 TBT_FILE = "tbt.parquet"
 DECISIONS_FILE = "decisions.jsonl.gz"
 
-RUN_FILES = (
-    MANIFEST_FILE,
-    CONFIG_FILE,
-    SUMMARY_FILE,
-    REQUESTS_FILE,
-    STEPS_FILE,
-    TBT_FILE,
-    DECISIONS_FILE,
-)
 
 _TABLES: Mapping[str, Sequence[str]] = {
     REQUESTS_FILE: REQUEST_COLUMNS,

@@ -81,12 +81,12 @@ class Builder:
     @property
     def num_requests(self) -> int:
         """Requests in the batch so far."""
-        return len(self.chunks) + (self._num_bulk if self.bulk else len(self.selected))
+        return len(self.chunks) + self.num_decodes
 
     @property
     def num_tokens(self) -> int:
         """Query tokens in the batch so far."""
-        return self._shapes.prefill_tokens + (self._num_bulk if self.bulk else len(self.selected))
+        return self._shapes.prefill_tokens + self.num_decodes
 
     @property
     def tokens_left(self) -> int:
@@ -120,7 +120,7 @@ class Builder:
         own = self._own(request)
         if num_tokens < 1:
             raise IllegalPlan(own, f"cannot add {num_tokens} tokens. A chunk has at least 1")
-        if own in self._in_batch or own in (self._residents.pool.members if self.bulk else self.selected):
+        if own in self:
             return Refusal.ALREADY_SCHEDULED
         if own.in_flight:
             return Refusal.IN_FLIGHT

@@ -109,10 +109,6 @@ class DecodePool:
         """Members whose next token is the first of a block."""
         return self._growing[self.num_committed % self._block_size]
 
-    def needs_block(self, request: Request) -> bool:
-        """Whether this member's next token is the first of a block."""
-        return (self.num_committed + request._offset) % self._block_size == 0
-
     def filling_blocks(self) -> Collection[Request]:
         """Members whose next token is the last of a block."""
         return self._growing[(self.num_committed + 1) % self._block_size]

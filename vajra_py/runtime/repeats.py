@@ -34,8 +34,7 @@ class Repeats:
         may_repeat = parts.limits.pipeline_stages == 1 and not parts.listeners and parts.memory.num_groups == 1
         self._repeats_alone = may_repeat and SteadyState.NOTHING_WAITS in steady
         self._repeats_full = may_repeat and SteadyState.BATCH_FULL in steady
-        continues = may_repeat and isinstance(policy, ChunksBesideDecodes)
-        self._chunk_beside = policy.chunk_beside if continues and isinstance(policy, ChunksBesideDecodes) else None
+        self._chunk_beside = policy.chunk_beside if may_repeat and isinstance(policy, ChunksBesideDecodes) else None
         self._publishes_chunks = parts.options.publish_at_schedule
 
     # The next step

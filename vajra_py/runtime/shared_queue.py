@@ -22,21 +22,3 @@ class SharedAccess(Protocol):
 
     def take(self, request: RequestView) -> None:
         """The replica has admitted it."""
-
-
-class NothingShared:
-    """No shared queue: every request is bound on arrival."""
-
-    def __len__(self) -> int:
-        return 0
-
-    def pulled(self, now: float) -> Iterator[RequestView]:
-        """Nothing."""
-        return iter(())
-
-    def __contains__(self, request: object) -> bool:
-        return False
-
-    def take(self, request: RequestView) -> None:
-        """Never called: there is nothing to take."""
-        raise KeyError(request.request_id)
