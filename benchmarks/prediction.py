@@ -2,10 +2,11 @@
 
 `python benchmarks/prediction.py DIR` writes a model of about 10 M parameters to DIR, profiles it, runs every combination of
 policies on every workload on the engine, simulates the same requests with the profile, and prints the errors of TTFT, TBT and
-E2E, and how both order the policies. What is in DIR already is not measured again, so the phases can be run one by one
-(`--only profile`, `--only light`, …). Before and after each run of the engine the profile's reference batch is timed: of several
-runs the one counts during which the machine was most nearly as fast as while it was profiled. How far the others lie from it
-shows what the machine adds by itself. DIR/prediction.json gets all figures.
+E2E, and how both order the policies. The engine keeps the time of a machine of steady pace
+(`vajra_py.experiment.steady`): a reference batch after each step tells how fast the machine is, and its speed is taken out of
+the times; on a clock on the wall (`--wall`), two equal runs on a shared machine differ by more than what is looked for. Of
+several runs the median counts, and how far the others lie from it is shown. What is in DIR already is not measured again, so
+the phases can be run one by one (`--only profile`, `--only light`, …). DIR/prediction.json gets all figures.
 """
 
 from __future__ import annotations
@@ -22,21 +23,24 @@ from datetime import UTC, datetime
 from itertools import combinations
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 from vajra_py import __version__
 from vajra_py.config import ExperimentConfig, config_from_mapping
-from vajra_py.engine.compute import load_runner
+from vajra_py.engine.compute import ModelRunner, RunnerOptions, load_runner
 from vajra_py.engine.tiny import write_tiny_model
-from vajra_py.experiment.profiling import Bench, ProfileSettings, profile_config, profile_model
+from vajra_py.experiment.backend import Backend, Run
+from vajra_py.experiment.bench import Reference
+from vajra_py.experiment.engined import EngineRun
+from vajra_py.experiment.profiling import ProfileSettings, profile_config, profile_model
 from vajra_py.experiment.run import run_experiment
+from vajra_py.experiment.steady import SteadyClock, SteadyRunner
 from vajra_py.experiment.validation import METRICS, validate
 from vajra_py.latency import read_profile
 from vajra_py.metrics.run_data import RunData
 
 QUANTILES = ("p50", "p90")
 TOLERANCE = 0.10
-_REFERENCES = 9
 ENGINE = {"num_threads": 1}
 REPLICA = {"max_batch_size": 24, "max_batch_tokens": 1024, "max_model_len": 640}
 POLICIES: Mapping[str, Mapping[str, Any]] = {
@@ -62,9 +66,9 @@ class Load:
 
 
 LOADS = {
-    "light": Load(rate=4.0, num_requests=25, num_blocks=600),
-    "heavy": Load(rate=14.0, num_requests=60, num_blocks=600),
-    "starved": Load(rate=8.0, num_requests=36, num_blocks=80),
+    "light": Load(rate=2.5, num_requests=40, num_blocks=600),
+    "heavy": Load(rate=14.0, num_requests=90, num_blocks=600),
+    "starved": Load(rate=8.0, num_requests=60, num_blocks=80),
 }
 
 
@@ -116,81 +120,92 @@ def prepare(folder: Path, size: str, passes: int) -> Path:
 # One workload
 
 
+Figures: TypeAlias = Mapping[tuple[str, str], float]
+"""Seconds by (metric, quantile)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Seconds by (metric, quantile) of one combination on one workload: every run of the engine (best first), simulated."""
+    """One combination on one workload: what every run of the engine measured, and the simulation of one of them."""
 
     load: str
     policy: str
-    runs: Sequence[Mapping[tuple[str, str], float]]
-    simulated: Mapping[tuple[str, str], float]
+    runs: Sequence[Figures]
+    simulated: Figures
     num_preemptions: int
     slowness: Sequence[float]
-    """What the reference batch took about each run, as a multiple of what it took in the profile."""
+    """How slow the machine was in each run, as a multiple of its pace in the profile."""
 
     @property
-    def measured(self) -> Mapping[tuple[str, str], float]:
-        """The run on the least disturbed machine."""
-        return self.runs[0]
+    def measured(self) -> Figures:
+        """The median of the runs."""
+        return {key: median(run[key] for run in self.runs) for key in self.simulated}
 
     def error(self, key: tuple[str, str]) -> float:
         """Simulated over measured, less 1."""
         return self.simulated[key] / self.measured[key] - 1.0
 
     def noise(self, key: tuple[str, str]) -> float:
-        """The run that is farthest from the one that counts, over that one, less 1."""
+        """The run that is farthest from the median, over it, less 1."""
         return max((run[key] / self.measured[key] - 1.0 for run in self.runs), key=abs)
 
 
-class Machine:
-    """How fast is the machine now, against when the profile was made?"""
+class Engines:
+    """Runs experiments on the engine, on the wall's clock or on a steady one."""
 
-    def __init__(self, model: Path) -> None:
-        made = profile_config(model, {"replica": REPLICA, "backend": {"engine": ENGINE}})
-        options = made.backend.settings.runner_options(made.replica, ENGINE["num_threads"])
-        runner = load_runner(options)
-        runner.allocate(64)
-        self._bench = Bench(runner, options, 64)
-        self._best_s = float(read_profile(model / "profile.json").facts["reference_s"])
+    def __init__(self, model: Path, wall: bool) -> None:
+        self._typical_s = float(read_profile(model / "profile.json").facts["reference_s"])
+        self._wall = wall
 
-    def slowness(self) -> float:
-        """Time of the reference batch as a multiple of what it took at its best in the profile."""
-        return median(self._bench.reference_s() for _ in range(_REFERENCES)) / self._best_s
+    def run(self, config: ExperimentConfig, folder: Path) -> tuple[RunData, float]:
+        """The run of a folder, and how slow the machine was; made where it is not there."""
+        note = folder / "slowness.json"
+        if not note.exists():
+            slowness: list[float] = []
+            run_experiment(config, folder=folder, overwrite=True, backend=lambda run: self._backend(run, slowness))
+            note.write_text(json.dumps(median(slowness) if slowness else None))
+        return RunData.load(folder), json.loads(note.read_text())
+
+    def _backend(self, run: Run, slowness: list[float]) -> Backend:
+        if self._wall:
+            return EngineRun(run)
+        clocks: list[SteadyClock] = []
+
+        def load(options: RunnerOptions) -> ModelRunner:
+            memory = run.config.replica.memory
+            assert memory.num_blocks is not None
+            runner = load_runner(Reference.room(options))
+            runner.allocate(memory.num_blocks + Reference.num_blocks(options), memory.host_blocks)
+            clock = SteadyClock(Reference(runner, options, memory.num_blocks).time_s, self._typical_s)
+            clock.slowness = slowness
+            clocks.append(clock)
+            return SteadyRunner(runner, clock)
+
+        return EngineRun(run, load=load, make_clock=lambda: clocks[0].start())
 
 
-def compare(folder: Path, model: Path, load_name: str, rounds: int) -> Iterator[Compared]:
+def compare(folder: Path, model: Path, load_name: str, options: argparse.Namespace) -> Iterator[Compared]:
     """Run and simulate every combination; runs that are there are not repeated, simulations are."""
-    machine = Machine(model)
-    runs: dict[str, list[tuple[float, RunData]]] = {policy: [] for policy in POLICIES}
-    for turn in range(rounds):
+    engines = Engines(model, options.wall)
+    runs: dict[str, list[tuple[RunData, float]]] = {policy: [] for policy in POLICIES}
+    for turn in range(options.rounds):
         for policy, found in runs.items():
             config = experiment(model, load_name, policy)
-            found.append(run_noted(config, folder / "runs" / f"{config.name}-{turn}", machine))
+            name = f"{config.name}-{'wall' if options.wall else 'steady'}-{turn}"
+            found.append(engines.run(config, folder / "runs" / name))
     for policy, found in runs.items():
-        found.sort(key=lambda one: abs(one[0] - 1.0))
-        best = found[0][1]
+        first = found[0][0]
         yield Compared(
             load_name,
             policy,
-            [figures(run) for _, run in found],
-            figures(validate(best, experiment(model, load_name, policy)).simulated),
-            sum(best.requests().column("num_preemptions").to_pylist()),
-            [slowness for slowness, _ in found],
+            [figures(run) for run, _ in found],
+            figures(validate(first, experiment(model, load_name, policy)).simulated),
+            sum(first.requests().column("num_preemptions").to_pylist()),
+            [slowness for _, slowness in found],
         )
 
 
-def run_noted(config: ExperimentConfig, folder: Path, machine: Machine) -> tuple[float, RunData]:
-    """How slow the machine was about the run of a folder, and the run; made where it is not there."""
-    note = folder / "slowness.json"
-    if not note.exists():
-        before = machine.slowness()
-        run_experiment(config, folder=folder, overwrite=True)
-        after = machine.slowness()
-        note.write_text(json.dumps(max(before, after, key=lambda one: abs(one - 1.0))))
-    return float(json.loads(note.read_text())), RunData.load(folder)
-
-
-def figures(run: RunData) -> dict[tuple[str, str], float]:
+def figures(run: RunData) -> Figures:
     """What is compared."""
     assert run.summary is not None
     keys = [(metric, quantile) for metric in METRICS for quantile in QUANTILES]
@@ -214,15 +229,18 @@ def show(compared: Sequence[Compared]) -> bool:
     """Print the tables; whether every error is within the tolerance."""
     keys = [(metric, quantile) for metric in METRICS for quantile in QUANTILES]
     heads = [f"{metric.removesuffix('_s').upper()} {quantile}" for metric, quantile in keys]
-    print("Each cell: measured, error of the simulation, (farthest other run of the engine against it)")
-    print("".join(["workload policies            preempted  speed", *(f"{head:>27}" for head in heads)]))
+    print(
+        "Each cell: measured (median of the runs), error of the simulation, (farthest run of the engine from the median)"
+    )
+    print("".join(["workload policies            preempted  pace", *(f"{head:>27}" for head in heads)]))
     within = True
     for one in compared:
         cells = []
         for key in keys:
             within &= abs(one.error(key)) <= TOLERANCE
             cells.append(f"{one.measured[key] * 1e3:.1f} ms {one.error(key):+.1%} ({one.noise(key):+.1%})".rjust(27))
-        print(f"{one.load:8} {one.policy:20} {one.num_preemptions:8} {one.slowness[0]:6.2f}" + "".join(cells))
+        pace = "" if None in one.slowness else f"{median(one.slowness):.2f}"
+        print(f"{one.load:8} {one.policy:20} {one.num_preemptions:8} {pace:>6}" + "".join(cells))
     for load in LOADS:
         chosen = [one for one in compared if one.load == load]
         for key, head in zip(keys, heads, strict=True):
@@ -231,14 +249,12 @@ def show(compared: Sequence[Compared]) -> bool:
     return within
 
 
-def write(file: Path, model: Path, compared: Sequence[Compared]) -> None:
+def write(file: Path, model: Path, compared: Sequence[Compared], wall: bool) -> None:
     """All figures, as JSON."""
     profile = read_profile(model / "profile.json")
 
-    def named(values: Mapping[tuple[str, str], float] | None) -> dict[str, float] | None:
-        return (
-            None if values is None else {f"{metric}.{quantile}": value for (metric, quantile), value in values.items()}
-        )
+    def named(values: Figures) -> dict[str, float]:
+        return {f"{metric}.{quantile}": value for (metric, quantile), value in values.items()}
 
     rows = [
         {
@@ -255,6 +271,7 @@ def write(file: Path, model: Path, compared: Sequence[Compared]) -> None:
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "clock": "wall" if wall else "steady",
         "profile": {"facts": dict(profile.facts), "errors": profile.errors},
         "rows": rows,
     }
@@ -269,6 +286,7 @@ def main() -> int:
     parser.add_argument("--only", choices=("profile", *LOADS), action="append", help="this phase alone")
     parser.add_argument("--passes", type=int, default=5, help="measurements of each shape in the profile")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each combination on the engine")
+    parser.add_argument("--wall", action="store_true", help="the engine keeps the wall's time")
     parser.add_argument("--profile-anew", action="store_true", help="measure the profile again")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -277,12 +295,12 @@ def main() -> int:
         shutil.rmtree(options.folder / "runs", ignore_errors=True)
     model = prepare(options.folder, options.size, options.passes)
     loads = [name for name in LOADS if not options.only or name in options.only]
-    compared = [one for name in loads for one in compare(options.folder, model, name, options.rounds)]
+    compared = [one for name in loads for one in compare(options.folder, model, name, options)]
     if not compared:
         return 0
     within = show(compared)
     if not options.only:
-        write(options.folder / "prediction.json", model, compared)
+        write(options.folder / "prediction.json", model, compared, options.wall)
         print(f"written: {options.folder / 'prediction.json'}")
     return 0 if within else 1
 

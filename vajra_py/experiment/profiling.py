@@ -1,19 +1,20 @@
 """How long do steps of every shape take on this model and device, and what formula predicts them?
 
 First a grid of batches is computed again and again in random order, so that what else the machine does falls on all of them
-alike. Before each a reference batch is computed, always the same one: what was measured while that took clearly longer than at its
-best was disturbed, and counts only where there is nothing better. Then the engine serves requests for a while, which shows what forming a step costs, and whether the formula holds for steps in the
-midst of everything else. Measurements are kept in a file as they are made: a profile that was broken off goes on where it stopped.
+alike. Before each a reference batch is computed, always the same one: it tells how fast the machine is at that moment, and times
+count as they would be at its median pace. Then the engine serves requests for a while, which shows what forming a step costs, and
+whether the formula holds for steps in the midst of everything else. Measurements are kept in a file as they are made: a profile
+that was broken off goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import json
 import platform
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,32 +22,21 @@ import numpy as np
 from vajra_py import __version__
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract import BatchShape
-from vajra_py.engine.compute import (
-    Chunk,
-    ModelFacts,
-    ModelRunner,
-    NewRow,
-    RunnerOptions,
-    StepInput,
-    TableUpdate,
-    load_runner,
-)
+from vajra_py.engine.compute import ModelFacts, RunnerOptions, load_runner
 from vajra_py.engine.compute.inspect import inspect_model
 from vajra_py.engine.config import EngineConfig
 from vajra_py.engine.llm import llm_config
 from vajra_py.engine.worker import LoadRunner, calm_threads, placed
 from vajra_py.errors import ConfigError, Problem
+from vajra_py.experiment.bench import Batch, Bench, Reference, paces
 from vajra_py.experiment.other_load import OtherLoad
-from vajra_py.experiment.profiling_live import GREEDY, Allocated, LiveStep, serve_a_while
+from vajra_py.experiment.profiling_live import LiveStep, serve_a_while
+from vajra_py.experiment.steady import SteadyClock
 from vajra_py.latency.fitting import Measured, errors_of, fit_steps, held_out_errors
 from vajra_py.latency.profiled import Profile
-from vajra_py.runtime.kv import BlockCopy, CopyDirection
 from vajra_py.runtime.seeds import SeedTree
 
 _HOST_BLOCKS = 64
-_REFERENCE_ROWS, _REFERENCE_CONTEXT = 8, 16
-_UNDISTURBED = 1.08
-"""Times of the reference batch, as multiples of its best time, at which a measurement counts in full."""
 
 Report: TypeAlias = Callable[[int, int], None]
 """Called with (measurements done, measurements in all)."""
@@ -67,28 +57,6 @@ class ProfileSettings:
     passes: int = 5
     num_random: int = 40
     seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One batch to measure: contexts of its decodes, (tokens, context) of its chunks, and blocks swapped."""
-
-    decodes: tuple[int, ...] = ()
-    chunks: tuple[tuple[int, int], ...] = ()
-    num_swapped: int = 0
-
-    def shape(self, bytes_per_block: int) -> BatchShape:
-        """Its features."""
-        shape = BatchShape(swap_bytes=self.num_swapped * bytes_per_block)
-        shape = shape.with_decodes(len(self.decodes), sum(self.decodes))
-        for num_tokens, context in self.chunks:
-            shape = shape.with_chunk(num_tokens, context)
-        return shape
-
-    def num_blocks(self, block_size: int) -> int:
-        """KV blocks of all its rows."""
-        ends = [*(context + 1 for context in self.decodes), *(tokens + context for tokens, context in self.chunks)]
-        return sum(-(-end // block_size) for end in ends)
 
 
 def profile_config(
@@ -119,23 +87,26 @@ def profile_model(
     inspect_model(engine.model, engine.random_weights)
     calm_threads()
     options = placed(engine.runner_options(replica, engine.num_threads), 0)
-    runner = load(options)
+    runner = load(Reference.room(options))
     others = OtherLoad()
     try:
         num_blocks = replica.memory.num_blocks or runner.profile_num_blocks(replica.memory.memory_fraction)
-        runner.allocate(num_blocks, max(_HOST_BLOCKS, replica.memory.host_blocks))
+        runner.allocate(num_blocks + Reference.num_blocks(options), max(_HOST_BLOCKS, replica.memory.host_blocks))
         facts = _facts(runner.facts, options, num_blocks)
         batches = list(_batches(settings, runner.facts, options, num_blocks))
         journal = _Journal(output.with_suffix(".measured.jsonl"), facts, batches)
         total = len(batches) * settings.passes
-        bench = Bench(runner, options, num_blocks)
-        grid = _measure_grid(settings, batches, bench, journal, report)
-        live = serve_a_while(config, Allocated(runner, num_blocks, bench.taken))
+        bench = Bench(runner, options.block_size, num_blocks)
+        reference = Reference(runner, options, num_blocks)
+        grid = _measure_grid(settings, batches, (bench, reference), journal, report)
+        reference.frees(bench)
+        clock = SteadyClock(reference.time_s, journal.typical_reference_s)
+        live = serve_a_while(config, num_blocks, runner, clock)
     finally:
         runner.close()
     if report is not None:
         report(total, total)
-    found = {"other_load_cores": others.cores(), "reference_s": journal.best_reference_s()}
+    found = {"other_load_cores": others.cores(), "reference_s": journal.typical_reference_s}
     profile = _fitted(grid, live, {**facts, **found}, settings.seed)
     profile.write(output)
     journal.remove()
@@ -271,57 +242,6 @@ def _random_batch(sizes: _Sizes, stream: np.random.Generator) -> Batch:
 # Measuring
 
 
-class Bench:
-    """Computes batches on a runner and takes the time."""
-
-    def __init__(self, runner: ModelRunner, options: RunnerOptions, num_blocks: int) -> None:
-        self._runner = runner
-        self._size = options.block_size
-        self._num_blocks = num_blocks
-        self._vocab_size = runner.facts.vocab_size
-        self._stream = SeedTree(0).stream("tokens")
-        self.bytes_per_block = runner.facts.kv_bytes_per_token * options.block_size
-        context = max(1, min(_REFERENCE_CONTEXT, runner.facts.max_model_len - 2))
-        rows = min(_REFERENCE_ROWS, options.max_requests, num_blocks // (context // options.block_size + 1))
-        self._reference = Batch((context,) * max(1, rows))
-        self.taken: list[int] = []
-        """Slots that the runner has not been told are free again."""
-
-    def time_s(self, batch: Batch) -> float:
-        """Seconds of one step of the batch."""
-        ends = [*(context + 1 for context in batch.decodes), *(tokens + context for tokens, context in batch.chunks)]
-        blocks = self._stream.permutation(self._num_blocks)
-        new, tables, at = [], [], 0
-        for slot, end in enumerate(ends):
-            count = -(-end // self._size)
-            tables.append(TableUpdate(slot, 0, blocks[at : at + count].tolist()))
-            new.append(NewRow(slot, GREEDY, slot))
-            at += count
-        freed, self.taken = self.taken, list(range(len(ends)))
-        decodes = range(len(batch.decodes))
-        if decodes:  # the worker has to have sampled a token of each before it can go on with it
-            before = [Chunk(slot, self._tokens(1), batch.decodes[slot] - 1, samples=True) for slot in decodes]
-            self._runner.run(StepInput(before, new=new, freed=freed, tables=tables))
-            new, freed, tables = [], [], []
-        chunks = [
-            Chunk(len(decodes) + place, self._tokens(tokens), context, samples=True)
-            for place, (tokens, context) in enumerate(batch.chunks)
-        ]
-        copies = [BlockCopy(block, block, CopyDirection.TO_HOST) for block in range(batch.num_swapped)]
-        step = StepInput(chunks, list(decodes), new, freed, tables, copies)
-        start = time.perf_counter()
-        self._runner.run(step)
-        return time.perf_counter() - start
-
-    def reference_s(self) -> float:
-        """Seconds of the reference batch: how fast the machine is at this moment."""
-        return self.time_s(self._reference)
-
-    def _tokens(self, count: int) -> list[int]:
-        tokens: list[int] = self._stream.integers(0, self._vocab_size, count).tolist()
-        return tokens
-
-
 class _Journal:
     """Keeps measurements as they are made; a new one goes on with what an equal one left behind."""
 
@@ -353,9 +273,15 @@ class _Journal:
         with self._path.open("a") as file:
             file.write(json.dumps([turn, index, seconds, reference_s]) + "\n")
 
-    def best_reference_s(self) -> float:
-        """What the reference took while nothing disturbed it."""
-        return float(np.quantile([reference_s for _, reference_s in self.done.values()], 0.1))
+    @property
+    def typical_reference_s(self) -> float:
+        """What the reference typically took."""
+        return median(reference_s for _, reference_s in self.done.values())
+
+    def steady_s(self) -> dict[tuple[int, int], float]:
+        """Seconds of the batches had the machine always been as fast as it typically was."""
+        slowness = paces([reference_s for _, reference_s in self.done.values()])
+        return {key: time_s / slow for (key, (time_s, _)), slow in zip(self.done.items(), slowness, strict=True)}
 
     def remove(self) -> None:
         """The profile is written."""
@@ -363,8 +289,13 @@ class _Journal:
 
 
 def _measure_grid(
-    settings: ProfileSettings, batches: Sequence[Batch], bench: Bench, journal: _Journal, report: Report | None
+    settings: ProfileSettings,
+    batches: Sequence[Batch],
+    measures: tuple[Bench, Reference],
+    journal: _Journal,
+    report: Report | None,
 ) -> list[Measured]:
+    bench, reference = measures
     tree = SeedTree(settings.seed)
     warm: set[int] = set()
     total = len(batches) * settings.passes
@@ -375,19 +306,12 @@ def _measure_grid(
             if index not in warm:
                 bench.time_s(batches[index])
                 warm.add(index)
-            reference_s = bench.reference_s()
+            reference_s = reference.time_s()
             journal.note(turn, index, bench.time_s(batches[index]), reference_s)
             if report is not None:
                 report(len(journal.done), total)
-    best_s = journal.best_reference_s()
-    measured = []
-    for index, batch in enumerate(batches):
-        taken = [journal.done[turn, index] for turn in range(settings.passes)]
-        measured.append(Measured(batch.shape(bench.bytes_per_block), _undisturbed(taken, best_s)))
-    return measured
-
-
-def _undisturbed(taken: Sequence[tuple[float, float]], best_s: float) -> float:
-    """The median of the times (with the reference's) that were taken at the machine's best, or the one nearest to that."""
-    good = [time_s for time_s, reference_s in taken if reference_s <= _UNDISTURBED * best_s]
-    return float(np.median(good)) if good else min(taken, key=lambda one: one[1])[0]
+    steady_s = journal.steady_s()
+    return [
+        Measured(batch.shape(bench.bytes_per_block), median(steady_s[turn, index] for turn in range(settings.passes)))
+        for index, batch in enumerate(batches)
+    ]

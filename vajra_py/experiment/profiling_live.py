@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract import BatchShape, Observer, StepEnd
 from vajra_py.engine.assembly import Engine
-from vajra_py.engine.compute import ModelFacts, ModelRunner, PendingStep, SamplingParams, StepInput, StepOutput
+from vajra_py.engine.compute import ModelRunner
 from vajra_py.engine.outputs import Collected, Submission
 from vajra_py.engine.prompts import request_seed
 from vajra_py.engine.services import engine_services
+from vajra_py.experiment.bench import GREEDY
+from vajra_py.experiment.steady import SteadyClock, SteadyRunner
 from vajra_py.plugins import load_registry
 from vajra_py.runtime.request import RequestFacts
 from vajra_py.runtime.seeds import SeedTree
 
-GREEDY = SamplingParams(temperature=0.0)
 _LIVE_WAVES = (1, 1, 2, 4, 8, 16, 32)
 _MAX_LIVE_STEPS = 600
 
@@ -28,44 +28,6 @@ class LiveStep:
     shape: BatchShape
     time_s: float
     overhead_s: float
-
-
-class Allocated:
-    """A loaded runner whose KV memory is there already; the engine takes it for one that it has just loaded."""
-
-    def __init__(self, runner: ModelRunner, num_blocks: int, taken: Sequence[int]) -> None:
-        self._runner = runner
-        self._num_blocks = num_blocks
-        self._taken = list(taken)
-
-    @property
-    def facts(self) -> ModelFacts:
-        """See `ModelRunner`."""
-        return self._runner.facts
-
-    def profile_num_blocks(self, memory_fraction: float) -> int:
-        """See `ModelRunner`."""
-        return self._num_blocks
-
-    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """It is done already."""
-
-    def submit(self, step: StepInput) -> PendingStep:
-        """See `ModelRunner`."""
-        return self._runner.submit(self._with_freed(step))
-
-    def run(self, step: StepInput) -> StepOutput:
-        """See `ModelRunner`."""
-        return self._runner.run(self._with_freed(step))
-
-    def close(self) -> None:
-        """It belongs to somebody else."""
-
-    def _with_freed(self, step: StepInput) -> StepInput:
-        if not self._taken:
-            return step
-        taken, self._taken = self._taken, []
-        return replace(step, freed=[*taken, *step.freed])
 
 
 class _Watch(Observer):
@@ -84,19 +46,20 @@ class _Watch(Observer):
         self._compute_s = compute_s
 
 
-def serve_a_while(config: ExperimentConfig, runner: Allocated) -> list[LiveStep]:
-    """Serve requests in waves, so that steps of few and of many come by."""
-    memory = config.replica.memory.model_copy(update={"num_blocks": runner.profile_num_blocks(1.0)})
+def serve_a_while(config: ExperimentConfig, num_blocks: int, runner: ModelRunner, clock: SteadyClock) -> list[LiveStep]:
+    """Serve requests in waves, so that steps of few and of many come by; times are those of a machine of steady pace."""
+    memory = config.replica.memory.model_copy(update={"num_blocks": num_blocks})
     replica = config.replica.model_copy(update={"memory": memory})
-    backend = config.backend.settings.model_copy(update={"workers": "in_process"})
+    settings = config.backend.settings.model_copy(update={"workers": "in_process", "look_ahead": False})
     config = config.model_copy(
         update={
             "replica": replica,
             "num_replicas": 1,
-            "backend": config.backend.model_copy(update={"engine": backend}),
+            "backend": config.backend.model_copy(update={"engine": settings}),
         }
     )
-    engine = Engine.load(config, engine_services(config, load_registry(), {}, load=lambda options: runner))
+    replaced = {"load": lambda options: SteadyRunner(runner, clock), "make_clock": clock.start}
+    engine = Engine.load(config, engine_services(config, load_registry(), {}, **replaced))
     watch = _Watch(engine)
     engine.controller.watch((watch,))
     loop = engine.start()

@@ -1,0 +1,146 @@
+"""How long does a runner take for a batch of a given shape, and how fast is the machine at this moment?"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from vajra_py.contract import BatchShape
+from vajra_py.engine.compute import Chunk, ModelRunner, NewRow, RunnerOptions, SamplingParams, StepInput, TableUpdate
+from vajra_py.runtime.kv import BlockCopy, CopyDirection
+from vajra_py.runtime.seeds import SeedTree
+
+GREEDY = SamplingParams(temperature=0.0)
+_REFERENCE_ROWS, _REFERENCE_CONTEXT = 8, 16
+_NEIGHBOURS = 2
+"""So many times of the reference batch before one, and after it, tell together how fast the machine was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One batch to measure: contexts of its decodes, (tokens, context) of its chunks, and blocks swapped."""
+
+    decodes: tuple[int, ...] = ()
+    chunks: tuple[tuple[int, int], ...] = ()
+    num_swapped: int = 0
+
+    def shape(self, bytes_per_block: int) -> BatchShape:
+        """Its features."""
+        shape = BatchShape(swap_bytes=self.num_swapped * bytes_per_block)
+        shape = shape.with_decodes(len(self.decodes), sum(self.decodes))
+        for num_tokens, context in self.chunks:
+            shape = shape.with_chunk(num_tokens, context)
+        return shape
+
+    def num_blocks(self, block_size: int) -> int:
+        """KV blocks of all its rows."""
+        ends = [*(context + 1 for context in self.decodes), *(tokens + context for tokens, context in self.chunks)]
+        return sum(-(-end // block_size) for end in ends)
+
+
+class Bench:
+    """Computes batches on a runner and takes the time, in the slots and KV blocks from these on."""
+
+    def __init__(
+        self, runner: ModelRunner, block_size: int, num_blocks: int, first_slot: int = 0, first_block: int = 0
+    ) -> None:
+        self._runner = runner
+        self._size = block_size
+        self._num_blocks = num_blocks
+        self._first_slot = first_slot
+        self._first_block = first_block
+        self._vocab_size = runner.facts.vocab_size
+        self._stream = SeedTree(0).stream("tokens")
+        self.bytes_per_block = runner.facts.kv_bytes_per_token * block_size
+        self.taken: list[int] = []
+        """Slots that the runner has not been told are free again."""
+
+    def time_s(self, batch: Batch) -> float:
+        """Seconds of one step of the batch."""
+        ends = [*(context + 1 for context in batch.decodes), *(tokens + context for tokens, context in batch.chunks)]
+        blocks = self._first_block + self._stream.permutation(self._num_blocks)
+        freed, self.taken = self.taken, [self._first_slot + place for place in range(len(ends))]
+        new, tables, at = [], [], 0
+        for slot, end in zip(self.taken, ends, strict=True):
+            count = -(-end // self._size)
+            tables.append(TableUpdate(slot, 0, blocks[at : at + count].tolist()))
+            new.append(NewRow(slot, GREEDY, slot))
+            at += count
+        decodes = self.taken[: len(batch.decodes)]
+        if decodes:  # the worker has to have sampled a token of each before it can go on with it
+            contexts = zip(decodes, batch.decodes, strict=True)
+            before = [Chunk(slot, self._tokens(1), context - 1, samples=True) for slot, context in contexts]
+            self._runner.run(StepInput(before, new=new, freed=freed, tables=tables))
+            new, freed, tables = [], [], []
+        chunks = [
+            Chunk(slot, self._tokens(tokens), context, samples=True)
+            for slot, (tokens, context) in zip(self.taken[len(decodes) :], batch.chunks, strict=True)
+        ]
+        copies = [BlockCopy(block, block, CopyDirection.TO_HOST) for block in range(batch.num_swapped)]
+        step = StepInput(chunks, decodes, new, freed, tables, copies)
+        start = time.perf_counter()
+        self._runner.run(step)
+        return time.perf_counter() - start
+
+    def _tokens(self, count: int) -> list[int]:
+        tokens: list[int] = self._stream.integers(0, self._vocab_size, count).tolist()
+        return tokens
+
+
+class Reference:
+    """A batch that is always the same, in slots and KV blocks behind those of an engine: how fast is the machine now?
+
+    The runner needs `room` for it, and `num_blocks` of KV memory besides the engine's, from `first_block` on.
+    """
+
+    def __init__(self, runner: ModelRunner, options: RunnerOptions, first_block: int) -> None:
+        size = options.block_size
+        context = max(1, min(_REFERENCE_CONTEXT, runner.facts.max_model_len - 2))
+        self._batch = Batch((context,) * _REFERENCE_ROWS)
+        self._bench = Bench(runner, size, self.num_blocks(options), options.max_requests, first_block)
+
+    @staticmethod
+    def room(options: RunnerOptions) -> RunnerOptions:
+        """An engine's options with slots for the reference."""
+        return replace(options, max_requests=options.max_requests + _REFERENCE_ROWS)
+
+    @staticmethod
+    def num_blocks(options: RunnerOptions) -> int:
+        """KV blocks of the reference."""
+        return _REFERENCE_ROWS * -(-(_REFERENCE_CONTEXT + 1) // options.block_size)
+
+    def frees(self, bench: Bench) -> None:
+        """The slots of a bench that is not used any more are free again, with the next reference."""
+        self._bench.taken += bench.taken
+        bench.taken = []
+
+    def time_s(self) -> float:
+        """Seconds of the batch; more when the machine is slower at this moment."""
+        return self._bench.time_s(self._batch)
+
+
+class Pace:
+    """How slow is the machine, from the last few times of the reference? One alone may have been disturbed."""
+
+    def __init__(self, typical_s: float) -> None:
+        self._typical_s = typical_s
+        self._recent: deque[float] = deque(maxlen=2 * _NEIGHBOURS + 1)
+
+    def note(self, reference_s: float) -> None:
+        """The newest time."""
+        self._recent.append(reference_s)
+
+    @property
+    def slowness(self) -> float:
+        """What the reference takes now as a multiple of what it typically takes."""
+        return median(self._recent) / self._typical_s
+
+
+def paces(reference_s: Sequence[float]) -> list[float]:
+    """How slow the machine was at each of these times, as a multiple of its median."""
+    typical_s = median(reference_s)
+    windows = (reference_s[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1] for at in range(len(reference_s)))
+    return [median(window) / typical_s for window in windows]
