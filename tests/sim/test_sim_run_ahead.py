@@ -93,6 +93,8 @@ REQUESTS = st.lists(
     max_batch_size=st.sampled_from([1, 2, 8]),
     horizon_s=st.sampled_from([None, 0.25]),
     cached=st.booleans(),
+    scheduler=st.sampled_from([("fixed_chunk", {"chunk_size": 64}), ("fixed_chunk", {"chunk_size": 200}), "vllm_v1"]),
+    reserve_prompt=st.booleans(),
 )
 def test_random_workloads(
     requests: Sequence[tuple[int, int, int, int | None, int | None]],
@@ -102,6 +104,8 @@ def test_random_workloads(
     max_batch_size: int,
     horizon_s: float | None,
     cached: bool,
+    scheduler: Any,
+    reserve_prompt: bool,
 ) -> None:
     def workload(stream: np.random.Generator, num_replicas: int) -> list[RequestSpec]:
         specs, now_ms = [], 0
@@ -115,12 +119,13 @@ def test_random_workloads(
         num_blocks=num_blocks,
         max_batch_size=max_batch_size,
         num_replicas=2,
+        reserve_prompt=reserve_prompt,
         prefix_cache=PrefixCacheOptions() if cached else None,
         latency=AffineModel(0.004, 0.0002, per_decode_context_token_s=1e-6),
     )
     results = []
     for runs_ahead in (False, True):
-        harness = Harness(prioritizer, chooser, ("fixed_chunk", {"chunk_size": 64}), options)
+        harness = Harness(prioritizer, chooser, scheduler, options)
         rows = Rows()
         harness.controller.watch((rows,))
         rules = SimulationOptions(runs_ahead=runs_ahead, horizon_s=horizon_s, drain=horizon_s is None)

@@ -1,7 +1,6 @@
-"""Which steps of a replica are sure to be decided in a known way, so that a simulator need not ask the policy for them?
+"""How many steps of a replica are sure to be decided like the present one, so that a simulator works them out at once?
 
-Two claims of a replica scheduler are used: `RepeatsDecodes`, by which a whole run of equal steps is worked out at once, and
-`ChunksBesideDecodes`, by which the next step is formed here while nothing waits. Where neither is made, nothing is sure.
+A replica scheduler says it by `RepeatsDecodes`. Where it is not claimed, nothing is sure.
 """
 
 from __future__ import annotations
@@ -9,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vajra_py.contract import BatchShape, ChunksBesideDecodes, RepeatsDecodes, SteadyState, StepRun
+from vajra_py.contract import BatchShape, RepeatsDecodes, SteadyState, StepRun
 from vajra_py.runtime.clock import to_seconds
-from vajra_py.runtime.executor import PlannedChunk, StepPlan
+from vajra_py.runtime.executor import StepPlan
 
 if TYPE_CHECKING:
     from vajra_py.runtime.replica import Replica
-    from vajra_py.runtime.request import Request
 
 
 class Repeats:
@@ -34,87 +32,6 @@ class Repeats:
         may_repeat = parts.limits.pipeline_stages == 1 and not parts.listeners and parts.memory.num_groups == 1
         self._repeats_alone = may_repeat and SteadyState.NOTHING_WAITS in steady
         self._repeats_full = may_repeat and SteadyState.BATCH_FULL in steady
-        self._chunk_beside = policy.chunk_beside if may_repeat and isinstance(policy, ChunksBesideDecodes) else None
-        self._publishes_chunks = parts.options.publish_at_schedule
-
-    # The next step
-
-    def next_plan(self, now: int) -> StepPlan | None:
-        """Form the next step without asking the policy, where it has said what it would do; None: ask it."""
-        replica, chunk_beside = self._replica, self._chunk_beside
-        if chunk_beside is None or replica.is_watched_by_step or replica.builder.swap_bytes_due:
-            return None
-        residents = replica.residents
-        partial, pool = residents.partial, residents.pool
-        num_decodes, num_prompts = len(pool.members), len(partial)
-        if num_prompts > 1 or not num_decodes + num_prompts or residents.parked or residents.has_spare_blocks:
-            return None
-        if residents.queue.num_requests or len(residents.shared) or pool.num_public:
-            return None
-        request: Request | None = None
-        num_left = 0
-        for request in partial:
-            num_left = request.num_remaining_tokens
-        num_tokens = chunk_beside(num_decodes, num_left)
-        if num_tokens is None or not self._has_room(num_decodes, num_prompts, num_tokens):
-            return None
-        if num_decodes:
-            due = pool.needing_blocks()
-            if due:
-                replica.memory.grow_each(due)
-        shape = BatchShape(num_decodes, pool.context_tokens)
-        chunks: list[PlannedChunk] = []
-        if request is not None:
-            computed = request.num_computed_tokens
-            shape = shape.with_chunk(num_tokens, computed)
-            chunks.append(PlannedChunk(request, num_tokens, computed, "running"))
-            self._take_chunk(request, computed + num_tokens)
-        return self._plan(now, shape, chunks)
-
-    def _has_room(self, num_decodes: int, num_prompts: int, num_tokens: int) -> bool:
-        """Whether a step of all decodes and a chunk of so many tokens is within every limit, whoever gets the blocks."""
-        replica = self._replica
-        limits = replica.limits
-        if num_decodes + num_prompts > limits.max_batch_size or (num_prompts and num_tokens < 1):
-            return False
-        if limits.max_batch_tokens is not None and num_decodes + num_tokens > limits.max_batch_tokens:
-            return False
-        most_blocks = len(replica.residents.pool.needing_blocks()) + num_tokens // limits.block_size + num_prompts
-        return most_blocks <= replica.memory.growth_headroom
-
-    def _take_chunk(self, request: Request, num_tokens: int) -> None:
-        memory = self._replica.memory
-        if not memory.grow(request, num_tokens):
-            raise RuntimeError(f"request {request.request_id}: room for its chunk was counted and is not there")
-        if self._publishes_chunks:
-            memory.publish(request, num_tokens)
-        request.set_computed(num_tokens)
-
-    def _plan(self, now: int, shape: BatchShape, chunks: list[PlannedChunk]) -> StepPlan:
-        replica = self._replica
-        pool = replica.residents.pool
-        num_decodes = shape.num_decodes
-        plan = StepPlan(
-            replica.num_steps,
-            replica.replica_id,
-            now,
-            shape,
-            chunks,
-            pool if num_decodes else None,
-            num_decodes,
-            pool_position=0,
-            running_in_order=False,
-            preempted=[],
-            free_blocks=replica.memory.free_blocks,
-            num_running=num_decodes + len(chunks),
-        )
-        if num_decodes:
-            pool.commit()
-        replica.num_in_flight += 1
-        replica.num_steps += 1
-        return plan
-
-    # Steps that repeat
 
     def num_repeats(self, plan: StepPlan) -> int:
         """How many further steps are sure to be decided like this one, if nothing reaches the replica meanwhile.

@@ -382,7 +382,7 @@ class Simulator:
     def _start(self, clock: ReplicaClock) -> None:
         replica = clock.replica
         try:
-            plan = replica.repeats.next_plan(self.now) if clock.runs is not None else None
+            plan = replica.foregone.next_plan(self.now) if clock.runs is not None else None
             if plan is None:
                 plan = replica.next_plan(self.now)
         except PolicyError as error:

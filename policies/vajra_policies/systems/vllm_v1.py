@@ -83,6 +83,7 @@ class VllmV1:
         self._config = config
         self._budget = limits.max_batch_tokens
         self._max_active = config.max_num_active_requests or limits.max_batch_size
+        self._max_batch_size = limits.max_batch_size
         self._watermark = int(config.watermark_fraction * (limits.num_blocks + 1))
         self._interval = config.prefill_interval_steps
         self._num_steps = 0
@@ -105,6 +106,11 @@ class VllmV1:
         if self._budget is not None and num_decodes + num_remaining_tokens > self._budget:
             return None
         return num_remaining_tokens
+
+    @property
+    def admits_in_turn(self) -> bool:
+        """Whole prompts, in order, while the budget suffices for them and no limit of its own has a say."""
+        return not self._watermark and self._max_active >= self._max_batch_size
 
     def refuses(self, request: RequestView) -> str | None:
         """Without chunked prefill a sequence that outgrows the budget could wait at the head for ever."""

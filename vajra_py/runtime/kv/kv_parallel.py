@@ -189,6 +189,10 @@ class KvParallelMemory:
         """0: nothing is cached."""
         return 0
 
+    def may_find(self, request: KvRequest) -> bool:
+        """False: nothing is cached."""
+        return False
+
     def publish(self, request: KvRequest, num_tokens: int) -> None:
         """Nothing is cached, so nothing is entered."""
 

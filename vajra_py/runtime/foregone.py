@@ -1,0 +1,160 @@
+"""Which step is sure to be decided in a known way, so that a simulator can form it without asking the policy?
+
+A replica scheduler says it by `ChunksBesideDecodes`, and by `AdmitsInTurn` for steps that prompts wait for. Nothing is sure
+where neither is claimed, and whenever something is short or out of the ordinary: then nothing is changed here, and the policy
+is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import TYPE_CHECKING, cast
+
+from vajra_py.contract import AdmitsInTurn, BatchShape, ChunksBesideDecodes
+from vajra_py.errors import PolicyError
+from vajra_py.runtime.clock import to_seconds
+from vajra_py.runtime.executor import PlannedChunk, StepPlan
+from vajra_py.runtime.queues import ArbitraryQueue
+from vajra_py.runtime.request import Request, RequestState
+
+if TYPE_CHECKING:
+    from vajra_py.runtime.replica import Replica
+
+# Looking a member of an enumeration up costs more than a call, and these are looked up for every admission.
+_WAITING, _RUNNING, _SWAPPED = RequestState.WAITING, RequestState.RUNNING, RequestState.SWAPPED
+
+
+class ForegoneSteps:
+    """Forms those steps of one replica that its policy has said beforehand."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self.read_claims()
+
+    def read_claims(self) -> None:
+        """The replica has its policy, or another one: read what it declares."""
+        parts = self._replica.parts
+        policy, limits, options = parts.policy, parts.limits, parts.options
+        is_plain = limits.pipeline_stages == 1 and not parts.listeners and parts.memory.num_groups == 1
+        self._chunk_beside = policy.chunk_beside if is_plain and isinstance(policy, ChunksBesideDecodes) else None
+        # Keys that move with anything are read once a step, which is the business of whoever asks the policy.
+        is_ordered = not isinstance(parts.queue, ArbitraryQueue)
+        self._admits = is_ordered and isinstance(policy, AdmitsInTurn) and policy.admits_in_turn
+        self._reserves_prompt, self._publishes = options.reserve_prompt, options.publish_at_schedule
+        self._watermark = options.watermark_blocks
+
+    def next_plan(self, now: int) -> StepPlan | None:
+        """Form the next step; None, and nothing changed: ask the policy."""
+        replica = self._replica
+        if self._chunk_beside is None or replica.is_watched_by_step or replica.builder.swap_bytes_due:
+            return None
+        residents = replica.residents
+        pool, num_waiting = residents.pool, residents.queue.num_requests
+        if len(residents.partial) > 1 or residents.parked or residents.has_spare_blocks or pool.num_public:
+            return None
+        if len(residents.shared) or (num_waiting and not self._admits):
+            return None
+        seconds = to_seconds(now)
+        try:
+            if num_waiting and residents.partial and self._is_overtaken(seconds):
+                return None
+            chunks = self._chunks(self._chunk_beside, seconds)
+        except PolicyError as error:  # of the prioritizer, whose keys are read
+            error.step = replica.num_steps if error.step is None else error.step
+            raise
+        if chunks is None or not (chunks or pool.members):
+            return None
+        growing = pool.needing_blocks()
+        if growing:
+            replica.memory.grow_each(growing)
+        shape = BatchShape(len(pool.members), pool.context_tokens)
+        for chunk in chunks:
+            shape = shape.with_chunk(chunk.num_tokens, chunk.num_computed_before)
+            self._grant(chunk, seconds)
+        return self._plan(now, shape, chunks)
+
+    def _chunks(self, chunk_beside: Callable[[int, int], int | None], now: float) -> list[PlannedChunk] | None:
+        """What the prompts get, one after the other; None: it is not sure, or something is short."""
+        residents, memory, limits = self._replica.residents, self._replica.memory, self._replica.limits
+        pool = residents.pool
+        num_tokens = len(pool.members)
+        num_slots = limits.max_batch_size - num_tokens
+        num_free = memory.growth_headroom - len(pool.needing_blocks())
+        chunks: list[PlannedChunk] = []
+        if num_slots < len(residents.partial):
+            return None
+        if not residents.partial and not residents.queue.num_requests:
+            return None if chunk_beside(num_tokens, 0) is None or num_free < 0 else chunks
+        for view in chain(residents.partial, residents.queue.ordered(now)):
+            request = cast(Request, view)
+            num_left = request.num_remaining_tokens
+            chunk = chunk_beside(num_tokens, num_left)
+            if chunk is None:
+                return None
+            if chunk < 1 or num_slots < 1:
+                break
+            if request.state is _RUNNING:
+                chunks.append(PlannedChunk(request, chunk, request.num_computed_tokens, "running"))
+                num_free -= chunk // limits.block_size + 1
+            elif request.state is _SWAPPED or memory.may_find(request):
+                return None
+            else:
+                kind = "admitted" if request.state is _WAITING else "resumed"
+                chunks.append(PlannedChunk(request, chunk, 0, kind))
+                num_free -= memory.blocks_for(num_left if self._reserves_prompt else chunk)
+                if num_free < self._watermark:
+                    return None
+            num_tokens += chunk
+            num_slots -= 1
+        is_within = limits.max_batch_tokens is None or num_tokens <= limits.max_batch_tokens
+        return chunks if is_within and num_free >= 0 else None
+
+    def _is_overtaken(self, now: float) -> bool:
+        """Whether a request that waits goes before the prompt that is partly computed."""
+        residents = self._replica.residents
+        queue = residents.queue
+        head = queue.peek(now)
+        return head is not None and any(
+            queue.urgency(head, now)[0] < queue.urgency(request, now)[0] for request in residents.partial
+        )
+
+    def _grant(self, chunk: PlannedChunk, now: float) -> None:
+        """Everything that a chunk needs, which was counted beforehand."""
+        replica = self._replica
+        request, num_tokens, computed, kind = chunk
+        memory, end = replica.memory, computed + num_tokens
+        if kind == "running":
+            is_granted = memory.grow(request, end)
+        else:
+            is_granted = memory.admit(request, request.num_known_tokens if self._reserves_prompt else end) is not None
+            replica.lifecycle.admitted(request, 0, now)
+        if not is_granted:
+            raise RuntimeError(f"request {request.request_id}: room for its chunk was counted and is not there")
+        if self._publishes:
+            memory.publish(request, end)
+        request.set_computed(end)
+
+    def _plan(self, now: int, shape: BatchShape, chunks: list[PlannedChunk]) -> StepPlan:
+        replica = self._replica
+        residents, num_decodes = replica.residents, shape.num_decodes
+        plan = StepPlan(
+            replica.num_steps,
+            replica.replica_id,
+            now,
+            shape,
+            chunks,
+            residents.pool if num_decodes else None,
+            num_decodes,
+            pool_position=0,
+            running_in_order=False,
+            preempted=[],
+            free_blocks=replica.memory.free_blocks,
+            num_waiting=residents.queue.num_requests,
+            num_running=num_decodes + len(residents.partial),
+        )
+        if num_decodes:
+            residents.pool.commit()
+        replica.num_in_flight += 1
+        replica.num_steps += 1
+        return plan
