@@ -51,7 +51,11 @@ class Collected:
             return True
         if self.stream is None:
             return False
-        self._held += self.stream.push(token_id)
+        text = self.stream.push(token_id)
+        if not self.sampling.stop:
+            self.text += text
+            return False
+        self._held += text
         return self._match(may_stop)
 
     def _match(self, may_stop: bool) -> bool:
