@@ -6,7 +6,7 @@ Pieces of one output joined give what the whole answer says: text, tokens, log-p
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,8 @@ from vajra_py.serve.tickets import End, Reply, Ticket
 
 _FINISHED = {EndReason.STOP: "stop", EndReason.LENGTH: "length"}
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+_GAP = "\0"
+"""Stands where text will be."""
 _LEAST_LOGPROB = -9999.0
 """In place of minus infinity, which JSON has not; as OpenAI does."""
 
@@ -28,6 +30,11 @@ _LEAST_LOGPROB = -9999.0
 def encoded(value: Any) -> bytes:
     """JSON without blanks."""
     return _JSON.encode(value).encode("utf-8", "replace")
+
+
+def event(value: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + encoded(value) + b"\n\n"
 
 
 def failure(end: End, retry_after_s: float) -> ApiError | None:
@@ -65,12 +72,12 @@ def usage(tickets: Sequence[Ticket], num_per_prompt: int) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Said:
-    """How far an output has been said."""
+    """How far an output has been said, and what its text stands between where a piece says nothing else."""
 
     num_tokens: int = 0
     num_characters: int = 0
     text_offset: int = 0
-    started: bool = False
+    frame: tuple[bytes, bytes] | None = None
 
 
 @dataclass(slots=True)
@@ -90,7 +97,6 @@ class Answer:
     reply: Reply
     tokenizer: Tokenizer | None
     _said: dict[int, _Said] = field(default_factory=dict)
-    _head_of_pieces: bytes = b""
 
     @property
     def _is_chat(self) -> bool:
@@ -102,39 +108,53 @@ class Answer:
         kind = "chat.completion" if self._is_chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": usage(self.reply.tickets, self.body.n)}
 
-    def pieces(self, changed: Sequence[Ticket]) -> Iterator[bytes]:
-        """What is new about these outputs, as JSON."""
+    def events(self, changed: Sequence[Ticket]) -> list[bytes]:
+        """What is new about these outputs, as server-sent events."""
+        found: list[bytes] = []
         for ticket in changed:
-            said = self._said.setdefault(ticket.index, _Said())
-            if self._is_chat and not said.started:
-                said.started = True
-                yield self._chunk(self._role_choice(ticket))
+            said = self._said.get(ticket.index)
+            if said is None:
+                said = self._said[ticket.index] = self._begun(ticket)
+                if self._is_chat:
+                    found.append(self._event(self._role_choice(ticket)))
+            if said.frame is not None and ticket.end is None:
+                text = ticket.text[said.num_characters :]
+                if text:
+                    said.num_characters += len(text)
+                    found.append(said.frame[0] + encoded(text) + said.frame[1])
+                continue
             choice = self._piece(ticket, said)
             if choice is not None:
-                yield self._chunk(choice)
+                found.append(self._event(choice))
+        return found
 
-    def last_piece(self) -> bytes | None:
+    def last_event(self) -> bytes:
         """What follows the last output: usage, where it was asked for."""
         options = self.body.stream_options
-        if options is None or not options.include_usage:
-            return None
-        return self._chunk(None)
+        return b"" if options is None or not options.include_usage else self._event(None)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.name, "object": kind, "created": self.created, "model": self.model}
 
-    def _chunk(self, choice: dict[str, Any] | None) -> bytes:
-        """One piece; what all pieces of an answer begin with is encoded once."""
-        if not self._head_of_pieces:
-            head = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
-            self._head_of_pieces = encoded(head)[:-1] + b',"choices":['
+    def _begun(self, ticket: Ticket) -> _Said:
+        """An output of which nothing was said yet."""
+        body, options = self.body, self.body.stream_options
+        counts = options is not None and options.continuous_usage_stats
+        if body.num_logprobs is not None or body.return_token_ids or counts:
+            return _Said()
+        before, _, after = self._event(self._text_choice(ticket.index, _GAP)).rpartition(encoded(_GAP))
+        return _Said(frame=(before, after))
+
+    def _event(self, choice: dict[str, Any] | None) -> bytes:
+        """One piece."""
+        body = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
+        body["choices"] = [] if choice is None else [choice]
         options = self.body.stream_options
-        tail = b"]}"
         if options is not None and (choice is None or options.continuous_usage_stats):
-            tail = b'],"usage":' + encoded(usage(self.reply.tickets, self.body.n)) + b"}"
+            body["usage"] = usage(self.reply.tickets, self.body.n)
         elif options is not None and options.include_usage:
-            tail = b'],"usage":null}'
-        return self._head_of_pieces + (b"" if choice is None else encoded(choice)) + tail
+            body["usage"] = None
+        return event(body)
 
     def _role_choice(self, ticket: Ticket) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
@@ -150,17 +170,20 @@ class Answer:
         choice["logprobs"] = self._logprobs(ticket, said)
         return self._ended(choice, ticket, 0)
 
+    def _text_choice(self, index: int, text: str) -> dict[str, Any]:
+        """A piece that brings text only."""
+        if self._is_chat:
+            delta = {"content": text} if text else {}
+            return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+
     def _piece(self, ticket: Ticket, said: _Said) -> dict[str, Any] | None:
         """An output's news; None when nothing of it shows yet (half a character, or what may become a stop string)."""
         text = ticket.text[said.num_characters :]
         is_shown = text or ticket.end is not None or self.body.num_logprobs is not None or self.body.return_token_ids
         if not is_shown or (ticket.end is None and said.num_tokens == ticket.num_tokens):
             return None
-        choice: dict[str, Any] = {"index": ticket.index}
-        if self._is_chat:
-            choice["delta"] = {"content": text} if text else {}
-        else:
-            choice["text"] = text
+        choice = self._text_choice(ticket.index, text)
         choice["logprobs"] = self._logprobs(ticket, said)
         start, said.num_tokens, said.num_characters = said.num_tokens, ticket.num_tokens, len(ticket.text)
         return self._ended(choice, ticket, start)

@@ -16,7 +16,8 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from vajra_py.serve.answers import Answer, encoded, failure
+from vajra_py.serve.answers import Answer, encoded, event, failure
+from vajra_py.serve.eager import begin
 from vajra_py.serve.errors import ApiError
 from vajra_py.serve.session import EngineSession, Unavailable
 from vajra_py.serve.tickets import Reply, Ticket
@@ -45,16 +46,11 @@ class Exchange:
                     return _Nothing()
                 self._check(reply.tickets)
                 return Response(encoded(self.answer.whole()), media_type="application/json")
-            first: list[Ticket] = []
-
-            async def begun() -> None:
-                first.extend(await reply.changes())
-
-            if await _unless_gone(request.receive, begun()):
+            if await _unless_gone(request.receive, reply.news()):
                 return _Nothing()
-            self._check(first)
+            self._check(reply.tickets)
             handed_on = True
-            return _Stream(self, first)
+            return _Stream(self)
         finally:
             if not handed_on:
                 self.finish()
@@ -91,41 +87,93 @@ class _Stream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, exchange: Exchange, first: list[Ticket]) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._exchange = exchange
-        self._first = first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send pieces as they come, until the last one or until the client has gone."""
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await _unless_gone(receive, self._send_all(send))
+            await _unless_gone(receive, _Writer(self._exchange, send).write_all())
         finally:
             self._exchange.finish()
 
-    async def _send_all(self, send: Send) -> None:
-        exchange, changed = self._exchange, self._first
-        answer, reply = exchange.answer, exchange.answer.reply
-        while True:
-            parts = [b"data: " + piece + b"\n\n" for piece in answer.pieces(changed)]
-            error = None
-            for ticket in changed:
-                error = error or (None if ticket.end is None else failure(ticket.end, exchange.retry_after_s))
-            if error is not None:
-                parts.append(b"data: " + encoded(error.body()) + b"\n\n")
-            is_last = error is not None or reply.is_done
-            if is_last:
-                last = answer.last_piece()
-                if last is not None and error is None:
-                    parts.append(b"data: " + last + b"\n\n")
-                parts.append(_DONE)
-            if parts:
-                await send({"type": "http.response.body", "body": b"".join(parts), "more_body": not is_last})
-            if is_last:
+
+class _Writer:
+    """Writes a stream's events in the very callback that brings its news.
+
+    While a client does not take what was sent, news wait on its tickets, and go together in one piece when it has.
+    """
+
+    def __init__(self, exchange: Exchange, send: Send) -> None:
+        self._exchange = exchange
+        self._send = send
+        self._sending: asyncio.Task[None] | None = None
+        """Waits for a slow client."""
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def write_all(self) -> None:
+        """Return when the last event was sent; write from here on as long as this is waited for."""
+        reply = self._exchange.answer.reply
+        reply.on_news = self._write
+        try:
+            self._write()
+            await self._ended
+        finally:
+            reply.on_news = None
+            if self._sending is not None:
+                self._sending.cancel()
+
+    def _write(self) -> None:
+        """Write what is new, unless the client still has to take what there was before."""
+        if self._sending is not None:
+            return
+        try:
+            events, is_last = self._events(self._exchange.answer.reply.take())
+            if not events:
                 return
-            changed = await reply.changes()
+            body = {"type": "http.response.body", "body": b"".join(events), "more_body": not is_last}
+            self._sending = begin(self._send(body))
+        except Exception as error:  # this stream's affair, and not that of the others in the same callback
+            self._end(error)
+            return
+        if self._sending is not None:
+            self._sending.add_done_callback(lambda task: self._sent(task, is_last))
+        elif is_last:
+            self._end(None)
+
+    def _sent(self, task: asyncio.Task[None], is_last: bool) -> None:
+        """A slow client has taken what there was."""
+        if task.cancelled():
+            return
+        self._sending = None
+        if is_last or task.exception() is not None:
+            self._end(task.exception())
+        else:
+            self._write()
+
+    def _end(self, error: BaseException | None) -> None:
+        self._exchange.answer.reply.on_news = None
+        if self._ended.done():
+            return
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+
+    def _events(self, changed: list[Ticket]) -> tuple[list[bytes], bool]:
+        """Events about these outputs, and whether nothing follows."""
+        answer, retry_after_s = self._exchange.answer, self._exchange.retry_after_s
+        events = answer.events(changed)
+        errors = [failure(ticket.end, retry_after_s) for ticket in changed if ticket.end is not None]
+        error = next((one for one in errors if one is not None), None)
+        if error is not None:
+            return [*events, event(error.body()), _DONE], True
+        if answer.reply.is_done:
+            return [*events, answer.last_event(), _DONE], True
+        return events, False
 
 
 async def _unless_gone(receive: Receive, work: Awaitable[None]) -> bool:

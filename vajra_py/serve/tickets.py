@@ -1,7 +1,8 @@
-"""How does what the engine's thread finds out reach the request's own coroutine?
+"""How does what the engine's thread finds out reach whoever answers the request?
 
-The engine's thread leaves a note on a ticket and wakes the event loop once for everything that it left since; a slow
-client finds several tokens together, and nobody waits for it.
+The engine's thread leaves a note on a ticket and wakes the event loop once for everything that it left since. One callback
+there brings all tickets up to date and tells each reply once; a stream writes right away, so that no task is woken for a
+token.
 
 Invariants:
     - A ticket ends exactly once, with a reason; nothing follows.
@@ -82,42 +83,57 @@ class Ticket:
 class Reply:
     """The outputs of one HTTP request together: whoever answers it waits for any of them.
 
-    `streams` says whether every step matters, or only the end of each output.
+    Attributes:
+        streams: whether every step matters, or only the end of each output.
+        tickets: the outputs.
+        on_news: told when outputs have changed, in place of whoever waits for `news`.
     """
 
     streams: bool = False
     tickets: list[Ticket] = field(default_factory=list)
+    on_news: Callable[[], None] | None = None
+    _num_ended: int = 0
     _changed: dict[Ticket, None] = field(default_factory=dict)
     _waiter: asyncio.Future[None] | None = None
 
     @property
     def is_done(self) -> bool:
         """Whether every output has ended."""
-        return all(ticket.end is not None for ticket in self.tickets)
+        return self._num_ended == len(self.tickets)
 
-    async def changes(self) -> list[Ticket]:
-        """Wait for news; the outputs that have any, in the order in which it came."""
+    def take(self) -> list[Ticket]:
+        """The outputs that have changed since they were taken last, in the order in which it came."""
+        changed, self._changed = list(self._changed), {}
+        return changed
+
+    async def news(self) -> None:
+        """Wait until outputs have changed that were not taken."""
         while not self._changed:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        changed, self._changed = list(self._changed), {}
-        return changed
 
     async def done(self) -> None:
         """Wait until every output has ended."""
         while not self.is_done:
-            await self.changes()
+            await self.news()
+            self.take()
 
-    def tell(self, ticket: Ticket, note: Note) -> None:
+    def note(self, ticket: Ticket, note: Note) -> None:
         """Bring a ticket up to date; in the event loop's thread."""
         if ticket.end is not None:
             return
         ticket.num_tokens, ticket.text, ticket.end = note
+        self._num_ended += ticket.end is not None
         self._changed[ticket] = None
-        if self._waiter is not None and not self._waiter.done():
+
+    def tell(self) -> None:
+        """Let whoever answers know that outputs have changed."""
+        if self.on_news is not None:
+            self.on_news()
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
@@ -145,9 +161,13 @@ class Mailbox:
 
     def _deliver(self) -> None:
         self._woken = False  # before reading: a note that comes meanwhile wakes the loop again
+        replies: dict[Reply, None] = {}
         while self._notes:
             ticket, note = self._notes.popleft()
-            ticket.reply.tell(ticket, note)
+            ticket.reply.note(ticket, note)
+            replies[ticket.reply] = None
+        for reply in replies:
+            reply.tell()
 
     def call(self, function: Callable[[], object]) -> None:
         """Call something in the event loop's thread; from any thread."""

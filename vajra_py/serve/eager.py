@@ -1,0 +1,33 @@
+"""How does work begin at once, so that a task is made for it only when it has to wait?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Generator
+from types import coroutine
+from typing import Any
+
+
+def begin(work: Awaitable[None]) -> asyncio.Task[None] | None:
+    """Run it until it is done (None), or until it waits for something: then the task that goes on with it.
+
+    Raises what it raises before it waits. (From Python 3.12 on, tasks can begin like this themselves.)
+    """
+    steps = work.__await__()
+    try:
+        awaited = next(steps)
+    except StopIteration:
+        return None
+
+    @coroutine
+    def rest() -> Generator[Any, Any, None]:
+        try:
+            yield awaited
+            yield from steps
+        finally:
+            steps.close()
+
+    async def go_on() -> None:
+        await rest()
+
+    return asyncio.get_running_loop().create_task(go_on())
