@@ -2,7 +2,9 @@
 
 First a grid of batches is computed again and again in random order, so that what else the machine does falls on all of them
 alike. Before each a reference batch is computed, always the same one: it tells how fast the machine is at that moment, and times
-count as they would be at its median pace. Then the engine serves requests for a while, which shows what forming a step costs, and
+count as they would be at its median pace. A shape's time is its median, times what single steps that something interrupted add on
+average over all shapes: steps add up in a run, so it is the mean that is predicted, and few measurements tell a shape's median
+better than its mean. Then the engine serves requests for a while, which shows what forming a step costs, and
 whether the formula holds for steps in the midst of everything else. Measurements are kept in a file as they are made: a profile
 that was broken off goes on where it stopped.
 """
@@ -14,7 +16,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,6 +39,8 @@ from vajra_py.latency.profiled import Profile
 from vajra_py.runtime.seeds import SeedTree
 
 _HOST_BLOCKS = 64
+_FARTHEST = 3.0
+"""A time counts as at most so many times the median of its shape where the mean is taken."""
 
 Report: TypeAlias = Callable[[int, int], None]
 """Called with (measurements done, measurements in all)."""
@@ -311,7 +315,7 @@ def _measure_grid(
             if report is not None:
                 report(len(journal.done), total)
     steady_s = journal.steady_s()
-    return [
-        Measured(batch.shape(bench.bytes_per_block), median(steady_s[turn, index] for turn in range(settings.passes)))
-        for index, batch in enumerate(batches)
-    ]
+    typical_s = [median(steady_s[turn, index] for turn in range(settings.passes)) for index in range(len(batches))]
+    lengthened = mean(min(_FARTHEST, time_s / typical_s[index]) for (_, index), time_s in steady_s.items())
+    shapes = (batch.shape(bench.bytes_per_block) for batch in batches)
+    return [Measured(shape, time_s * lengthened) for shape, time_s in zip(shapes, typical_s, strict=True)]
