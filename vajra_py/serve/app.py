@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from importlib import resources
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import Body, FastAPI, Header, Request
+from fastapi import Body, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -23,6 +23,7 @@ from vajra_py.serve.catalogue import Catalogue
 from vajra_py.serve.errors import ApiError
 from vajra_py.serve.exposition import Exposition
 from vajra_py.serve.gate import Gate
+from vajra_py.serve.headers import documented, scheduling_headers
 from vajra_py.serve.live import live
 from vajra_py.serve.openapi import true_document
 from vajra_py.serve.options import ServeOptions
@@ -97,8 +98,9 @@ class Service:
         """One request less."""
         self.num_exchanges -= 1
 
-    async def generate(self, request: Request, body: GenerationBody, headers: SchedulingHeaders) -> Response:
+    async def generate(self, request: Request, body: GenerationBody) -> Response:
         """Answer a request for outputs."""
+        headers = scheduling_headers(request.headers)
         trace = None if self.tracing is None else self.tracing.begin(request.headers, body)
         try:
             exchange = await self._exchange(body, headers, trace)
@@ -172,29 +174,29 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         "/v1/completions",
         response_model=answers.CompletionAnswer,
         responses={200: {"content": _STREAM}, **_GENERATION_ERRORS},
+        openapi_extra=documented(),
         tags=["generation"],
     )
     async def completions(
         request: Request,
         body: Annotated[CompletionBody, Body()],
-        headers: Annotated[SchedulingHeaders, Header()],
     ) -> Response:
         """Continue a text, or several."""
-        return await service.generate(request, body, headers)
+        return await service.generate(request, body)
 
     @app.post(
         "/v1/chat/completions",
         response_model=answers.ChatAnswer,
         responses={200: {"content": _STREAM}, **_GENERATION_ERRORS},
+        openapi_extra=documented(),
         tags=["generation"],
     )
     async def chat_completions(
         request: Request,
         body: Annotated[ChatBody, Body()],
-        headers: Annotated[SchedulingHeaders, Header()],
     ) -> Response:
         """Answer a conversation, in the model's own chat template."""
-        return await service.generate(request, body, headers)
+        return await service.generate(request, body)
 
 
 def _add_numbers(app: FastAPI, service: Service) -> None:

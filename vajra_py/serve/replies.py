@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastapi import Request
@@ -37,22 +37,21 @@ class Exchange:
 
     async def respond(self, request: Request) -> Response:
         """Submit and answer. Raises `ApiError` for what fails before anything was sent."""
-        reply = self.answer.reply
+        reply, client = self.answer.reply, _Client(request.receive)
         handed_on = False
         try:
+            answerable = reply.answerable()
             self._submit(reply)
-            if not reply.streams:
-                if await _unless_gone(request.receive, reply.done()):
-                    return _Nothing()
-                self._check(reply.tickets)
-                return Response(encoded(self.answer.whole()), media_type="application/json")
-            if await _unless_gone(request.receive, reply.news()):
+            if await client.leaves_before(answerable):
                 return _Nothing()
             self._check(reply.tickets)
+            if not reply.streams:
+                return Response(encoded(self.answer.whole()), media_type="application/json")
             handed_on = True
-            return _Stream(self)
+            return _Stream(self, client)
         finally:
             if not handed_on:
+                client.let_go()
                 self.finish()
 
     def _submit(self, reply: Reply) -> None:
@@ -73,6 +72,33 @@ class Exchange:
         self.release()
 
 
+class _Client:
+    """Whoever waits for the answer."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._left = asyncio.ensure_future(_left(receive))
+
+    async def leaves_before(self, event: asyncio.Future[None]) -> bool:
+        """Wait for the event, unless the client leaves; whether it left. Raises what the event does."""
+        if not event.done():
+            await asyncio.wait({event, self._left}, return_when=asyncio.FIRST_COMPLETED)
+        if not event.done():
+            event.cancel()
+            return True
+        event.result()
+        return False
+
+    def let_go(self) -> None:
+        """Whether it is there matters no longer."""
+        self._left.cancel()
+
+
+async def _left(receive: Receive) -> None:
+    """Wait until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class _Nothing(Response):
     """For a client that has gone."""
 
@@ -87,17 +113,21 @@ class _Stream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, client: _Client) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._exchange = exchange
+        self._client = client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send pieces as they come, until the last one or until the client has gone."""
+        writer = _Writer(self._exchange, send)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await _unless_gone(receive, _Writer(self._exchange, send).write_all())
+            await self._client.leaves_before(writer.begin())
         finally:
+            writer.stop()
+            self._client.let_go()
             self._exchange.finish()
 
 
@@ -114,17 +144,17 @@ class _Writer:
         """Waits for a slow client."""
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def write_all(self) -> None:
-        """Return when the last event was sent; write from here on as long as this is waited for."""
-        reply = self._exchange.answer.reply
-        reply.on_news = self._write
-        try:
-            self._write()
-            await self._ended
-        finally:
-            reply.on_news = None
-            if self._sending is not None:
-                self._sending.cancel()
+    def begin(self) -> asyncio.Future[None]:
+        """Write what there is, and from now on what comes; done when the last event was sent."""
+        self._exchange.answer.reply.on_news = self._write
+        self._write()
+        return self._ended
+
+    def stop(self) -> None:
+        """Write nothing more."""
+        self._exchange.answer.reply.on_news = None
+        if self._sending is not None:
+            self._sending.cancel()
 
     def _write(self) -> None:
         """Write what is new, unless the client still has to take what there was before."""
@@ -174,28 +204,6 @@ class _Writer:
         if answer.reply.is_done:
             return [*events, answer.last_event(), _DONE], True
         return events, False
-
-
-async def _unless_gone(receive: Receive, work: Awaitable[None]) -> bool:
-    """Do the work unless the client goes away first; whether it went. The work is cancelled then, and when this is."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_gone(receive))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            return True
-        task.result()
-        return False
-    finally:
-        for one in (task, watch):
-            if not one.done():
-                one.cancel()
-
-
-async def _gone(receive: Receive) -> None:
-    """Wait until the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def now_s() -> int:

@@ -86,7 +86,7 @@ class Reply:
     Attributes:
         streams: whether every step matters, or only the end of each output.
         tickets: the outputs.
-        on_news: told when outputs have changed, in place of whoever waits for `news`.
+        on_news: called when outputs have changed, once for all that have.
     """
 
     streams: bool = False
@@ -94,32 +94,27 @@ class Reply:
     on_news: Callable[[], None] | None = None
     _num_ended: int = 0
     _changed: dict[Ticket, None] = field(default_factory=dict)
-    _waiter: asyncio.Future[None] | None = None
 
     @property
     def is_done(self) -> bool:
         """Whether every output has ended."""
         return self._num_ended == len(self.tickets)
 
+    def answerable(self) -> asyncio.Future[None]:
+        """Done when an answer can begin: with the first news of a stream, otherwise when every output has ended."""
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def check() -> None:
+            if (self.streams or self.is_done) and not ready.done():
+                ready.set_result(None)
+
+        self.on_news = check
+        return ready
+
     def take(self) -> list[Ticket]:
         """The outputs that have changed since they were taken last, in the order in which it came."""
         changed, self._changed = list(self._changed), {}
         return changed
-
-    async def news(self) -> None:
-        """Wait until outputs have changed that were not taken."""
-        while not self._changed:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-
-    async def done(self) -> None:
-        """Wait until every output has ended."""
-        while not self.is_done:
-            await self.news()
-            self.take()
 
     def note(self, ticket: Ticket, note: Note) -> None:
         """Bring a ticket up to date; in the event loop's thread."""
@@ -128,13 +123,6 @@ class Reply:
         ticket.num_tokens, ticket.text, ticket.end = note
         self._num_ended += ticket.end is not None
         self._changed[ticket] = None
-
-    def tell(self) -> None:
-        """Let whoever answers know that outputs have changed."""
-        if self.on_news is not None:
-            self.on_news()
-        elif self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 Note = tuple[int, str, End | None]
@@ -167,7 +155,8 @@ class Mailbox:
             ticket.reply.note(ticket, note)
             replies[ticket.reply] = None
         for reply in replies:
-            reply.tell()
+            if reply.on_news is not None:
+                reply.on_news()
 
     def call(self, function: Callable[[], object]) -> None:
         """Call something in the event loop's thread; from any thread."""
