@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from heapq import heappop
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vajra_py.runtime.clock import NEVER
 from vajra_py.sim.events import EventQueue, Phase
 
 
@@ -15,13 +16,11 @@ def test_events_come_by_tick_phase_rank_and_sequence(events: list[tuple[int, Pha
     for number, (tick, phase, rank) in enumerate(events):
         queue.push(tick, phase, (rank, number, object()), rank)
     popped = []
-    while len(queue):
-        next_tick = queue.next_tick()
-        tick, phase, (rank, number, _) = queue.pop()
-        assert tick == next_tick
+    while queue.heap:
+        tick, phase, rank, _, (same_rank, number, _) = heappop(queue.heap)
+        assert rank == same_rank
         popped.append((tick, phase, rank, number))
     assert popped == sorted((*event, number) for number, event in enumerate(events))
-    assert queue.next_tick() == NEVER
 
 
 @given(events=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(Phase)), max_size=8))

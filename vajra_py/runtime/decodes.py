@@ -123,14 +123,12 @@ class DecodePool:
         sizes = [len(self._growing[(start + step) % size]) for step in range(min(num_steps, size))]
         return [sizes[step % size] for step in range(num_steps)]
 
-    def growth_of_members(self, num_steps: int) -> Iterator[tuple[Collection[Request], int]]:
+    def growth_of_members(self, num_steps: int) -> list[tuple[Collection[Request], int]]:
         """Members that take new blocks within the next `num_steps` steps, and how many each of them takes."""
         size, start = self._block_size, self.num_committed
         rounds, rest = divmod(num_steps, size)
-        for step in range(min(num_steps, size)):
-            members = self._growing[(start + step) % size]
-            if members:
-                yield members, rounds + (step < rest)
+        members = [self._growing[(start + step) % size] for step in range(min(num_steps, size))]
+        return [(some, rounds + (step < rest)) for step, some in enumerate(members) if some]
 
     def advance(self, ended_at: Sequence[int]) -> None:
         """Several steps of the whole pool came back, and as many more were put into plans; nobody ended."""

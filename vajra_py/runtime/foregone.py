@@ -7,16 +7,18 @@ is asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 from vajra_py.contract import AdmitsInTurn, BatchShape, ChunksBesideDecodes
 from vajra_py.errors import PolicyError
+from vajra_py.runtime.builder import UNLIMITED
 from vajra_py.runtime.clock import to_seconds
 from vajra_py.runtime.executor import PlannedChunk, StepPlan
 from vajra_py.runtime.queues import ArbitraryQueue
 from vajra_py.runtime.request import Request, RequestState
+from vajra_py.runtime.shapes import shape_of
 
 if TYPE_CHECKING:
     from vajra_py.runtime.replica import Replica
@@ -41,83 +43,83 @@ class ForegoneSteps:
         # Keys that move with anything are read once a step, which is the business of whoever asks the policy.
         is_ordered = not isinstance(parts.queue, ArbitraryQueue)
         self._admits = is_ordered and isinstance(policy, AdmitsInTurn) and policy.admits_in_turn
+        self._max_batch_size, self._block_size = limits.max_batch_size, limits.block_size
+        self._max_batch_tokens = UNLIMITED if limits.max_batch_tokens is None else limits.max_batch_tokens
         self._reserves_prompt, self._publishes = options.reserve_prompt, options.publish_at_schedule
         self._watermark = options.watermark_blocks
 
     def next_plan(self, now: int) -> StepPlan | None:
         """Form the next step; None, and nothing changed: ask the policy."""
-        replica = self._replica
-        if self._chunk_beside is None or replica.is_watched_by_step or replica.builder.swap_bytes_due:
+        replica, chunk_beside = self._replica, self._chunk_beside
+        if chunk_beside is None or replica.is_watched_by_step or replica.builder.swap_bytes_due:
             return None
         residents = replica.residents
-        pool, num_waiting = residents.pool, residents.queue.num_requests
-        if len(residents.partial) > 1 or residents.parked or residents.has_spare_blocks or pool.num_public:
+        pool, partial, num_waiting = residents.pool, residents.partial, residents.queue.num_requests
+        if len(partial) > 1 or residents.parked or residents.has_spare_blocks or pool.num_public:
             return None
-        if len(residents.shared) or (num_waiting and not self._admits):
+        if (num_waiting and not self._admits) or len(residents.shared):
             return None
         seconds = to_seconds(now)
+        growing = pool.needing_blocks()
         try:
-            if num_waiting and residents.partial and self._is_overtaken(seconds):
+            if num_waiting and partial and self._is_overtaken(seconds):
                 return None
-            chunks = self._chunks(self._chunk_beside, seconds)
+            chunks = self._chunks(chunk_beside, len(growing), seconds)
         except PolicyError as error:  # of the prioritizer, whose keys are read
             error.step = replica.num_steps if error.step is None else error.step
             raise
         if chunks is None or not (chunks or pool.members):
             return None
-        growing = pool.needing_blocks()
         if growing:
             replica.memory.grow_each(growing)
-        shape = BatchShape(len(pool.members), pool.context_tokens)
+        shape = shape_of(len(pool.members), pool.context_tokens, chunks)
         for chunk in chunks:
-            shape = shape.with_chunk(chunk.num_tokens, chunk.num_computed_before)
             self._grant(chunk, seconds)
         return self._plan(now, shape, chunks)
 
-    def _chunks(self, chunk_beside: Callable[[int, int], int | None], now: float) -> list[PlannedChunk] | None:
+    def _chunks(
+        self, chunk_beside: Callable[[int, int], int | None], num_growing: int, now: float
+    ) -> list[PlannedChunk] | None:
         """What the prompts get, one after the other; None: it is not sure, or something is short."""
-        residents, memory, limits = self._replica.residents, self._replica.memory, self._replica.limits
-        pool = residents.pool
-        num_tokens = len(pool.members)
-        num_slots = limits.max_batch_size - num_tokens
-        num_free = memory.growth_headroom - len(pool.needing_blocks())
+        residents, memory = self._replica.residents, self._replica.memory
+        partial, queue = residents.partial, residents.queue
+        num_tokens = len(residents.pool.members)
+        num_slots = self._max_batch_size - num_tokens
+        num_free = memory.growth_headroom - num_growing
         chunks: list[PlannedChunk] = []
-        if num_slots < len(residents.partial):
+        if num_slots < len(partial):
             return None
-        if not residents.partial and not residents.queue.num_requests:
-            return None if chunk_beside(num_tokens, 0) is None or num_free < 0 else chunks
-        for view in chain(residents.partial, residents.queue.ordered(now)):
-            request = cast(Request, view)
-            num_left = request.num_remaining_tokens
+        if not partial and not queue.num_requests and chunk_beside(num_tokens, 0) is None:
+            return None
+        in_turn = chain(partial, queue.ordered(now)) if queue.num_requests else partial
+        for request in cast("Iterable[Request]", in_turn):
+            num_left, state = request.num_remaining_tokens, request.state
             chunk = chunk_beside(num_tokens, num_left)
             if chunk is None:
                 return None
             if chunk < 1 or num_slots < 1:
                 break
-            if request.state is _RUNNING:
+            if state is _RUNNING:
                 chunks.append(PlannedChunk(request, chunk, request.num_computed_tokens, "running"))
-                num_free -= chunk // limits.block_size + 1
-            elif request.state is _SWAPPED or memory.may_find(request):
+                num_free -= chunk // self._block_size + 1
+            elif state is _SWAPPED or memory.may_find(request):
                 return None
             else:
-                kind = "admitted" if request.state is _WAITING else "resumed"
-                chunks.append(PlannedChunk(request, chunk, 0, kind))
+                chunks.append(PlannedChunk(request, chunk, 0, "admitted" if state is _WAITING else "resumed"))
                 num_free -= memory.blocks_for(num_left if self._reserves_prompt else chunk)
                 if num_free < self._watermark:
                     return None
             num_tokens += chunk
             num_slots -= 1
-        is_within = limits.max_batch_tokens is None or num_tokens <= limits.max_batch_tokens
-        return chunks if is_within and num_free >= 0 else None
+        return chunks if num_free >= 0 and num_tokens <= self._max_batch_tokens else None
 
     def _is_overtaken(self, now: float) -> bool:
         """Whether a request that waits goes before the prompt that is partly computed."""
         residents = self._replica.residents
         queue = residents.queue
+        (request,) = residents.partial
         head = queue.peek(now)
-        return head is not None and any(
-            queue.urgency(head, now)[0] < queue.urgency(request, now)[0] for request in residents.partial
-        )
+        return head is not None and bool(queue.urgency(head, now)[0] < queue.urgency(request, now)[0])
 
     def _grant(self, chunk: PlannedChunk, now: float) -> None:
         """Everything that a chunk needs, which was counted beforehand."""

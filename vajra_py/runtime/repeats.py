@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from vajra_py.contract import BatchShape, RepeatsDecodes, SteadyState, StepRun
 from vajra_py.runtime.clock import to_seconds
 from vajra_py.runtime.executor import StepPlan
+from vajra_py.runtime.kv import KvMemory
 
 if TYPE_CHECKING:
     from vajra_py.runtime.replica import Replica
@@ -81,17 +82,17 @@ class Repeats:
     def apply(self, plan: StepPlan, ended_at: Sequence[int]) -> None:
         """`plan` and repetitions of it came back at these ticks; it becomes the one that is in flight after them."""
         pool, replica = plan.pool, self._replica
+        memory = replica.memory
         assert pool is not None
+        assert isinstance(memory, KvMemory), "runs are known with one group only"
         num_steps = len(ended_at)
         if replica.is_watched_by_step_end:
             self._show_run(plan, ended_at)
-        for members, num_blocks in pool.growth_of_members(num_steps):
-            replica.memory.grow_each(members, num_blocks)
-            plan.free_blocks -= num_blocks * len(members)
+        plan.free_blocks -= memory.grow_by(pool.growth_of_members(num_steps))
         pool.advance(ended_at)
         replica.num_steps += num_steps
-        context = plan.shape.decode_context_tokens + num_steps * len(pool)
-        plan.shape = BatchShape(len(pool), context)
+        num_decodes = plan.num_pool_decodes
+        plan.shape = BatchShape(num_decodes, plan.shape.decode_context_tokens + num_steps * num_decodes)
         plan.step_index += num_steps
         plan.formed_at = ended_at[-1]
         plan.num_waiting = self._num_waiting_in_run

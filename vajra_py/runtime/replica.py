@@ -79,6 +79,10 @@ class Replica:
         self._view = StateView(parts.replica_id, self.residents)
         self._step_watchers: list[Observer] = []
         self._end_watchers: list[Observer] = []
+        self.is_watched_by_step = False
+        """Whether observers want to see every step entry by entry, so that each has to be formed by itself."""
+        self.is_watched_by_step_end = False
+        """Whether observers want to be told of steps that came back."""
         self._output_limits: dict[Request, int] = {}
         self._to_abort: dict[Request, tuple[EndReason, str]] = {}
         self._publish_at_end = not parts.options.publish_at_schedule
@@ -107,6 +111,7 @@ class Replica:
         """Let these observers see everything that happens here from now on."""
         self._step_watchers = [one for one in observers if one.wants_steps]
         self._end_watchers = [one for one in observers if one.wants_step_ends]
+        self.is_watched_by_step, self.is_watched_by_step_end = bool(self._step_watchers), bool(self._end_watchers)
         self.lifecycle.observers = observers
         self.parts.options.keep_notes = bool(self._step_watchers)
 
@@ -312,16 +317,6 @@ class Replica:
         )
         for observer in self._step_watchers:
             observer.on_step_begin(record)
-
-    @property
-    def is_watched_by_step(self) -> bool:
-        """Whether observers want to see every step entry by entry, so that each has to be formed by itself."""
-        return bool(self._step_watchers)
-
-    @property
-    def is_watched_by_step_end(self) -> bool:
-        """Whether observers want to be told of steps that came back."""
-        return bool(self._end_watchers)
 
     def show_run(self, run: StepRun) -> None:
         """Tell observers of several steps that came back."""

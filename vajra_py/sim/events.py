@@ -9,8 +9,6 @@ import heapq
 from enum import IntEnum
 from typing import Any
 
-from vajra_py.runtime.clock import NEVER
-
 
 class Phase(IntEnum):
     """What goes first among events of one tick: what frees, then what comes, then what decides."""
@@ -28,32 +26,21 @@ class Phase(IntEnum):
 class EventQueue:
     """Future events; `payload` never takes part in comparisons."""
 
-    __slots__ = ("_heap", "_sequence")
+    __slots__ = ("_sequence", "heap")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, int, int, Any]] = []
+        self.heap: list[tuple[int, Phase, int, int, Any]] = []
+        """(tick, phase, rank, sequence, payload), for whoever takes one event after the other with `heapq.heappop`."""
         self._sequence = 0
-
-    def __len__(self) -> int:
-        return len(self._heap)
 
     def push(self, tick: int, phase: Phase, payload: Any, rank: int = 0) -> None:
         """Let something happen at `tick`; of one tick and phase the lower rank goes first."""
         self._sequence += 1
-        heapq.heappush(self._heap, (tick, phase, rank, self._sequence, payload))
-
-    def pop(self) -> tuple[int, int, Any]:
-        """The next event: (tick, phase, payload)."""
-        tick, phase, _, _, payload = heapq.heappop(self._heap)
-        return tick, phase, payload
-
-    def next_tick(self) -> int:
-        """When the next event is due; `NEVER` when there is none."""
-        return self._heap[0][0] if self._heap else NEVER
+        heapq.heappush(self.heap, (tick, phase, rank, self._sequence, payload))
 
     def nothing_up_to(self, tick: int, phase: Phase) -> bool:
         """Whether no event precedes (tick, phase), and none of it was pushed earlier."""
-        if not self._heap:
+        if not self.heap:
             return True
-        first = self._heap[0]
+        first = self.heap[0]
         return first[0] > tick or (first[0] == tick and first[1] > phase)

@@ -45,6 +45,8 @@ def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> list[int]:
         ticks: npt.NDArray[np.int64] = np.rint(seconds * TICKS_PER_SECOND).astype(np.int64) + overhead_ticks
         ends: list[int] = (np.maximum(ticks, 1).cumsum() + now).tolist()
         return ends
-    durations = [max(1, round(time * TICKS_PER_SECOND) + overhead_ticks) for time in seconds]
+    durations = [round(time * TICKS_PER_SECOND) + overhead_ticks for time in seconds]
+    if min(durations) < 1:
+        durations = [max(1, duration) for duration in durations]
     durations[0] += now
     return list(accumulate(durations))

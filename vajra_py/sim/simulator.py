@@ -8,20 +8,21 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from heapq import heappop
+from typing import Any, TypeAlias, cast
 
 from sortedcontainers import SortedDict
 
 from vajra_py.contract import EndReason, ReadsNoLoad
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.clock import NEVER, to_seconds, to_ticks
-from vajra_py.runtime.content_of import facts_of, keys_of
+from vajra_py.runtime.content_of import keys_of
 from vajra_py.runtime.controller import EXPIRED, TAKEN_BACK, Controller
 from vajra_py.runtime.executor import StepPlan
 from vajra_py.runtime.input_log import Abandonment, Failure, Restart
 from vajra_py.runtime.replica import Replica
 from vajra_py.runtime.replicaset import Replicaset
-from vajra_py.runtime.request import Request, RequestState
+from vajra_py.runtime.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.swapping import PolicyChange
 from vajra_py.sim.clocks import ReplicaClock
 from vajra_py.sim.collector import rare_collections
@@ -31,15 +32,7 @@ from vajra_py.sim.runs import FIRST_STEPS, MAX_STEPS, TimesRuns
 from vajra_py.workload import RequestSpec, Workload
 
 # Looking a member of an enumeration up costs more than a call, and these are looked up for every event.
-_STEP_END, _FORM, _ARRIVAL, _EXPIRY = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL, Phase.EXPIRY
-
-
-def _is_called_off(phase: int, payload: Any) -> bool:
-    """Whether an event no longer means anything: a step's end that moved, the expiry of a request that got its turn."""
-    if phase == _STEP_END:
-        clock, _, version = payload
-        return bool(version != clock.version)
-    return phase == _EXPIRY and isinstance(payload, Request) and payload.state is not RequestState.WAITING
+_STEP_END, _FORM, _ARRIVAL = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL
 
 
 def _reads_load(replicaset: Replicaset) -> bool:
@@ -130,38 +123,48 @@ class Simulator:
         horizon = NEVER if self._options.horizon_s is None else to_ticks(self._options.horizon_s)
         drains = self._options.drain
         stop_at = NEVER if drains else horizon
-        events = self._events
-        while len(events):
-            if stop_at != NEVER and events.next_tick() > stop_at:
+        heap = self._events.heap
+        while heap:
+            if stop_at != NEVER and heap[0][0] > stop_at:
                 self.now = stop_at
                 self._catch_up_all(goes_on=False)
-                if events.next_tick() > stop_at:  # else a step that ended just now is followed by another
+                if heap[0][0] > stop_at:  # else a step that ended just now is followed by another
                     break
-            tick, phase, payload = events.pop()
-            if _is_called_off(phase, payload):
-                continue
-            self.now = tick
-            if phase == _STEP_END:
-                self._step_ended(*payload)
-            elif phase == _FORM:
+            tick, phase, _, _, payload = heappop(heap)
+            if phase is _STEP_END:
+                clock, plan, version = payload
+                if version == clock.version:  # else it was called off
+                    self.now = tick
+                    self._step_ended(clock, plan)
+            elif phase is _FORM:
+                self.now = tick
                 self._form(payload)
-            elif phase == _ARRIVAL:
+            elif phase is _ARRIVAL:
+                self.now = tick
                 if tick <= horizon:
                     self._take_in(payload, arrivals)
                 if not drains and horizon == NEVER and self._all_arrived:
                     stop_at = tick
-            elif phase == Phase.STAGE_END:
-                self._stage_ended(*payload)
-            elif phase == Phase.FAILURE:
-                self._upheaval(payload)
-            elif phase == Phase.POLICY:
-                self._swap(payload)
-            elif phase == Phase.EXPIRY:
-                self._end_early(payload, EndReason.EXPIRED, EXPIRED)
             else:
-                self._end_early(payload, EndReason.ABORTED, TAKEN_BACK)
+                self._happen(tick, phase, payload)
         else:
             self._check_stalled()
+
+    def _happen(self, tick: int, phase: Phase, payload: Any) -> None:
+        """What comes rarely."""
+        if phase is Phase.EXPIRY and isinstance(payload, Request) and payload.state is not RequestState.WAITING:
+            return  # it got its turn
+        self.now = tick
+        if phase is Phase.STAGE_END:
+            self._stage_ended(*payload)
+        elif phase is Phase.FAILURE:
+            self._upheaval(payload)
+        elif phase is Phase.POLICY:
+            self._swap(payload)
+        elif phase is Phase.EXPIRY:
+            self._end_early(payload, EndReason.EXPIRED, EXPIRED)
+        else:
+            self._end_early(payload, EndReason.ABORTED, TAKEN_BACK)
 
     def abort_at(self, seconds: float, request_id: str) -> None:
         """Let a client take its request back at a time of the run."""
@@ -221,7 +224,9 @@ class Simulator:
         if self._reads_load:
             self._catch_up_all(goes_on=True)
         salt = spec.tenant if self._options.tenant_salt else ""
-        facts = facts_of(spec)
+        facts = cast(
+            "RequestFacts", spec
+        )  # it says all that they say, and the true output length, which nobody asks for
         try:
             request, replicaset, replica = self.controller.submit(
                 facts, lambda size: keys_of(spec, size, salt), self.now, arrived_at
@@ -412,7 +417,9 @@ class Simulator:
     def _fly(self, clock: ReplicaClock, plan: StepPlan) -> None:
         """The step begins; if it is sure to be repeated, so do its repetitions, as one event."""
         runs, replica = clock.runs, clock.replica
-        num_steps = 1 if runs is None else min(1 + replica.repeats.num_repeats(plan), clock.run_limit)
+        num_steps = 1
+        if runs is not None and not plan.chunks:
+            num_steps = min(1 + replica.repeats.num_repeats(plan), clock.run_limit)
         clock.plan = plan
         if runs is not None and num_steps > 1:
             shape = plan.shape
@@ -441,7 +448,7 @@ class Simulator:
             clock.version += 1
             del ends[1:]
             clock.stage_free_at[0] = self.now
-            self._step_ended(clock, None, clock.version, forms_at_once=False)
+            self._step_ended(clock, None, forms_at_once=False)
             return
         if not goes_on and len(ends) > 1:
             clock.version += 1
@@ -461,9 +468,7 @@ class Simulator:
         clock.replica.first_stage_completed(plan)
         self._wake(clock)
 
-    def _step_ended(
-        self, clock: ReplicaClock, plan: StepPlan | None, _version: int, *, forms_at_once: bool = True
-    ) -> None:
+    def _step_ended(self, clock: ReplicaClock, plan: StepPlan | None, *, forms_at_once: bool = True) -> None:
         replica = clock.replica
         if plan is None:
             if clock.run_ends is not None:

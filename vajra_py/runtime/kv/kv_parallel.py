@@ -355,12 +355,8 @@ class KvParallelMemory:
         self._take(holding, plan)
         return True
 
-    def grow_each(self, requests: Collection[KvRequest], num_blocks: int = 1) -> None:
-        """So many more blocks for each of these resident requests, in this order; ValueError if too few are free."""
-        if num_blocks > 1:
-            raise ValueError(
-                f"KvParallelMemory.grow_each: groups fill one block at a time (num_blocks {num_blocks}). Allowed: 1."
-            )
+    def grow_each(self, requests: Collection[KvRequest]) -> None:
+        """One more block for each of these resident requests, in this order; ValueError if too few are free."""
         growing = [self._resident(request, "grow_each") for request in requests]
         longest = self.num_groups * self._group_blocks
         crossing = [holding for holding in growing if len(holding.tables[-1]) == self._group_blocks]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Protocol
 
 from vajra_py.runtime.kv.content import BlockKeys, PrivateKeys
@@ -338,16 +338,24 @@ class KvMemory:
         table += self._pool.take(num_new)
         return True
 
-    def grow_each(self, requests: Collection[KvRequest], num_blocks: int = 1) -> None:
-        """So many more blocks for each of these resident requests, in this order; ValueError if too few are free."""
+    def grow_each(self, requests: Collection[KvRequest]) -> None:
+        """One more block for each of these resident requests, in this order; ValueError if too few are free."""
         holdings = self._holdings
-        taken = self._pool.take(len(requests) * num_blocks)
-        if num_blocks == 1:
-            for request, block in zip(requests, taken, strict=True):
-                holdings[request].table.append(block)
-            return
-        for start, request in zip(range(0, len(taken), num_blocks), requests, strict=True):
-            holdings[request].table += taken[start : start + num_blocks]
+        for request, block in zip(requests, self._pool.take(len(requests)), strict=True):
+            holdings[request].table.append(block)
+
+    def grow_by(self, shares: Sequence[tuple[Collection[KvRequest], int]]) -> int:
+        """So many more blocks for each of these resident requests, in this order; returns how many in all."""
+        holdings = self._holdings
+        num_blocks = sum([len(requests) * each for requests, each in shares])
+        blocks = iter(self._pool.take(num_blocks))
+        for requests, each in shares:
+            for request in requests:
+                if each == 1:
+                    holdings[request].table.append(next(blocks))
+                else:
+                    holdings[request].table.extend(islice(blocks, each))
+        return num_blocks
 
     def foresee_growth(self, count: int) -> list[int] | None:
         """The blocks that so many growing requests would get now; None when they would overwrite content or are lacking."""
