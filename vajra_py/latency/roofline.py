@@ -89,6 +89,7 @@ class RooflineModel:
         "_first_share",
         "_last_share",
         "_layers",
+        "_prefill",
         "_products",
         "_rows",
         "_step",
@@ -102,6 +103,7 @@ class RooflineModel:
         self.num_stages: int = self.deployment.parallelism.pipeline
         layers = layer_coefficients(self.deployment)
         self._layers: tuple[float, ...] = astuple(layers)
+        self._prefill = (layers.pair_s, layers.key_s, layers.window_pair_s, layers.window_key_s)
         self._step = step_coefficients(self.deployment)
         self._window = layers.window
         self._products: dict[int, float] = {}
@@ -216,7 +218,8 @@ class RooflineModel:
 
     def _prefill_s(self, shape: BatchShape) -> float:
         """Attention of the prefill chunks over all layers."""
-        _, _, _, _, _, _, _, _, _, pair_s, window_pair_s, key_s, window_key_s, window, _, _ = self._layers
+        pair_s, key_s, window_pair_s, window_key_s = self._prefill
+        window = self._window
         keys = shape.prefill_context_tokens + shape.prefill_tokens
         flops, memory = shape.prefill_attention_pairs * pair_s, keys * key_s
         time = sqrt(memory * memory + flops * flops)

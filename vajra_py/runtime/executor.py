@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from vajra_py.contract import BatchShape
@@ -39,22 +39,22 @@ class StepPlan:
     pool: DecodePool | None
     """All of whose members decode in this step, when there are any."""
     num_pool_decodes: int
-    pool_position: int
-    """How many of `chunks` stood before the pool's decodes were added."""
-    running_in_order: bool
-    """Whether running entries are listed in order of admission rather than as they were added."""
-    preempted: list[tuple[Request, str]]
-    num_preempted_before: int = 0
-    """Requests that gave way just before, in attempts at this step that ran nothing."""
-    admissions: dict[Request, int] | None = None
-    """With several steps in flight: each entry's admission, by which a result that came too late is recognised."""
-    copies: list[BlockCopy] = field(default_factory=list)
-    """KV blocks to move between device and host before the step runs."""
-    notes: dict[str, dict[str, float | int | str]] = field(default_factory=dict)
     free_blocks: int = 0
     num_waiting: int = 0
     num_running: int = 0
     """Free blocks, waiting and running requests right after the step was formed."""
+    pool_position: int = 0
+    """How many of `chunks` stood before the pool's decodes were added."""
+    running_in_order: bool = False
+    """Whether running entries are listed in order of admission rather than as they were added."""
+    preempted: Sequence[tuple[Request, str]] = ()
+    num_preempted_before: int = 0
+    """Requests that gave way just before, in attempts at this step that ran nothing."""
+    admissions: Mapping[Request, int] | None = None
+    """With several steps in flight: each entry's admission, by which a result that came too late is recognised."""
+    copies: Sequence[BlockCopy] = ()
+    """KV blocks to move between device and host before the step runs."""
+    notes: Mapping[str, Mapping[str, float | int | str]] | None = None
 
     @property
     def num_requests(self) -> int:

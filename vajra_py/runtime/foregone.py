@@ -148,12 +148,9 @@ class ForegoneSteps:
             chunks,
             residents.pool if num_decodes else None,
             num_decodes,
-            pool_position=0,
-            running_in_order=False,
-            preempted=[],
-            free_blocks=replica.memory.free_blocks,
-            num_waiting=residents.queue.num_requests,
-            num_running=num_decodes + len(residents.partial),
+            replica.memory.free_blocks,
+            residents.queue.num_requests,
+            num_decodes + len(residents.partial),
         )
         if num_decodes:
             residents.pool.commit()

@@ -313,7 +313,7 @@ class Replica:
             free_blocks=plan.free_blocks,
             num_waiting=plan.num_waiting,
             num_running=plan.num_running,
-            notes=plan.notes,
+            notes=plan.notes or {},
         )
         for observer in self._step_watchers:
             observer.on_step_begin(record)
@@ -347,17 +347,21 @@ class Replica:
             done += self._apply_chunks(plan, now)
         if result.stopped:
             done.extend(one for one in result.stopped if one not in done)
-        if len(done) > 1:
-            done.sort(key=lambda one: one.admitted_index)
-        finished = [(one, self._end_reason(one, result)) for one in done]
-        for request, reason in finished:
-            self._finish(request, reason, seconds)
+        finished = self._finish_all(done, result, seconds) if done else []
         for listener in listeners:
             listener.on_step_end(took_part, seconds)
         if self._to_abort:
             finished.extend(self._abort_pending(seconds))
         if self._end_watchers:
             self._show_end(plan, finished, seconds)
+        return finished
+
+    def _finish_all(self, done: list[Request], result: StepResult, now: float) -> list[tuple[Request, EndReason]]:
+        if len(done) > 1:
+            done.sort(key=lambda one: one.admitted_index)
+        finished = [(one, self._end_reason(one, result)) for one in done]
+        for request, reason in finished:
+            self._finish(request, reason, now)
         return finished
 
     def _append_tokens(self, tokens: Sequence[tuple[Request, int]]) -> None:
