@@ -262,6 +262,30 @@ def test_kv_bulk_growth_gives_one_block_each_in_order() -> None:
     memory.check()
 
 
+def test_kv_lent_blocks_are_used_at_once_and_get_into_tables_when_settled() -> None:
+    memory = KvMemory(8, 2)
+    requests = [Request(6) for _ in range(3)]
+    for request in requests:
+        memory.register(request)
+        memory.admit(request, 2)
+    memory.lend(3)
+    memory.lend(1)
+    assert memory.free_blocks == 1
+    assert memory.has_lent
+    memory.check()
+    memory.settle(requests[0], 6)
+    memory.settle(requests[1], 2)  # none of it was for this one
+    assert [memory.held_blocks(request) for request in requests] == [3, 1, 1]
+    memory.settle(requests[2], 5)
+    assert not memory.has_lent
+    memory.check()
+    for request in requests:
+        memory.release(request)
+    assert memory.free_blocks == 8
+    with pytest.raises(ValueError, match="Free: 8"):
+        memory.lend(9)
+
+
 def test_kv_swap_round_trip_moves_the_blocks_and_tells_the_copies() -> None:
     memory = KvMemory(4, 2, host_blocks=3, records_copies=True)
     a, b = Request(6), Request(4)

@@ -123,12 +123,10 @@ class DecodePool:
         sizes = [len(self._growing[(start + step) % size]) for step in range(min(num_steps, size))]
         return [sizes[step % size] for step in range(num_steps)]
 
-    def growth_of_members(self, num_steps: int) -> list[tuple[Collection[Request], int]]:
-        """Members that take new blocks within the next `num_steps` steps, and how many each of them takes."""
-        size, start = self._block_size, self.num_committed
-        rounds, rest = divmod(num_steps, size)
-        members = [self._growing[(start + step) % size] for step in range(min(num_steps, size))]
-        return [(some, rounds + (step < rest)) for step, some in enumerate(members) if some]
+    def growth(self, num_steps: int) -> int:
+        """How many blocks members take in all within the next `num_steps` steps."""
+        rounds, rest = divmod(num_steps, self._block_size)
+        return rounds * len(self.members) + sum(self.growth_by_step(rest))
 
     def advance(self, ended_at: Sequence[int]) -> None:
         """Several steps of the whole pool came back, and as many more were put into plans; nobody ended."""

@@ -16,6 +16,7 @@ from vajra_py.errors import PolicyError
 from vajra_py.runtime.builder import UNLIMITED
 from vajra_py.runtime.clock import to_seconds
 from vajra_py.runtime.executor import PlannedChunk, StepPlan
+from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.queues import ArbitraryQueue
 from vajra_py.runtime.request import Request, RequestState
 from vajra_py.runtime.shapes import shape_of
@@ -38,7 +39,8 @@ class ForegoneSteps:
         """The replica has its policy, or another one: read what it declares."""
         parts = self._replica.parts
         policy, limits, options = parts.policy, parts.limits, parts.options
-        is_plain = limits.pipeline_stages == 1 and not parts.listeners and parts.memory.num_groups == 1
+        self._memory = parts.memory if isinstance(parts.memory, KvMemory) else None
+        is_plain = limits.pipeline_stages == 1 and not parts.listeners
         self._chunk_beside = policy.chunk_beside if is_plain and isinstance(policy, ChunksBesideDecodes) else None
         # Keys that move with anything are read once a step, which is the business of whoever asks the policy.
         is_ordered = not isinstance(parts.queue, ArbitraryQueue)
@@ -50,8 +52,10 @@ class ForegoneSteps:
 
     def next_plan(self, now: int) -> StepPlan | None:
         """Form the next step; None, and nothing changed: ask the policy."""
-        replica, chunk_beside = self._replica, self._chunk_beside
-        if chunk_beside is None or replica.is_watched_by_step or replica.builder.swap_bytes_due:
+        replica, memory, chunk_beside = self._replica, self._memory, self._chunk_beside
+        if memory is None or chunk_beside is None:
+            return None
+        if replica.is_watched_by_step or replica.builder.swap_bytes_due:
             return None
         residents = replica.residents
         pool, partial, num_waiting = residents.pool, residents.partial, residents.queue.num_requests
@@ -60,32 +64,31 @@ class ForegoneSteps:
         if (num_waiting and not self._admits) or len(residents.shared):
             return None
         seconds = to_seconds(now)
-        growing = pool.needing_blocks()
+        num_growing = len(pool.needing_blocks())
         try:
             if num_waiting and partial and self._is_overtaken(seconds):
                 return None
-            chunks = self._chunks(chunk_beside, len(growing), seconds)
+            chunks = self._chunks(chunk_beside, memory, memory.free_blocks - num_growing, seconds)
         except PolicyError as error:  # of the prioritizer, whose keys are read
             error.step = replica.num_steps if error.step is None else error.step
             raise
         if chunks is None or not (chunks or pool.members):
             return None
-        if growing:
-            replica.memory.grow_each(growing)
+        if num_growing:
+            memory.lend(num_growing)
         shape = shape_of(len(pool.members), pool.context_tokens, chunks)
         for chunk in chunks:
-            self._grant(chunk, seconds)
+            self._grant(chunk, memory, seconds)
         return self._plan(now, shape, chunks)
 
     def _chunks(
-        self, chunk_beside: Callable[[int, int], int | None], num_growing: int, now: float
+        self, chunk_beside: Callable[[int, int], int | None], memory: KvMemory, num_free: int, now: float
     ) -> list[PlannedChunk] | None:
         """What the prompts get, one after the other; None: it is not sure, or something is short."""
-        residents, memory = self._replica.residents, self._replica.memory
+        residents = self._replica.residents
         partial, queue = residents.partial, residents.queue
         num_tokens = len(residents.pool.members)
         num_slots = self._max_batch_size - num_tokens
-        num_free = memory.growth_headroom - num_growing
         chunks: list[PlannedChunk] = []
         if num_slots < len(partial):
             return None
@@ -121,16 +124,15 @@ class ForegoneSteps:
         head = queue.peek(now)
         return head is not None and bool(queue.urgency(head, now)[0] < queue.urgency(request, now)[0])
 
-    def _grant(self, chunk: PlannedChunk, now: float) -> None:
+    def _grant(self, chunk: PlannedChunk, memory: KvMemory, now: float) -> None:
         """Everything that a chunk needs, which was counted beforehand."""
-        replica = self._replica
         request, num_tokens, computed, kind = chunk
-        memory, end = replica.memory, computed + num_tokens
+        end = computed + num_tokens
         if kind == "running":
             is_granted = memory.grow(request, end)
         else:
             is_granted = memory.admit(request, request.num_known_tokens if self._reserves_prompt else end) is not None
-            replica.lifecycle.admitted(request, 0, now)
+            self._replica.lifecycle.admitted(request, 0, now)
         if not is_granted:
             raise RuntimeError(f"request {request.request_id}: room for its chunk was counted and is not there")
         if self._publishes:

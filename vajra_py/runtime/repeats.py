@@ -88,7 +88,9 @@ class Repeats:
         num_steps = len(ended_at)
         if replica.is_watched_by_step_end:
             self._show_run(plan, ended_at)
-        plan.free_blocks -= memory.grow_by(pool.growth_of_members(num_steps))
+        num_blocks = pool.growth(num_steps)
+        memory.lend(num_blocks)
+        plan.free_blocks -= num_blocks
         pool.advance(ended_at)
         replica.num_steps += num_steps
         num_decodes = plan.num_pool_decodes

@@ -214,6 +214,7 @@ class Replica:
         seconds = to_seconds(now)
         builder = self.builder
         builder.start(seconds)
+        self.residents.settle()
         self.queue.begin_step()
         try:
             self._schedule(self._view.at(seconds), builder, seconds)
@@ -375,6 +376,7 @@ class Replica:
             return
         touched = [chunk.request for chunk in plan.chunks]
         if plan.pool is not None and plan.pool.num_public:
+            self.residents.settle()
             touched.extend(sorted(plan.pool.needing_blocks(), key=lambda one: one.admitted_index))
         for request in touched:
             if request.state is RequestState.RUNNING:

@@ -61,9 +61,20 @@ class Residents:
             return self.decodes()
         return sorted([*self.pool, *self.parked, *self.partial], key=by_admission)
 
+    def settle(self) -> None:
+        """Whatever blocks were lent to decodes are in the tables of each."""
+        if self.memory.has_lent:
+            for request in self.pool:
+                self.memory.settle(request, request.num_computed_tokens)
+
+    def _leave_pool(self, request: Request) -> int:
+        if self.memory.has_lent:
+            self.memory.settle(request, request.num_computed_tokens)
+        return self.pool.leave(request)
+
     def park(self, request: Request) -> None:
         """A decode of the pool sits this step out."""
-        request.end_epoch = self.pool.leave(request)
+        request.end_epoch = self._leave_pool(request)
         request.is_parked = True
         self.parked[request] = None
 
@@ -84,7 +95,7 @@ class Residents:
     def drop(self, request: Request) -> None:
         """Take a resident request out of whatever set holds it."""
         if request._pool is not None:
-            self.pool.leave(request)
+            self._leave_pool(request)
         elif request.is_parked:
             del self.parked[request]
             request.is_parked = False

@@ -189,10 +189,6 @@ class KvParallelMemory:
         """0: nothing is cached."""
         return 0
 
-    def may_find(self, request: KvRequest) -> bool:
-        """False: nothing is cached."""
-        return False
-
     def publish(self, request: KvRequest, num_tokens: int) -> None:
         """Nothing is cached, so nothing is entered."""
 
@@ -370,6 +366,11 @@ class KvParallelMemory:
                 holding.tables[-1] += self._pools[holding.groups[-1]].take(1)
             else:
                 self._take(holding, self._place(1, holding.groups) or ())
+
+    has_lent = False
+
+    def settle(self, request: KvRequest, num_tokens: int) -> None:
+        """Nothing is lent: every block is somebody's."""
 
     def release(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
         """The request gives its device blocks back (end, abort, or preemption by recompute)."""

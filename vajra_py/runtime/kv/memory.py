@@ -4,6 +4,9 @@ One replica's KV memory: tables of block ids per request, the prefix cache over 
 or nothing: what does not fit changes nothing. Refusals that a scheduler meets in normal operation are values; calls
 that make no sense raise ValueError.
 
+Requests that decode together may grow together: the blocks are taken at once and lent to all of them, and a request's table
+gets its part when somebody needs it (`lend`, `settle`).
+
 Invariants (`check`): used + free = total; a block has exactly as many references as tables list it; a request that is
 admitted shares only blocks whose content equals its own, and always has at least one token left to compute.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import islice, repeat
+from itertools import repeat
 from typing import Protocol
 
 from vajra_py.runtime.kv.content import BlockKeys, PrivateKeys
@@ -78,7 +81,7 @@ class KvMemory:
     shares with `KvParallelMemory` and has no meaning here.
     """
 
-    __slots__ = ("_hit", "_holdings", "_host", "_pool", "_queried", "block_size")
+    __slots__ = ("_hit", "_holdings", "_host", "_lent", "_pool", "_queried", "block_size")
 
     num_groups = 1
 
@@ -97,6 +100,7 @@ class KvMemory:
         self._pool = BlockPool(num_blocks, prefix_cache)
         self._host = HostSpace(host_blocks, records_copies)
         self._holdings: dict[KvRequest, _Holding] = {}
+        self._lent: list[int] = []
         self._queried = 0
         self._hit = 0
 
@@ -159,6 +163,7 @@ class KvMemory:
         self._pool = BlockPool(self._pool.num_blocks, self._pool.options)
         self._host.clear()
         self._holdings.clear()
+        self._lent = []
 
     def held_blocks(self, request: KvRequest) -> int:
         """Device blocks in the request's table, shared ones included."""
@@ -344,18 +349,21 @@ class KvMemory:
         for request, block in zip(requests, self._pool.take(len(requests)), strict=True):
             holdings[request].table.append(block)
 
-    def grow_by(self, shares: Sequence[tuple[Collection[KvRequest], int]]) -> int:
-        """So many more blocks for each of these resident requests, in this order; returns how many in all."""
-        holdings = self._holdings
-        num_blocks = sum([len(requests) * each for requests, each in shares])
-        blocks = iter(self._pool.take(num_blocks))
-        for requests, each in shares:
-            for request in requests:
-                if each == 1:
-                    holdings[request].table.append(next(blocks))
-                else:
-                    holdings[request].table.extend(islice(blocks, each))
-        return num_blocks
+    def lend(self, num_blocks: int) -> None:
+        """So many blocks for resident requests that grow together; who has which of them is open until `settle`."""
+        self._lent += self._pool.take(num_blocks)
+
+    @property
+    def has_lent(self) -> bool:
+        """Whether somebody's table lacks blocks that were lent."""
+        return bool(self._lent)
+
+    def settle(self, request: KvRequest, num_tokens: int) -> None:
+        """The request's first `num_tokens` tokens lie in its own blocks and in lent ones: these become its own too."""
+        table, lent = self._holdings[request].table, self._lent
+        first = len(lent) - (-(-num_tokens // self.block_size) - len(table))
+        table += lent[first:]
+        del lent[first:]
 
     def foresee_growth(self, count: int) -> list[int] | None:
         """The blocks that so many growing requests would get now; None when they would overwrite content or are lacking."""
@@ -484,7 +492,7 @@ class KvMemory:
 
     def check(self) -> None:
         """AssertionError if the books do not agree."""
-        users = Counter[int]()
+        users = Counter(self._lent)
         for request, holding in self._holdings.items():
             users.update(holding.table)
             if holding.table and holding.host:
