@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib import resources
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import Body, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -23,11 +23,11 @@ from vajra_py.serve.catalogue import Catalogue
 from vajra_py.serve.errors import ApiError
 from vajra_py.serve.exposition import Exposition
 from vajra_py.serve.gate import Gate
-from vajra_py.serve.headers import documented, scheduling_headers
 from vajra_py.serve.live import live
 from vajra_py.serve.openapi import true_document
 from vajra_py.serve.options import ServeOptions
 from vajra_py.serve.prepare import Preparer, Wanted, unknown_model
+from vajra_py.serve.reading import documented, read_body, read_headers
 from vajra_py.serve.replies import Exchange, now_s
 from vajra_py.serve.schema import ChatBody, CompletionBody, GenerationBody, SchedulingHeaders
 from vajra_py.serve.session import EngineSession, SessionState
@@ -100,7 +100,7 @@ class Service:
 
     async def generate(self, request: Request, body: GenerationBody) -> Response:
         """Answer a request for outputs."""
-        headers = scheduling_headers(request.headers)
+        headers = read_headers(request.headers)
         trace = None if self.tracing is None else self.tracing.begin(request.headers, body)
         try:
             exchange = await self._exchange(body, headers, trace)
@@ -174,29 +174,23 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         "/v1/completions",
         response_model=answers.CompletionAnswer,
         responses={200: {"content": _STREAM}, **_GENERATION_ERRORS},
-        openapi_extra=documented(),
+        openapi_extra=documented(CompletionBody),
         tags=["generation"],
     )
-    async def completions(
-        request: Request,
-        body: Annotated[CompletionBody, Body()],
-    ) -> Response:
+    async def completions(request: Request) -> Response:
         """Continue a text, or several."""
-        return await service.generate(request, body)
+        return await service.generate(request, await read_body(request, CompletionBody))
 
     @app.post(
         "/v1/chat/completions",
         response_model=answers.ChatAnswer,
         responses={200: {"content": _STREAM}, **_GENERATION_ERRORS},
-        openapi_extra=documented(),
+        openapi_extra=documented(ChatBody),
         tags=["generation"],
     )
-    async def chat_completions(
-        request: Request,
-        body: Annotated[ChatBody, Body()],
-    ) -> Response:
+    async def chat_completions(request: Request) -> Response:
         """Answer a conversation, in the model's own chat template."""
-        return await service.generate(request, body)
+        return await service.generate(request, await read_body(request, ChatBody))
 
 
 def _add_numbers(app: FastAPI, service: Service) -> None:

@@ -81,6 +81,12 @@ def bad_request(message: str, param: str | None = None, code: str = "invalid_val
     return ApiError(400, message, code=code, param=param)
 
 
+def not_json(media_type: str) -> ApiError:
+    """A body of another kind than is wanted."""
+    message = f"the body is JSON, and has to say so (content-type: application/json; got {media_type or 'none'})"
+    return bad_request(message, code="not_json")
+
+
 def of_config_error(error: ConfigError) -> ApiError:
     """A problem that the engine found with a request."""
     first = error.problems[0]
@@ -123,8 +129,7 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         kind = request.headers.get("content-type", "")
         if request.method == "POST" and "json" not in kind:
-            message = f"the body is JSON, and has to say so (content-type: application/json; got {kind or 'none'})"
-            return bad_request(message, code="not_json").response()
+            return not_json(kind).response()
         return of_validation(error.errors()).response()
 
     async def http_error(request: Request, error: Exception) -> JSONResponse:

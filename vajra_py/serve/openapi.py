@@ -7,8 +7,12 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
 
 from vajra_py.serve.gate import BROWSER_PATHS, OPEN_PATHS
+from vajra_py.serve.schema import ChatBody, CompletionBody
+
+BODIES = (CompletionBody, ChatBody)
 
 
 def true_document(app: FastAPI, names: Sequence[str], *, has_key: bool) -> dict[str, Any]:
@@ -22,11 +26,12 @@ def true_document(app: FastAPI, names: Sequence[str], *, has_key: bool) -> dict[
         routes=app.routes,
         separate_input_output_schemas=app.separate_input_output_schemas,
     )
-    schemas = document.get("components", {}).get("schemas", {})
+    schemas = document["components"]["schemas"]
+    schemas.update(_body_schemas())
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    for body in ("CompletionBody", "ChatBody"):
-        schemas[body]["properties"]["model"]["enum"] = list(names)
+    for body in BODIES:
+        schemas[body.__name__]["properties"]["model"]["enum"] = list(names)
     for path, operations in document["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)
@@ -38,3 +43,12 @@ def true_document(app: FastAPI, names: Sequence[str], *, has_key: bool) -> dict[
         document["components"]["securitySchemes"] = schemes
     app.openapi_schema = document
     return document
+
+
+def _body_schemas() -> dict[str, Any]:
+    """Of the bodies that FastAPI does not know, as it does not read them, and of what they consist of."""
+    whole = models_json_schema([(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}")[
+        1
+    ]
+    schemas: dict[str, Any] = whole["$defs"]
+    return schemas
