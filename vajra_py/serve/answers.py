@@ -6,7 +6,7 @@ Pieces of one output joined give what the whole answer says: text, tokens, log-p
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +108,7 @@ class Answer:
         kind = "chat.completion" if self._is_chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": usage(self.reply.tickets, self.body.n)}
 
-    def events(self, changed: Sequence[Ticket]) -> list[bytes]:
+    def events(self, changed: Collection[Ticket]) -> list[bytes]:
         """What is new about these outputs, as server-sent events."""
         found: list[bytes] = []
         for ticket in changed:

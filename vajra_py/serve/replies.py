@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from fastapi import Request
@@ -193,11 +193,14 @@ class _Writer:
         else:
             self._ended.set_exception(error)
 
-    def _events(self, changed: list[Ticket]) -> tuple[list[bytes], bool]:
+    def _events(self, changed: Collection[Ticket]) -> tuple[list[bytes], bool]:
         """Events about these outputs, and whether nothing follows."""
-        answer, retry_after_s = self._exchange.answer, self._exchange.retry_after_s
+        answer = self._exchange.answer
         events = answer.events(changed)
-        errors = [failure(ticket.end, retry_after_s) for ticket in changed if ticket.end is not None]
+        ends = [ticket.end for ticket in changed if ticket.end is not None]
+        if not ends:
+            return events, False
+        errors = (failure(end, self._exchange.retry_after_s) for end in ends)
         error = next((one for one in errors if one is not None), None)
         if error is not None:
             return [*events, event(error.body()), _DONE], True

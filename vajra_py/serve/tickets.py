@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -111,9 +111,9 @@ class Reply:
         self.on_news = check
         return ready
 
-    def take(self) -> list[Ticket]:
+    def take(self) -> Collection[Ticket]:
         """The outputs that have changed since they were taken last, in the order in which it came."""
-        changed, self._changed = list(self._changed), {}
+        changed, self._changed = self._changed, {}
         return changed
 
     def note(self, ticket: Ticket, note: Note) -> None:
