@@ -125,8 +125,9 @@ class DecodePool:
 
     def growth(self, num_steps: int) -> int:
         """How many blocks members take in all within the next `num_steps` steps."""
-        rounds, rest = divmod(num_steps, self._block_size)
-        return rounds * len(self.members) + sum(self.growth_by_step(rest))
+        size, start, growing = self._block_size, self.num_committed, self._growing
+        rounds, rest = divmod(num_steps, size)
+        return rounds * len(self.members) + sum([len(growing[step % size]) for step in range(start, start + rest)])
 
     def advance(self, ended_at: Sequence[int]) -> None:
         """Several steps of the whole pool came back, and as many more were put into plans; nobody ended."""

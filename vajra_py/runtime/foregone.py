@@ -66,8 +66,6 @@ class ForegoneSteps:
         seconds = to_seconds(now)
         num_growing = len(pool.needing_blocks())
         try:
-            if num_waiting and partial and self._is_overtaken(seconds):
-                return None
             chunks = self._chunks(chunk_beside, memory, memory.free_blocks - num_growing, seconds)
         except PolicyError as error:  # of the prioritizer, whose keys are read
             error.step = replica.num_steps if error.step is None else error.step
@@ -103,6 +101,8 @@ class ForegoneSteps:
             if chunk < 1 or num_slots < 1:
                 break
             if state is _RUNNING:
+                if queue.num_requests and queue.goes_before(request, now):
+                    return None
                 chunks.append(PlannedChunk(request, chunk, request.num_computed_tokens, "running"))
                 num_free -= chunk // self._block_size + 1
             elif state is _SWAPPED or memory.may_find(request):
@@ -115,14 +115,6 @@ class ForegoneSteps:
             num_tokens += chunk
             num_slots -= 1
         return chunks if num_free >= 0 and num_tokens <= self._max_batch_tokens else None
-
-    def _is_overtaken(self, now: float) -> bool:
-        """Whether a request that waits goes before the prompt that is partly computed."""
-        residents = self._replica.residents
-        queue = residents.queue
-        (request,) = residents.partial
-        head = queue.peek(now)
-        return head is not None and bool(queue.urgency(head, now)[0] < queue.urgency(request, now)[0])
 
     def _grant(self, chunk: PlannedChunk, memory: KvMemory, now: float) -> None:
         """Everything that a chunk needs, which was counted beforehand."""

@@ -279,6 +279,8 @@ class Replicaset:
             raise PolicyError.caused_by(self.scheduler_name, error, request_id=request.request_id) from error
         if chosen is None:
             return None
+        if type(chosen) is int and 0 <= chosen < len(self.replicas) and self._live[chosen].is_up:
+            return chosen
         answer: object = chosen  # a plug-in may say anything
         known = isinstance(answer, Integral) and 0 <= int(answer) < len(self.replicas)
         if not known or not self._live[chosen].is_up:

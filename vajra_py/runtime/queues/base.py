@@ -53,6 +53,9 @@ class RequestQueue(Protocol):
     def urgency(self, request: RequestView, now: float) -> PriorityKey:
         """The total order's key of any request, waiting or not."""
 
+    def goes_before(self, request: RequestView, now: float) -> bool:
+        """Whether someone who waits has a lower key than this request, which does not wait."""
+
     def __len__(self) -> int:
         """Requests that wait."""
 
@@ -71,6 +74,14 @@ class RankedQueue(ABC):
         self.num_tokens = 0
         self._ranks: dict[RequestView, Rank] = {}
         self._newest = 0
+
+    @abstractmethod
+    def peek(self, now: float) -> RequestView | None:
+        """See `RequestQueue.peek`."""
+
+    @abstractmethod
+    def urgency(self, request: RequestView, now: float) -> PriorityKey:
+        """See `RequestQueue.urgency`."""
 
     @abstractmethod
     def _rank(self, request: RequestView, now: float) -> Rank:
@@ -108,6 +119,11 @@ class RankedQueue(ABC):
             self._ranks[request] = new
             self.num_tokens += new[NUM_TOKENS] - old[NUM_TOKENS]
             self._enter(new, now)
+
+    def goes_before(self, request: RequestView, now: float) -> bool:
+        """See `RequestQueue.goes_before`."""
+        head = self.peek(now)
+        return head is not None and bool(self.urgency(head, now)[0] < self.urgency(request, now)[0])
 
     def begin_step(self) -> None:
         """See `RequestQueue.begin_step`; nothing to do where keys move only as declared."""
