@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from vajra_py.contract import AdmitsInTurn, BatchShape, ChunksBesideDecodes
 from vajra_py.errors import PolicyError
@@ -18,7 +18,7 @@ from vajra_py.runtime.clock import to_seconds
 from vajra_py.runtime.executor import PlannedChunk, StepPlan
 from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.queues import ArbitraryQueue
-from vajra_py.runtime.request import Request, RequestState
+from vajra_py.runtime.request import RequestState
 from vajra_py.runtime.shapes import shape_of
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ class ForegoneSteps:
             return None
         if not partial and not queue.num_requests and chunk_beside(num_tokens, 0) is None:
             return None
-        in_turn = chain(partial, queue.ordered(now)) if queue.num_requests else partial
-        for request in cast("Iterable[Request]", in_turn):
+        in_turn: Iterable[Any] = chain(partial, queue.ordered(now)) if queue.num_requests else partial
+        for request in in_turn:
             num_left, state = request.num_remaining_tokens, request.state
             chunk = chunk_beside(num_tokens, num_left)
             if chunk is None:

@@ -76,8 +76,9 @@ class Repeats:
         return self._repeats_full and plan is not None and plan.num_requests >= self._replica.limits.max_batch_size
 
     def note_waiting(self) -> None:
-        """Steps of the present run that are formed from now on leave this many waiting."""
-        self._num_waiting_in_run = self._replica.residents.num_waiting
+        """Steps of the present run that are formed from now on leave this many waiting; only observers want to know."""
+        if self._replica.is_watched_by_step_end:
+            self._num_waiting_in_run = self._replica.residents.num_waiting
 
     def apply(self, plan: StepPlan, ended_at: Sequence[int]) -> None:
         """`plan` and repetitions of it came back at these ticks; it becomes the one that is in flight after them."""

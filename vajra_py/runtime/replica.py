@@ -335,7 +335,6 @@ class Replica:
 
     def complete_step(self, plan: StepPlan, result: StepResult, now: int) -> list[tuple[Request, EndReason]]:
         """Apply what came back; returns the requests that ended, in order of admission."""
-        seconds = to_seconds(now)
         self.num_in_flight -= 1
         listeners = self.parts.listeners
         took_part = [entry.request for entry in plan.entries()] if listeners else []
@@ -348,13 +347,13 @@ class Replica:
             done += self._apply_chunks(plan, now)
         if result.stopped:
             done.extend(one for one in result.stopped if one not in done)
-        finished = self._finish_all(done, result, seconds) if done else []
+        finished = self._finish_all(done, result, to_seconds(now)) if done else []
         for listener in listeners:
-            listener.on_step_end(took_part, seconds)
+            listener.on_step_end(took_part, to_seconds(now))
         if self._to_abort:
-            finished.extend(self._abort_pending(seconds))
+            finished.extend(self._abort_pending(to_seconds(now)))
         if self._end_watchers:
-            self._show_end(plan, finished, seconds)
+            self._show_end(plan, finished, to_seconds(now))
         return finished
 
     def _finish_all(self, done: list[Request], result: StepResult, now: float) -> list[tuple[Request, EndReason]]:
