@@ -22,6 +22,10 @@ BROWSER_PATHS = frozenset({"/dashboard", "/dashboard/data"})
 """Paths where the key may be a password, which a browser asks its user for."""
 
 
+DIRECT_SEND = "vajra.send"
+"""Under this name a request's scope has the `send` of the gate: past it, every layer of the framework adds one of its own."""
+
+
 def _given_key(header: str, basic: bool) -> bytes:
     scheme, _, value = header.partition(" ")
     if scheme.lower() == "bearer":
@@ -45,6 +49,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope[DIRECT_SEND] = send
         headers = Headers(scope=scope)
         path = scope["path"]
         if self._key is not None and path not in OPEN_PATHS:

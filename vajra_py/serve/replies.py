@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from vajra_py.serve.answers import Answer, encoded, event, failure
 from vajra_py.serve.eager import begin
 from vajra_py.serve.errors import ApiError
+from vajra_py.serve.gate import DIRECT_SEND
 from vajra_py.serve.session import EngineSession, Unavailable
 from vajra_py.serve.tickets import Reply, Ticket
 
@@ -121,7 +122,7 @@ class _Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send pieces as they come, until the last one or until the client has gone."""
-        writer = _Writer(self._exchange, send)
+        writer = _Writer(self._exchange, scope.get(DIRECT_SEND, send))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._client.leaves_before(writer.begin())
