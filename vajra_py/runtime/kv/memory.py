@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Protocol
 
-from vajra_py.runtime.kv.content import BlockKeys, PrivateKeys
+from vajra_py.runtime.kv.content import BlockKeys
+from vajra_py.runtime.kv.holding import Holding
 from vajra_py.runtime.kv.host import BlockCopy, HostSpace
 from vajra_py.runtime.kv.pool import BlockPool, PrefixCacheOptions
 from vajra_py.runtime.kv.probe import Probe
@@ -53,26 +54,6 @@ class KvStats:
     num_swapped_in_blocks: int
 
 
-class _Holding:
-    """One registered request: its keys and its blocks."""
-
-    __slots__ = ("host", "is_private", "keys", "may_be_cached", "num_published", "num_valid_tokens", "probe", "table")
-
-    def __init__(self, keys: BlockKeys | None) -> None:
-        self.keys = keys
-        self.is_private = isinstance(keys, PrivateKeys)
-        """Whether nobody else ever asks for its content."""
-        self.may_be_cached = keys is not None and not self.is_private
-        """Whether a lookup can find anything; of private content, only what it gave back itself."""
-        self.table: list[int] = []
-        self.num_published = 0
-        """Leading blocks of the table that carry a key."""
-        self.num_valid_tokens = 0
-        """Leading tokens whose KV is known to be in the table (what `publish` was told)."""
-        self.host: list[int] = []
-        self.probe: Probe | None = None
-
-
 class KvMemory:
     """The KV blocks of one replica without KV parallelism.
 
@@ -99,7 +80,7 @@ class KvMemory:
         self.block_size = block_size
         self._pool = BlockPool(num_blocks, prefix_cache)
         self._host = HostSpace(host_blocks, records_copies)
-        self._holdings: dict[KvRequest, _Holding] = {}
+        self._holdings: dict[KvRequest, Holding] = {}
         self._lent: list[int] = []
         self._queried = 0
         self._hit = 0
@@ -145,7 +126,7 @@ class KvMemory:
         """A request arrives. Without keys its content is never shared, not even with itself after a preemption."""
         if request in self._holdings:
             raise ValueError(f"KvMemory.register: already registered ({request!r}). Forget it first.")
-        self._holdings[request] = _Holding(keys if self._pool.options is not None else None)
+        self._holdings[request] = Holding(keys if self._pool.options is not None else None)
 
     def forget(self, request: KvRequest) -> None:
         """A request leaves for good; it must hold nothing."""
@@ -195,7 +176,7 @@ class KvMemory:
         """Whether the cache could hold anything of a waiting request; False: nobody else ever had its content."""
         return self._holdings[request].may_be_cached
 
-    def _found(self, request: KvRequest, holding: _Holding) -> list[int]:
+    def _found(self, request: KvRequest, holding: Holding) -> list[int]:
         """Blocks of the longest cached run of leading full blocks; not to be changed."""
         keys = holding.keys
         if not holding.may_be_cached or keys is None or holding.table or holding.host:
@@ -226,7 +207,7 @@ class KvMemory:
                 return
             width *= _PROBE_GROWTH
 
-    def _num_idle(self, holding: _Holding, found: list[int]) -> int:
+    def _num_idle(self, holding: Holding, found: list[int]) -> int:
         """How many of the found blocks are free: attaching them takes free capacity too."""
         probe = holding.probe
         if not found or probe is None:
@@ -257,7 +238,7 @@ class KvMemory:
         if not holding.is_private:
             self._publish(holding, keys, min(num_tokens, keys.num_public_tokens))
 
-    def _publish(self, holding: _Holding, keys: BlockKeys, num_tokens: int) -> None:
+    def _publish(self, holding: Holding, keys: BlockKeys, num_tokens: int) -> None:
         start = holding.num_published
         stop = min(num_tokens, keys.num_keyed_tokens) // self.block_size
         if stop > start:
@@ -440,13 +421,13 @@ class KvMemory:
     def _one_group(blocks: Sequence[int]) -> Sequence[int]:
         return list(repeat(0, len(blocks)))
 
-    def _resident(self, request: KvRequest, what: str) -> _Holding:
+    def _resident(self, request: KvRequest, what: str) -> Holding:
         holding = self._holdings[request]
         if not holding.table:
             raise ValueError(f"KvMemory.{what}: it holds no device blocks ({request!r}). Admit or swap it in first.")
         return holding
 
-    def _swapped(self, request: KvRequest, what: str) -> _Holding:
+    def _swapped(self, request: KvRequest, what: str) -> Holding:
         holding = self._holdings[request]
         if not holding.host:
             raise ValueError(f"KvMemory.{what}: it is not swapped ({request!r}). Only swapped requests are allowed.")

@@ -1,0 +1,26 @@
+"""What does KV memory keep of one request: its keys, its blocks, and what is known of them?"""
+
+from __future__ import annotations
+
+from vajra_py.runtime.kv.content import BlockKeys, PrivateKeys
+from vajra_py.runtime.kv.probe import Probe
+
+
+class Holding:
+    """One registered request: its keys and its blocks."""
+
+    __slots__ = ("host", "is_private", "keys", "may_be_cached", "num_published", "num_valid_tokens", "probe", "table")
+
+    def __init__(self, keys: BlockKeys | None) -> None:
+        self.keys = keys
+        self.is_private = isinstance(keys, PrivateKeys)
+        """Whether nobody else ever asks for its content."""
+        self.may_be_cached = keys is not None and not self.is_private
+        """Whether a lookup can find anything; of private content, only what it gave back itself."""
+        self.table: list[int] = []
+        self.num_published = 0
+        """Leading blocks of the table that carry a key."""
+        self.num_valid_tokens = 0
+        """Leading tokens whose KV is known to be in the table (what `publish` was told)."""
+        self.host: list[int] = []
+        self.probe: Probe | None = None
