@@ -127,16 +127,27 @@ class Pace:
 
     def __init__(self, typical_s: float) -> None:
         self._typical_s = typical_s
+        self._last = 1.0
         self._recent: deque[float] = deque(maxlen=2 * _NEIGHBOURS + 1)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are enough times to tell."""
+        return len(self._recent) > _NEIGHBOURS
 
     def note(self, reference_s: float) -> None:
         """The newest time."""
         self._recent.append(reference_s)
 
+    def forget(self) -> None:
+        """All of them were long ago; until the next, the machine is what it was."""
+        self._last = self.slowness
+        self._recent.clear()
+
     @property
     def slowness(self) -> float:
         """What the reference takes now as a multiple of what it typically takes."""
-        return median(self._recent) / self._typical_s
+        return median(self._recent) / self._typical_s if self._recent else self._last
 
 
 def paces(reference_s: Sequence[float]) -> list[float]:

@@ -20,9 +20,11 @@ from typing import TypeVar
 from vajra_py.engine.clock import TICKS_PER_NANOSECOND, WallClock
 from vajra_py.engine.compute import ModelFacts, ModelRunner, PendingStep, StepInput, StepOutput
 from vajra_py.experiment.bench import Pace
+from vajra_py.runtime.clock import TICKS_PER_SECOND
 
 T = TypeVar("T")
-_FIRST_TIMES = 5
+_LONG_AGO = TICKS_PER_SECOND // 20
+"""After an idle time of so many ticks, a machine that others use too may have another pace."""
 
 
 class SteadyClock(WallClock):
@@ -36,8 +38,7 @@ class SteadyClock(WallClock):
         super().__init__()
         self._reference_s = reference_s
         self._pace = Pace(typical_s)
-        for _ in range(_FIRST_TIMES):
-            self._pace.note(reference_s())
+        self._learn()
         self.slowness: list[float] = []
         self._told = 0
         self.start()
@@ -55,10 +56,13 @@ class SteadyClock(WallClock):
 
     def wait(self, inbox: SimpleQueue[T], until: int) -> T | None:
         """See `EngineClock`."""
+        begun = self.now()
         message = super().wait(inbox, until)
         while message is None and self.now() < until:
             message = super().wait(inbox, until)
         self.settle()
+        if self._base - begun > _LONG_AGO:
+            self._pace.forget()
         return message
 
     def settle(self) -> None:
@@ -68,11 +72,17 @@ class SteadyClock(WallClock):
     def measure(self) -> float:
         """Stop, see how slow the machine is, and count what passed since `settle` accordingly. Tells the slowness."""
         passed_ns = time.perf_counter_ns() - self._since_ns
-        self._pace.note(self._reference_s())
+        self._learn()
         self.slowness.append(self._pace.slowness)
         self._since_ns = time.perf_counter_ns() - passed_ns
         self.settle()
         return self.slowness[-1]
+
+    def _learn(self) -> None:
+        """See how fast the machine is; more than once where that was last seen long ago."""
+        self._pace.note(self._reference_s())
+        while not self._pace.is_known:
+            self._pace.note(self._reference_s())
 
     def _passed(self) -> int:
         passed_ns = time.perf_counter_ns() - self._since_ns
