@@ -2,13 +2,15 @@
 
 `python benchmarks/serving.py [MODEL]` (a tiny model of about 10 M parameters is written when none is given). The same 64
 requests go to the engine in Python, and as 64 streams over HTTP to a server process, alternately in one run; the clients
-share the machine's cores with the server. TTFT at low load: what clients measure less what the engine measures.
+share the machine's cores with the server. Compared are the times and, since a shared host takes cores away for seconds, the CPU
+seconds: of the server with its clients, over the engine's. TTFT at low load: what clients measure less what the engine measures.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import selectors
 import socket
 import subprocess
@@ -25,7 +27,7 @@ import httpx
 NUM_STREAMS = 64
 PROMPT_TOKENS = 32
 OUTPUT_TOKENS = 128
-ROUNDS = 5
+ROUNDS = 9
 NUM_LONE = 40
 READ_EVERY_S = 0.01
 """So often the clients read what has come, so that they take little of the cores that they share with the server."""
@@ -138,6 +140,12 @@ def over_http(served: Served, round_number: int) -> float:
     return time.perf_counter() - started
 
 
+def cpu_s(process: subprocess.Popen[str]) -> float:
+    """CPU seconds of a process so far, all threads together."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def engine_ttft(served: Served) -> tuple[float, float]:
     """(sum, count) of the TTFTs that the engine has measured."""
     lines = httpx.get(f"{served.url}/metrics").text.splitlines()
@@ -158,7 +166,7 @@ def lone_requests(served: Served) -> float:
     return mean(measured) - (later - total) / NUM_LONE
 
 
-def measure(model: Path) -> dict[str, float]:
+def measure(model: Path) -> dict[str, Any]:
     """The figures."""
     served = start_server(model)
     command = [sys.executable, "-P", __file__, "--engine", str(model)]
@@ -167,12 +175,15 @@ def measure(model: Path) -> dict[str, float]:
     assert engine.stdout is not None
     try:
         assert engine.stdout.readline().strip() == "ready"
-        alone, http = [], []
+        alone, http, shares = [], [], []
         for round_number in range(ROUNDS + 1):
+            engine_cpu, server_cpu, clients_cpu = cpu_s(engine), cpu_s(served.process), time.process_time()
             engine.stdin.write(f"{round_number}\n")
             engine.stdin.flush()
             alone.append(float(engine.stdout.readline()))
             http.append(over_http(served, round_number))
+            serving = cpu_s(served.process) - server_cpu + time.process_time() - clients_cpu
+            shares.append(serving / (cpu_s(engine) - engine_cpu))
         added_s = lone_requests(served)
     finally:
         engine.stdin.close()
@@ -185,6 +196,8 @@ def measure(model: Path) -> dict[str, float]:
         "engine_tokens_per_s": round(tokens / median(alone[1:]), 1),
         "http_tokens_per_s": round(tokens / median(http[1:]), 1),
         "http_over_engine_time": round(median(ratios), 3),
+        "http_over_engine_time_of_rounds": [round(one, 3) for one in ratios],
+        "http_over_engine_cpu": round(median(shares[1:]), 3),
         "added_ttft_ms": round(1e3 * added_s, 2),
     }
 
