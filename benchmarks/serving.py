@@ -1,9 +1,11 @@
 """What do HTTP and streaming add to the engine's own throughput, and to the time to the first token?
 
-`python benchmarks/serving.py [MODEL]` (a tiny model of about 10 M parameters is written when none is given). The same 64
-requests go to the engine in Python, and as 64 streams over HTTP to a server process, alternately in one run; the clients
-share the machine's cores with the server. Compared are the times and, since a shared host takes cores away for seconds, the CPU
-seconds: of the server with its clients, over the engine's. TTFT at low load: what clients measure less what the engine measures.
+`python benchmarks/serving.py [MODEL]` (a tiny model of about 10 M parameters is written when none is given). The same requests
+go to the engine in Python, at most 64 of them at a time, and over HTTP to a server process, where each of 64 streams that ends
+is followed by another; alternately in one run. The clients share the machine's cores with the server. Compared are the times
+and, since a shared host takes cores away for seconds, the CPU seconds: of the server with its clients, over the engine's.
+`--requests 64` is one burst, of which the beginning, when not all are there yet, is a large part. TTFT at low load: what
+clients measure less what the engine measures.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, cast
@@ -26,8 +30,9 @@ import httpx
 
 NUM_STREAMS = 64
 PROMPT_TOKENS = 32
-OUTPUT_TOKENS = 128
-ROUNDS = 9
+OUTPUT_TOKENS = range(64, 193)
+"""Lengths of the outputs, so that streams end one by one."""
+ROUNDS = 5
 NUM_LONE = 40
 READ_EVERY_S = 0.01
 """So often the clients read what has come, so that they take little of the cores that they share with the server."""
@@ -65,34 +70,48 @@ def start_server(model: Path) -> Served:
     raise TimeoutError("the server did not become ready")
 
 
-def prompts(round_number: int) -> list[list[int]]:
-    """Prompts that no other round shares a prefix with."""
-    return [[3 + (17 * round_number + 5 * k + j * j) % 900 for j in range(PROMPT_TOKENS)] for k in range(NUM_STREAMS)]
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request: its prompt, and how many tokens it wants."""
+
+    prompt: list[int]
+    max_tokens: int
 
 
-def engine_alone(model: Path) -> None:
+def asked(round_number: int, num_requests: int) -> list[Asked]:
+    """Requests whose prompts no other round shares a prefix with."""
+    return [
+        Asked(
+            [3 + (17 * round_number + 5 * k + j * j) % 900 for j in range(PROMPT_TOKENS)],
+            OUTPUT_TOKENS[37 * k % len(OUTPUT_TOKENS)],
+        )
+        for k in range(num_requests)
+    ]
+
+
+def engine_alone(model: Path, num_requests: int) -> None:
     """A process of its own: for each line on standard input, the round's requests; says how long they took."""
     from vajra_py.engine.compute import SamplingParams
     from vajra_py.engine.llm import LLM
     from vajra_py.serve.configure import ModelFlags
 
     given: dict[str, Any] = {name.replace("-", "_"): value for name, value in FLAGS.items()}
-    params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     with LLM(model, ModelFlags(model=str(model), **given).mapping()) as llm:
         print("ready", flush=True)
         for line in sys.stdin:
-            asked = prompts(int(line))
+            wanted = asked(int(line), num_requests)
+            params = [SamplingParams(max_tokens=one.max_tokens, temperature=0.0, ignore_eos=True) for one in wanted]
             started = time.perf_counter()
-            llm.generate(asked, params)
+            llm.generate([one.prompt for one in wanted], params)
             print(time.perf_counter() - started, flush=True)
 
 
-def begin_stream(served: Served, prompt: list[int], max_tokens: int = OUTPUT_TOKENS) -> socket.socket:
+def begin_stream(served: Served, wanted: Asked) -> socket.socket:
     """Ask for a streamed completion over a bare connection."""
     body = {
         "model": "m",
-        "prompt": prompt,
-        "max_tokens": max_tokens,
+        "prompt": wanted.prompt,
+        "max_tokens": wanted.max_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
@@ -110,7 +129,7 @@ def begin_stream(served: Served, prompt: list[int], max_tokens: int = OUTPUT_TOK
 def first_token_s(served: Served, prompt: list[int]) -> float:
     """Seconds until a lone request's first token is there."""
     started = time.perf_counter()
-    with begin_stream(served, prompt, 2) as connection:
+    with begin_stream(served, Asked(prompt, 2)) as connection:
         received = b""
         while b"data: " not in received:
             received += connection.recv(65536)
@@ -121,12 +140,17 @@ def first_token_s(served: Served, prompt: list[int]) -> float:
     return seconds
 
 
-def over_http(served: Served, round_number: int) -> float:
-    """Seconds that the round's requests take as streams."""
+def over_http(served: Served, wanted: Sequence[Asked]) -> float:
+    """Seconds that the requests take as streams, so many of them at a time."""
     started = time.perf_counter()
     selector = selectors.DefaultSelector()
-    for prompt in prompts(round_number):
-        selector.register(begin_stream(served, prompt), selectors.EVENT_READ, bytearray())
+    following = iter(wanted)
+
+    def begin(most: int) -> None:
+        for one in islice(following, most):
+            selector.register(begin_stream(served, one), selectors.EVENT_READ, bytearray())
+
+    begin(NUM_STREAMS)
     while selector.get_map():
         time.sleep(READ_EVERY_S)
         for key, _ in selector.select():
@@ -137,6 +161,7 @@ def over_http(served: Served, round_number: int) -> float:
                 assert b"[DONE]" in key.data
                 selector.unregister(connection)
                 connection.close()
+                begin(1)
     return time.perf_counter() - started
 
 
@@ -166,10 +191,10 @@ def lone_requests(served: Served) -> float:
     return mean(measured) - (later - total) / NUM_LONE
 
 
-def measure(model: Path) -> dict[str, Any]:
+def measure(model: Path, num_requests: int) -> dict[str, Any]:
     """The figures."""
     served = start_server(model)
-    command = [sys.executable, "-P", __file__, "--engine", str(model)]
+    command = [sys.executable, "-P", __file__, "--engine", str(model), "--requests", str(num_requests)]
     engine = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert engine.stdin is not None
     assert engine.stdout is not None
@@ -181,7 +206,7 @@ def measure(model: Path) -> dict[str, Any]:
             engine.stdin.write(f"{round_number}\n")
             engine.stdin.flush()
             alone.append(float(engine.stdout.readline()))
-            http.append(over_http(served, round_number))
+            http.append(over_http(served, asked(round_number, num_requests)))
             serving = cpu_s(served.process) - server_cpu + time.process_time() - clients_cpu
             shares.append(serving / (cpu_s(engine) - engine_cpu))
         added_s = lone_requests(served)
@@ -191,7 +216,7 @@ def measure(model: Path) -> dict[str, Any]:
         served.process.terminate()
         served.process.wait(60)
     ratios = [one / other for one, other in zip(http[1:], alone[1:], strict=True)]  # the first round warms up
-    tokens = NUM_STREAMS * OUTPUT_TOKENS
+    tokens = sum(one.max_tokens for one in asked(0, num_requests))
     return {
         "engine_tokens_per_s": round(tokens / median(alone[1:]), 1),
         "http_tokens_per_s": round(tokens / median(http[1:]), 1),
@@ -207,20 +232,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", type=Path, help="model directory; without one a model of 10m is made")
     parser.add_argument("--engine", action="store_true", help="only the engine, without a server")
+    parser.add_argument("--requests", type=int, default=3 * NUM_STREAMS, help="of one round")
     options = parser.parse_args()
     if options.model is not None and not (options.model / "config.json").is_file():
         parser.error(f"{options.model}: is no model's directory (config.json is missing)")
     if options.engine and options.model is None:
         parser.error("--engine: needs a model directory")
     if options.engine:
-        engine_alone(options.model)
+        engine_alone(options.model, options.requests)
     elif options.model is not None:
-        print(json.dumps(measure(options.model), indent=1))
+        print(json.dumps(measure(options.model, options.requests), indent=1))
     else:
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder) / "tiny"
             subprocess.run([sys.executable, "-P", "-c", MAIN, "model", "tiny", str(model), "--size", "10m"], check=True)
-            print(json.dumps(measure(model), indent=1))
+            print(json.dumps(measure(model, options.requests), indent=1))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import httpx
-from serving import FLAGS, NUM_STREAMS, OUTPUT_TOKENS, Served, over_http
+from serving import FLAGS, NUM_STREAMS, Served, asked, over_http
 
 from vajra_py.engine.compute import ModelFacts, RunnerOptions, StepInput, StepOutput
 from vajra_py.engine.worker import calm_threads
@@ -107,11 +107,14 @@ def main() -> None:
         assert httpx.get(f"{served.url}/ready").status_code == 200
         for round_number in range(ROUNDS + 1):
             before, own = thread_times(process.pid), time.process_time()
-            over_http(served, round_number)
+            wanted = asked(round_number, NUM_STREAMS)
+            over_http(served, wanted)
             after = thread_times(process.pid)
             took = {names[one]: after[one] - before[one] for one in after if one in names and one in before}
             took["client"] = round(1e9 * (time.process_time() - own))
-            shown = {name: round(time_ns / 1e3 / NUM_STREAMS / OUTPUT_TOKENS, 1) for name, time_ns in took.items()}
+            shown = {
+                name: round(time_ns / 1e3 / sum(one.max_tokens for one in wanted), 1) for name, time_ns in took.items()
+            }
             if round_number:  # the first one warms up
                 print(json.dumps({name: value for name, value in shown.items() if value}), flush=True)
     finally:
