@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import TypeVar
 
 from vajra_py.engine.clock import TICKS_PER_NANOSECOND, WallClock
-from vajra_py.engine.compute import ModelFacts, ModelRunner, PendingStep, StepInput, StepOutput
+from vajra_py.engine.compute import DoneStep, ModelFacts, ModelRunner, PendingStep, StepInput, StepOutput
 from vajra_py.experiment.bench import Pace
 from vajra_py.runtime.clock import TICKS_PER_SECOND
 
@@ -89,15 +89,6 @@ class SteadyClock(WallClock):
         return round(passed_ns / self._pace.slowness) * TICKS_PER_NANOSECOND
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
-    output: StepOutput
-
-    def result(self) -> StepOutput:
-        """See `PendingStep`."""
-        return self.output
-
-
 class SteadyRunner:
     """A `ModelRunner` after each of whose steps the clock is set."""
 
@@ -119,7 +110,7 @@ class SteadyRunner:
 
     def submit(self, step: StepInput) -> PendingStep:
         """See `ModelRunner`; it is done at once."""
-        return _Done(self.run(step))
+        return DoneStep(self.run(step))
 
     def run(self, step: StepInput) -> StepOutput:
         """See `ModelRunner`."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from vajra_py.contract import LatencyModel
-from vajra_py.runtime.clock import TICKS_PER_SECOND, to_ticks
+from vajra_py.runtime.clock import to_ticks
 from vajra_py.runtime.executor import StepPlan, StepResult
 from vajra_py.runtime.request import Request
 from vajra_py.sim.runs import decode_run_times_s, run_ends_of
@@ -29,7 +29,7 @@ class PredictedTimer:
 
     def stage_ticks(self, plan: StepPlan) -> int:
         """The latency model's answer for the plan's slowest group."""
-        return round(self._stage_time_s(plan.shape) * TICKS_PER_SECOND) + self._overhead_ticks
+        return to_ticks(self._stage_time_s(plan.shape)) + self._overhead_ticks
 
     def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> list[int]:
         """When steps end that begin now and do nothing but decode, one after another."""

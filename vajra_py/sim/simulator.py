@@ -9,20 +9,20 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from sortedcontainers import SortedDict
 
 from vajra_py.contract import EndReason, ReadsNoLoad
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.clock import NEVER, to_seconds, to_ticks
-from vajra_py.runtime.content_of import keys_of
+from vajra_py.runtime.content_of import facts_of, keys_of
 from vajra_py.runtime.controller import EXPIRED, TAKEN_BACK, Controller
 from vajra_py.runtime.executor import StepPlan
 from vajra_py.runtime.input_log import Abandonment, Failure, Restart
 from vajra_py.runtime.replica import Replica
 from vajra_py.runtime.replicaset import Replicaset
-from vajra_py.runtime.request import Request, RequestFacts, RequestState
+from vajra_py.runtime.request import Request, RequestState
 from vajra_py.runtime.swapping import PolicyChange
 from vajra_py.sim.clocks import ReplicaClock
 from vajra_py.sim.collector import rare_collections
@@ -224,9 +224,7 @@ class Simulator:
         if self._reads_load:
             self._catch_up_all(goes_on=True)
         salt = spec.tenant if self._options.tenant_salt else ""
-        facts = cast(
-            "RequestFacts", spec
-        )  # it says all that they say, and the true output length, which nobody asks for
+        facts = facts_of(spec)
         try:
             request, replicaset, replica = self.controller.submit(
                 facts, lambda size: keys_of(spec, size, salt), self.now, arrived_at

@@ -20,6 +20,7 @@ from xxhash import xxh3_64_intdigest
 
 from vajra_py.engine.clock import TICKS_PER_NANOSECOND
 from vajra_py.engine.compute import (
+    DoneStep,
     Foreseen,
     ModelFacts,
     ModelRunner,
@@ -70,15 +71,6 @@ class _Slot:
     num_output: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
-    output: StepOutput
-
-    def result(self) -> StepOutput:
-        """See `PendingStep`."""
-        return self.output
-
-
 class FakeRunner:
     """A `ModelRunner` that checks what it is told; `fail_at_step` makes that step raise."""
 
@@ -110,7 +102,7 @@ class FakeRunner:
 
     def submit(self, step: StepInput) -> PendingStep:
         """See `ModelRunner`."""
-        return _Done(self.run(step))
+        return DoneStep(self.run(step))
 
     def run_ahead(self, work: Foreseen) -> StepOutput:
         """See `ForeseeingRunner`; what a step that was not wanted wrote into KV memory stays there."""

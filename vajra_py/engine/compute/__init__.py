@@ -8,6 +8,7 @@ from __future__ import annotations
 from vajra_py.engine.compute.inspect import inspect_model
 from vajra_py.engine.compute.interface import (
     Chunk,
+    DoneStep,
     ForeseeingRunner,
     Foreseen,
     ModelFacts,
@@ -24,6 +25,7 @@ from vajra_py.engine.compute.interface import (
 
 __all__ = [
     "Chunk",
+    "DoneStep",
     "ForeseeingRunner",
     "Foreseen",
     "ModelFacts",

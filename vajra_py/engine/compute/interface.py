@@ -261,6 +261,17 @@ class PendingStep(Protocol):
         """Wait for it. To be called once, in the order of submission."""
 
 
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """A `PendingStep` that was computed when it was submitted."""
+
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        """See `PendingStep`."""
+        return self.output
+
+
 class ModelRunner(Protocol):
     """One device's model. Not thread-safe."""
 
