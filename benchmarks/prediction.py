@@ -180,7 +180,7 @@ class Engines:
                 note.write_text(json.dumps(median(slowness) if slowness else None))
             else:
                 print(f"{folder.name}: other processes took {cores:.2f} cores, and it is run again", file=sys.stderr)
-        else:
+        if not note.exists():
             raise SystemExit(f"{folder.name}: other work never leaves the machine alone. Stop it, and run this again.")
         return RunData.load(folder), json.loads(note.read_text())
 
