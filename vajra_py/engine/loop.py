@@ -27,6 +27,7 @@ from vajra_py.engine.units import LoopOptions, Message, Stop, SwapPolicy, TakeBa
 from vajra_py.engine.worker import Finished, ReplicaKey, lost
 from vajra_py.errors import ExecutorError, PolicyError, VajraError
 from vajra_py.runtime.clock import NEVER, to_seconds, to_ticks
+from vajra_py.runtime.collector import what_exists_left_out
 from vajra_py.runtime.controller import EXPIRED, TAKEN_BACK, Controller
 from vajra_py.runtime.input_log import Abandonment, Abort, Breach, Expiry, Failure, Input, Restart, Swap
 from vajra_py.runtime.replica import Replica
@@ -125,8 +126,9 @@ class EngineLoop:
         Raises `PolicyError` when a policy breaks the contract or leaves requests standing for ever.
         """
         try:
-            while self._wait():
-                self._turn()
+            with what_exists_left_out():
+                while self._wait():
+                    self._turn()
         finally:
             self.refuse_swaps()
 

@@ -16,9 +16,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from vajra_py.engine.compute import Foreseen, ModelFacts, RunnerOptions, StepInput, load_runner
+from vajra_py.engine.compute import Foreseen, ModelFacts, ModelRunner, RunnerOptions, StepInput, load_runner
 from vajra_py.engine.worker import Deliver, Finished, LoadRunner, ReplicaKey, calm_threads, placed, said
 from vajra_py.errors import ExecutorError
+from vajra_py.runtime.collector import what_exists_left_out
 
 _JOIN_S = 10.0
 
@@ -33,18 +34,23 @@ def serve_steps(pipe: Connection, options: RunnerOptions, ordinal: int, load: Lo
         return
     _send(pipe, runner.facts)
     try:
-        while (message := pipe.recv()) is not None:
-            name, arguments = message
-            try:
-                answer = getattr(runner, name)(*arguments)
-            except Exception as error:
-                _send(pipe, error)
-            else:
-                pipe.send(answer)
+        with what_exists_left_out():
+            _answer(pipe, runner)
     except (EOFError, KeyboardInterrupt):
         pass
     finally:
         runner.close()
+
+
+def _answer(pipe: Connection, runner: ModelRunner) -> None:
+    while (message := pipe.recv()) is not None:
+        name, arguments = message
+        try:
+            answer = getattr(runner, name)(*arguments)
+        except Exception as error:
+            _send(pipe, error)
+        else:
+            pipe.send(answer)
 
 
 def _send(pipe: Connection, answer: Any) -> None:

@@ -150,8 +150,7 @@ class Pace:
         return median(self._recent) / self._typical_s if self._recent else self._last
 
 
-def paces(reference_s: Sequence[float]) -> list[float]:
-    """How slow the machine was at each of these times, as a multiple of its median."""
-    typical_s = median(reference_s)
+def paces(reference_s: Sequence[float], typical_s: float) -> list[float]:
+    """How slow the machine was at each of these times, as a multiple of what is typical."""
     windows = (reference_s[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1] for at in range(len(reference_s)))
     return [median(window) / typical_s for window in windows]

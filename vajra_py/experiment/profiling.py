@@ -4,7 +4,8 @@ First a grid of batches is computed again and again in random order, so that wha
 alike. Before each a reference batch is computed, always the same one: it tells how fast the machine is at that moment, and times
 count as they would be at its median pace. A shape's time is its median, times what single steps that something interrupted add on
 average over all shapes: steps add up in a run, so it is the mean that is predicted, and few measurements tell a shape's median
-better than its mean. Then the engine serves requests for a while, which shows what forming a step costs, and
+better than its mean. How far single measurements lie from their shape's is kept too, so that equal steps of a simulation differ
+as much. Then the engine serves requests for a while, which shows what forming a step costs, and
 whether the formula holds for steps in the midst of everything else. Measurements are kept in a file as they are made: a profile
 that was broken off goes on where it stopped.
 """
@@ -36,11 +37,17 @@ from vajra_py.experiment.profiling_live import LiveStep, serve_a_while
 from vajra_py.experiment.steady import SteadyClock
 from vajra_py.latency.fitting import Measured, errors_of, fit_steps, held_out_errors
 from vajra_py.latency.profiled import Profile
+from vajra_py.latency.variation import Variation
+from vajra_py.runtime.collector import what_exists_left_out
 from vajra_py.runtime.seeds import SeedTree
 
 _HOST_BLOCKS = 64
-_FARTHEST = 3.0
+_FARTHEST = 10.0
 """A time counts as at most so many times the median of its shape where the mean is taken."""
+_EVERY_ROW = 8
+"""Decodes of up to so many rows are measured for each number of them."""
+_FEWEST_TO_VARY = 3
+"""Passes from which on they tell how much equal steps differ."""
 
 Report: TypeAlias = Callable[[int, int], None]
 """Called with (measurements done, measurements in all)."""
@@ -55,12 +62,15 @@ class ProfileSettings:
         passes: how often each shape is measured, besides once to warm up.
         num_random: shapes drawn at random, besides the grid.
         seed: of the shapes and their order.
+        reference_s: times count as they would be at the pace at which the reference takes so long; None: the pace that the
+            machine typically has while it is measured.
     """
 
     config: ExperimentConfig
     passes: int = 5
     num_random: int = 40
     seed: int = 0
+    reference_s: float | None = None
 
 
 def profile_config(
@@ -102,16 +112,19 @@ def profile_model(
         total = len(batches) * settings.passes
         bench = Bench(runner, options.block_size, num_blocks)
         reference = Reference(runner, options, num_blocks)
-        grid = _measure_grid(settings, batches, (bench, reference), journal, report)
+        with what_exists_left_out():
+            _measure_grid(settings, batches, (bench, reference), journal, report)
         reference.frees(bench)
-        clock = SteadyClock(reference.time_s, journal.typical_reference_s)
+        typical_s = settings.reference_s or journal.typical_reference_s
+        clock = SteadyClock(reference.time_s, typical_s)
         live = serve_a_while(config, num_blocks, runner, clock)
     finally:
         runner.close()
     if report is not None:
         report(total, total)
-    found = {"other_load_cores": others.cores(), "reference_s": journal.typical_reference_s}
-    profile = _fitted(grid, live, {**facts, **found}, settings.seed)
+    found = {"other_load_cores": others.cores(), "reference_s": typical_s}
+    steady = _Steady.of([batch.shape(bench.bytes_per_block) for batch in batches], settings.passes, journal, typical_s)
+    profile = _fitted(steady, live, {**facts, **found}, settings.seed)
     profile.write(output)
     journal.remove()
     return profile
@@ -130,7 +143,7 @@ def _facts(facts: ModelFacts, options: RunnerOptions, num_blocks: int) -> dict[s
     }
 
 
-def _fitted(grid: Sequence[Measured], live: Sequence[LiveStep], facts: Mapping[str, Any], seed: int) -> Profile:
+def _fitted(steady: _Steady, live: Sequence[LiveStep], facts: Mapping[str, Any], seed: int) -> Profile:
     """One formula for the step as the engine's clock sees it.
 
     Forming a step costs about as much whatever its chunks are, so its price (base, per decode, per chunk) is taken from the
@@ -139,13 +152,13 @@ def _fitted(grid: Sequence[Measured], live: Sequence[LiveStep], facts: Mapping[s
     overhead = fit_steps([Measured(_counts_only(one.shape), one.overhead_s) for one in live]) if live else None
     whole = [
         Measured(one.shape, one.time_s + (overhead.time_s(_counts_only(one.shape)) if overhead else 0.0))
-        for one in grid
+        for one in steady.grid
     ]
     fit = fit_steps(whole)
     errors = held_out_errors(whole, SeedTree(seed).stream("held out"))
     if live:
         errors["live"] = errors_of(fit.time_s, [Measured(one.shape, one.time_s) for one in live])["all"]
-    return Profile(fit, facts, errors, len(whole))
+    return Profile(fit, facts, errors, len(whole), steady.variation)
 
 
 def _counts_only(shape: BatchShape) -> BatchShape:
@@ -196,7 +209,7 @@ def _grid(sizes: _Sizes, stream: np.random.Generator) -> Iterator[Batch]:
     longest_context = max(1, sizes.max_len - 2)
     longest_chunk = max(1, min(sizes.max_tokens, sizes.max_len - 1))
     contexts = _powers(16, longest_context, 4)
-    for rows in _powers(1, sizes.max_rows, 2):
+    for rows in sorted({*range(1, min(_EVERY_ROW, sizes.max_rows) + 1), *_powers(1, sizes.max_rows, 2)}):
         for context in contexts:
             yield Batch(_ragged(rows, context, longest_context, stream))
     for tokens in _powers(2, longest_chunk, 2):
@@ -282,9 +295,9 @@ class _Journal:
         """What the reference typically took."""
         return median(reference_s for _, reference_s in self.done.values())
 
-    def steady_s(self) -> dict[tuple[int, int], float]:
-        """Seconds of the batches had the machine always been as fast as it typically was."""
-        slowness = paces([reference_s for _, reference_s in self.done.values()])
+    def steady_s(self, typical_s: float) -> dict[tuple[int, int], float]:
+        """Seconds of the batches had the machine always had the pace at which the reference takes so long."""
+        slowness = paces([reference_s for _, reference_s in self.done.values()], typical_s)
         return {key: time_s / slow for (key, (time_s, _)), slow in zip(self.done.items(), slowness, strict=True)}
 
     def remove(self) -> None:
@@ -298,7 +311,7 @@ def _measure_grid(
     measures: tuple[Bench, Reference],
     journal: _Journal,
     report: Report | None,
-) -> list[Measured]:
+) -> None:
     bench, reference = measures
     tree = SeedTree(settings.seed)
     warm: set[int] = set()
@@ -314,8 +327,35 @@ def _measure_grid(
             journal.note(turn, index, bench.time_s(batches[index]), reference_s)
             if report is not None:
                 report(len(journal.done), total)
-    steady_s = journal.steady_s()
-    typical_s = [median(steady_s[turn, index] for turn in range(settings.passes)) for index in range(len(batches))]
-    lengthened = mean(min(_FARTHEST, time_s / typical_s[index]) for (_, index), time_s in steady_s.items())
-    shapes = (batch.shape(bench.bytes_per_block) for batch in batches)
-    return [Measured(shape, time_s * lengthened) for shape, time_s in zip(shapes, typical_s, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Steady:
+    """What the measurements say: how long each shape takes on average, and how much equal steps differ."""
+
+    grid: Sequence[Measured]
+    variation: Variation | None
+
+    @classmethod
+    def of(cls, shapes: Sequence[BatchShape], passes: int, journal: _Journal, typical_s: float) -> _Steady:
+        """From a whole journal."""
+        steady_s = journal.steady_s(typical_s)
+        times_s = [[steady_s[turn, index] for turn in range(passes)] for index in range(len(shapes))]
+        medians_s = [median(one) for one in times_s]
+        lengthened = mean(
+            min(_FARTHEST, time_s / median_s)
+            for one, median_s in zip(times_s, medians_s, strict=True)
+            for time_s in one
+        )
+        grid = [Measured(shape, one * lengthened) for shape, one in zip(shapes, medians_s, strict=True)]
+        return cls(grid, Variation.among(_multiples(times_s)) if passes >= _FEWEST_TO_VARY else None)
+
+
+def _multiples(times_s: Sequence[Sequence[float]]) -> list[float]:
+    """Each time over the median of its shape's others: the median of all would lie too near to it where there are few."""
+    found = []
+    for one in times_s:
+        for at, time_s in enumerate(one):
+            others_s = median([*one[:at], *one[at + 1 :]])
+            found.append(min(_FARTHEST, time_s / others_s))
+    return found

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from vajra_py.contract import LatencyModel
 from vajra_py.experiment.backend import Outcome, Run
-from vajra_py.latency import ReplaysDurations, RooflineModel
+from vajra_py.latency import ReplaysDurations, RooflineModel, VariesSteps
 from vajra_py.plugins import Truth, build_latency_model, build_output_lengths
 from vajra_py.runtime.assembly import ModelFacts, Services, build_controller
 from vajra_py.runtime.clock import to_seconds
 from vajra_py.runtime.replica import Replica
-from vajra_py.sim.executor import PredictedTimer, RecordedTimer, SimulatedExecutor, StepTimer
+from vajra_py.runtime.seeds import SeedTree
+from vajra_py.sim.executor import PredictedTimer, RecordedTimer, SimulatedExecutor, StepTimer, VariedTimer
+from vajra_py.sim.factors import StepFactors
 from vajra_py.sim.simulator import SimulationOptions, Simulator
 
 
@@ -47,7 +49,7 @@ class SimulatedRun:
         self._simulator = Simulator(
             self.controller,
             executor,
-            _timers(latency, settings.scheduling_overhead_s),
+            _timers(latency, settings.scheduling_overhead_s, run.seeds.child("steps")),
             options,
             _counting(run, len(run.workload)),
         )
@@ -81,12 +83,20 @@ def model_facts(latency: LatencyModel) -> ModelFacts:
     )
 
 
-def _timers(latency: LatencyModel, overhead_s: float) -> Callable[[Replica], StepTimer]:
+def _timers(latency: LatencyModel, overhead_s: float, seeds: SeedTree) -> Callable[[Replica], StepTimer]:
     if isinstance(latency, ReplaysDurations):
         latency.restart()
         return lambda replica: RecordedTimer(latency.next_duration_s)
-    timer = PredictedTimer(latency, overhead_s)
-    return lambda replica: timer
+    variation = latency.variation if isinstance(latency, VariesSteps) else None
+    if variation is None:
+        timer = PredictedTimer(latency, overhead_s)
+        return lambda replica: timer
+
+    def varied(replica: Replica) -> VariedTimer:
+        factors = StepFactors(variation, seeds.child(replica.replicaset, str(replica.replica_id)))
+        return VariedTimer(latency, overhead_s, replica, factors)
+
+    return varied
 
 
 def _counting(run: Run, total: int) -> Callable[[int, float], None] | None:

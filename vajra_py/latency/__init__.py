@@ -20,9 +20,10 @@ from vajra_py.latency.prefill_time import PrefillTimeTable
 from vajra_py.latency.profiled import Profile, ProfiledModel, read_profile
 from vajra_py.latency.recorded import RecordedDurations, RecordedModel
 from vajra_py.latency.roofline import RooflineModel
-from vajra_py.latency.runs import PredictsDecodeRuns, ReplaysDurations
+from vajra_py.latency.runs import PredictsDecodeRuns, ReplaysDurations, VariesSteps
 from vajra_py.latency.specs import BUILTIN_LATENCY_MODELS, BUILTIN_OUTPUT_LENGTHS
 from vajra_py.latency.table import OperatorTableModel, TableOptions
+from vajra_py.latency.variation import Variation
 
 __all__ = [
     "BUILTIN_LATENCY_MODELS",
@@ -51,6 +52,8 @@ __all__ = [
     "RooflineModel",
     "TableConfig",
     "TableOptions",
+    "Variation",
+    "VariesSteps",
     "device_names",
     "device_sources",
     "kv_blocks_that_fit",

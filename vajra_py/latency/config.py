@@ -181,6 +181,7 @@ class ProfiledConfig(_Config):
 
     type: Literal["profiled"] = "profiled"
     path: str = Field(description="Profile that `vajra profile` wrote.")
+    variation: bool = Field(True, description="Equal steps of a simulation differ as much as those that were measured.")
 
     @field_validator("path")
     @classmethod
@@ -193,7 +194,7 @@ class ProfiledConfig(_Config):
         Raises:
             ConfigError: the file is missing or broken.
         """
-        return ProfiledModel(read_profile(self.path))
+        return ProfiledModel(read_profile(self.path), varies=self.variation)
 
 
 class ConstantConfig(_Config):

@@ -19,8 +19,9 @@ from vajra_py.latency.profiled import COEFFICIENTS, CURVES, Curve, StepFit
 
 Floats = npt.NDArray[np.float64]
 
-_KNOT_FACTORS = {"num_tokens": 2, "decode_context_tokens": 4, "prefill_attention_pairs": 4}
-"""Knots of each curve are powers of this: products change their kind at one row, two, a few; attention reads evenly."""
+_KNOTS = {"num_tokens": (8, 2), "decode_context_tokens": (1, 4), "prefill_attention_pairs": (1, 4)}
+"""Each curve has a knot at every number up to the first of these, and at powers of the second beyond: products of one row, two, a few are
+different algorithms; attention reads evenly."""
 _HUBER = 0.15
 """Relative error from which on a measurement counts less."""
 _ROUNDS = 8
@@ -46,7 +47,7 @@ def fit_steps(measured: Sequence[Measured]) -> StepFit:
     """The best fit. `ValueError` without measurements."""
     if not measured:
         raise ValueError("fit: there are no measurements")
-    knots = {name: _knots([getattr(one.shape, name) for one in measured], _KNOT_FACTORS[name]) for name in CURVES}
+    knots = {name: _knots([getattr(one.shape, name) for one in measured], *_KNOTS[name]) for name in CURVES}
     columns = [np.ones(len(measured))]
     for name in CURVES:
         values = np.array([float(getattr(one.shape, name)) for one in measured])
@@ -94,14 +95,14 @@ def errors_of(predict: Callable[[BatchShape], float], measured: Sequence[Measure
     return found
 
 
-def _knots(values: Sequence[int], factor: int) -> list[float]:
-    """0, powers of the factor, and the largest value, so that something lies in every segment."""
+def _knots(values: Sequence[int], singles: int, factor: int) -> list[float]:
+    """0, the first few numbers, powers of the factor, and the largest value, so that something lies in every segment."""
     largest = max(values)
     knots, top = [0.0], 1
     while top < largest:
         if any(knots[-1] < value <= top for value in values):
             knots.append(float(top))
-        top *= factor
+        top = top + 1 if top < singles else top * factor
     return [*knots, float(max(1, largest))]
 
 

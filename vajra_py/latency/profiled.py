@@ -21,6 +21,7 @@ import numpy.typing as npt
 from vajra_py.contract.latency import BatchShape
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency.catalog import read_json_file
+from vajra_py.latency.variation import Variation
 
 PROFILE_VERSION = 1
 PROFILE_KIND = "vajra-profile"
@@ -91,12 +92,14 @@ class Profile:
         facts: what was measured: model, device, sizes (`max_model_len`, `kv_bytes_per_token`, `block_size`, …), versions.
         errors: relative errors of the fit on shapes that it was not made from, by kind of shape.
         num_shapes: shapes that were measured.
+        variation: how much equal steps differ; None where each shape was measured once or twice.
     """
 
     fit: StepFit
     facts: Mapping[str, Any]
     errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     num_shapes: int = 0
+    variation: Variation | None = None
 
     def write(self, path: Path) -> None:
         """Write the profile as JSON."""
@@ -111,6 +114,8 @@ class Profile:
             "curves": {name: {"knots": list(c.knots), "values": list(c.values)} for name, c in fit.curves.items()},
             "coefficients": dict(fit.coefficients),
         }
+        if self.variation is not None:
+            data["variation"] = list(self.variation.factors)
         partial = path.with_suffix(path.suffix + ".partial")
         partial.write_text(json.dumps(data, indent=1) + "\n")
         partial.replace(path)
@@ -133,7 +138,8 @@ def read_profile(path: str | Path) -> Profile:
         curves = {name: _curve(data["curves"][name]) for name in CURVES}
         coefficients = {name: _number(data["coefficients"][name]) for name in COEFFICIENTS}
         fit = StepFit(_number(data["base_s"]), curves, coefficients)
-        return Profile(fit, dict(data["facts"]), data.get("errors", {}), int(data.get("num_shapes", 0)))
+        variation = Variation(tuple(map(_number, data["variation"]))) if "variation" in data else None
+        return Profile(fit, dict(data["facts"]), data.get("errors", {}), int(data.get("num_shapes", 0)), variation)
     except (KeyError, TypeError, ValueError) as error:
         message = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(Problem(where, f"is broken ({message})", "`vajra profile` writes it anew")) from error
@@ -153,12 +159,17 @@ def _number(value: Any) -> float:
 
 
 class ProfiledModel:
-    """A `LatencyModel` from a profile."""
+    """A `LatencyModel` from a profile.
+
+    Attributes:
+        variation: how much equal steps differ where they are simulated (see `VariesSteps`); policies are told their mean.
+    """
 
     num_stages = 1
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, *, varies: bool = True) -> None:
         self.profile = profile
+        self.variation = profile.variation if varies else None
         self._fit = profile.fit
 
     def stage_time_s(self, shape: BatchShape) -> float:

@@ -1,4 +1,4 @@
-"""What may a latency model offer beyond the contract? Both are optional; callers look for them with `isinstance`."""
+"""What may a latency model offer beyond the contract? All of it is optional; callers look for it with `isinstance`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+
+from vajra_py.latency.variation import Variation
 
 
 @runtime_checkable
@@ -20,6 +22,14 @@ class PredictsDecodeRuns(Protocol):
 
         Must equal `batch_time_s` asked step by step, bit for bit, so that it makes no difference which one a simulator uses.
         """
+
+
+@runtime_checkable
+class VariesSteps(Protocol):
+    """Knows how much equal steps differ. What it predicts is their mean; a simulator lets single steps take more or less."""
+
+    variation: Variation | None
+    """None: they do not differ."""
 
 
 @runtime_checkable

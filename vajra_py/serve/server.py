@@ -7,7 +7,6 @@ process ends. A second signal ends the wait.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import socket
 from collections.abc import Callable
@@ -96,12 +95,6 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def _keep_what_is_loaded() -> None:
-    """Let later garbage collections leave out the libraries' objects: going through them stops every stream for long."""
-    gc.collect()
-    gc.freeze()
-
-
 def serve(service: Service, on_listening: Callable[[str, int], None]) -> None:
     """Listen and answer until a signal comes. Raises what ended the engine, if anything did."""
     options = service.options
@@ -120,11 +113,9 @@ def serve(service: Service, on_listening: Callable[[str, int], None]) -> None:
     server = DrainingServer(config, service)
     host, port = bound.getsockname()[:2]
     server.on_listening = lambda: on_listening(host, port)
-    service.session.on_loaded = _keep_what_is_loaded
     try:
         server.run(sockets=[bound])
     finally:
-        gc.unfreeze()
         bound.close()
     if service.session.error is not None:
         raise service.session.error

@@ -112,8 +112,6 @@ class EngineSession:
         """Called in the engine's thread when the engine is loaded; they say who watches it."""
         self.on_formed: Callable[[str, float], None] | None = None
         """Told how long forming each step took; `watchers` may set it."""
-        self.on_loaded: Callable[[], None] | None = None
-        """Called in the engine's thread when everything is loaded, before a request is taken."""
         self.clock_zero_ns = 0
         """When the engine's clock began, nanoseconds since 1970."""
         self._parts = parts
@@ -311,8 +309,6 @@ class EngineSession:
         self._loop.on_formed = self.on_formed
         if recording is not None:
             self._loop.on_ended = recording.ended
-        if self.on_loaded is not None:
-            self.on_loaded()
         with self._gate:
             self._takes = True
         self._set_state(SessionState.READY)

@@ -16,6 +16,7 @@ from sortedcontainers import SortedDict
 from vajra_py.contract import EndReason, ReadsNoLoad
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.clock import NEVER, to_seconds, to_ticks
+from vajra_py.runtime.collector import rare_collections
 from vajra_py.runtime.content_of import facts_of, keys_of
 from vajra_py.runtime.controller import EXPIRED, TAKEN_BACK, Controller
 from vajra_py.runtime.executor import StepPlan
@@ -25,7 +26,6 @@ from vajra_py.runtime.replicaset import Replicaset
 from vajra_py.runtime.request import Request, RequestState
 from vajra_py.runtime.swapping import PolicyChange
 from vajra_py.sim.clocks import ReplicaClock
-from vajra_py.sim.collector import rare_collections
 from vajra_py.sim.events import EventQueue, Phase
 from vajra_py.sim.executor import SimulatedExecutor, StepTimer
 from vajra_py.sim.runs import FIRST_STEPS, MAX_STEPS, TimesRuns
