@@ -4,10 +4,14 @@
 policies on every workload on the engine, simulates the same requests with the profile, and prints the errors of TTFT, TBT and
 E2E, and how both order the policies. The engine keeps the time of a machine of steady pace
 (`vajra_py.experiment.steady`): a reference batch after each step tells how fast the machine is, and its pace is taken out of
-the times; on a clock on the wall (`--wall`), two equal runs on a shared machine differ by more than what is looked for. Of
-several runs the median counts, and how far the others lie from it is shown; a run beside other work is repeated. What is in
-DIR already is not measured again, so the phases can be run one by one (`--only profile`, `--only light`, …), and a broken-off
-comparison goes on. DIR/prediction.json gets all figures.
+the times; on a clock on the wall (`--wall`), two equal runs on a shared machine differ by more than what is looked for.
+
+A machine that others use too is not the same after ten minutes, and not all steps slow down alike. So the profile that the
+simulation is made with is measured in turns with the runs, some of its shapes before each; what the engine's policies are told
+that steps will take, they know from a short profile beforehand, and they are told the same in the simulation. Of several runs
+the median counts, and of as many simulations, whose steps vary differently; how far the runs lie apart is shown; a run beside
+other work is repeated. What is in DIR already is not measured again: a broken-off comparison goes on, and when all is there, it is
+only simulated anew. DIR/prediction.json gets all figures.
 """
 
 from __future__ import annotations
@@ -16,19 +20,19 @@ import argparse
 import json
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
 
 from vajra_py import __version__
-from vajra_py.config import ExperimentConfig, config_from_mapping
+from vajra_py.config import ExperimentConfig, TypedChoice, config_from_mapping
 from vajra_py.engine.compute import ModelRunner, RunnerOptions, load_runner
 from vajra_py.engine.tiny import write_tiny_model
 from vajra_py.experiment.backend import Backend, Run
@@ -38,14 +42,17 @@ from vajra_py.experiment.other_load import OtherLoad
 from vajra_py.experiment.profiling import ProfileSettings, profile_config, profile_model
 from vajra_py.experiment.run import run_experiment
 from vajra_py.experiment.steady import SteadyClock, SteadyRunner
-from vajra_py.experiment.validation import METRICS, validate
+from vajra_py.experiment.validation import METRICS, Assumed, validate
 from vajra_py.latency import read_profile
 from vajra_py.metrics.run_data import RunData
 
+FIRST_PROFILE, PROFILE = "first-profile.json", "profile.json"
+FIRST_PASSES = 3
 QUANTILES = ("p50", "p90")
 TOLERANCE = 0.10
 _QUIET_CORES = 0.15
 _MOST_TRIES = 10
+_NOTE = "slowness.json"
 ENGINE = {"num_threads": 1}
 REPLICA = {"max_batch_size": 24, "max_batch_tokens": 1024, "max_model_len": 640}
 POLICIES: Mapping[str, Mapping[str, Any]] = {
@@ -74,7 +81,7 @@ class Load:
 
 
 LOADS = {
-    "light": Load(rate=1.5, num_requests=30, num_blocks=600),
+    "light": Load(rate=1.5, num_requests=45, num_blocks=600),
     "heavy": Load(rate=14.0, num_requests=90, num_blocks=600),
     "starved": Load(rate=8.0, num_requests=60, num_blocks=80),
 }
@@ -102,27 +109,47 @@ def experiment(model: Path, load_name: str, policy: str) -> ExperimentConfig:
                 "engine": {
                     "model": str(model),
                     **ENGINE,
-                    "latency": {"type": "profiled", "path": str(model / "profile.json")},
+                    "latency": {"type": "profiled", "path": str(model / FIRST_PROFILE)},
                 }
             },
         }
     )
 
 
-def prepare(folder: Path, size: str, passes: int) -> Path:
-    """The model and its profile; made where they are not there."""
-    model = folder / "model"
-    if not model.exists():
-        write_tiny_model(model, size=size)
-    target = model / "profile.json"
-    if not target.exists():
-        made = profile_config(model, {"replica": REPLICA, "backend": {"engine": ENGINE}})
-        settings = ProfileSettings(made, passes)
-        profile = profile_model(settings, target)
-        print(
-            f"profile: others took {profile.facts['other_load_cores']:.2f} cores, errors {json.dumps(profile.errors)}"
-        )
-    return model
+class _Enough(Exception):
+    """So much of the profile is measured for now."""
+
+
+class Profiles:
+    """The model and its two profiles: a short one first, which policies are told, and one in turns with the runs."""
+
+    def __init__(self, folder: Path, size: str, passes: int) -> None:
+        self.model = folder / "model"
+        if not self.model.exists():
+            write_tiny_model(self.model, size=size)
+        self._config = profile_config(self.model, {"replica": REPLICA, "backend": {"engine": ENGINE}})
+        if not (self.model / FIRST_PROFILE).exists():
+            profile_model(ProfileSettings(self._config, FIRST_PASSES), self.model / FIRST_PROFILE)
+        self.reference_s = float(read_profile(self.model / FIRST_PROFILE).facts["reference_s"])
+        """What the reference takes at the pace that counts, in the profile and in the runs."""
+        self._settings = ProfileSettings(self._config, passes, seed=1, reference_s=self.reference_s)
+        self.file = self.model / PROFILE
+
+    def go_on(self, turns_left: int) -> None:
+        """Measure as much of the profile as is due when so many turns are left; with none left, all of it."""
+        if self.file.exists():
+            return
+        first: list[int] = []
+
+        def report(done: int, total: int) -> None:
+            first.append(done)
+            due = first[0] + (total - first[0]) // (turns_left + 1)
+            if turns_left and done >= due:
+                raise _Enough
+
+        with suppress(_Enough):
+            profile = profile_model(self._settings, self.file, report)
+            print(f"profile: errors {json.dumps(profile.errors)}")
 
 
 # One workload
@@ -139,7 +166,7 @@ class Compared:
     load: str
     policy: str
     runs: Sequence[Figures]
-    simulated: Figures
+    simulations: Sequence[Figures]
     num_preemptions: int
     slowness: Sequence[float]
     """How slow the machine was in each run, as a multiple of its pace in the profile."""
@@ -147,7 +174,12 @@ class Compared:
     @property
     def measured(self) -> Figures:
         """The median of the runs."""
-        return {key: median(run[key] for run in self.runs) for key in self.simulated}
+        return medians(self.runs)
+
+    @property
+    def simulated(self) -> Figures:
+        """The median of the simulations."""
+        return medians(self.simulations)
 
     def error(self, key: tuple[str, str]) -> float:
         """Simulated over measured, less 1."""
@@ -158,16 +190,26 @@ class Compared:
         return max((run[key] / self.measured[key] - 1.0 for run in self.runs), key=abs)
 
 
+def medians(found: Sequence[Figures]) -> Figures:
+    """Of each number."""
+    return {key: median(one[key] for one in found) for key in found[0]}
+
+
 class Engines:
     """Runs experiments on the engine, on the wall's clock or on a steady one."""
 
-    def __init__(self, model: Path, wall: bool) -> None:
-        self._typical_s = float(read_profile(model / "profile.json").facts["reference_s"])
+    def __init__(self, typical_s: float, wall: bool) -> None:
+        self._typical_s = typical_s
         self._wall = wall
 
-    def run(self, config: ExperimentConfig, folder: Path) -> tuple[RunData, float]:
-        """The run of a folder, and how slow the machine was; made where it is not there."""
-        note = folder / "slowness.json"
+    @staticmethod
+    def is_there(folder: Path) -> bool:
+        """Whether the run was made and counts."""
+        return (folder / _NOTE).exists()
+
+    def run(self, config: ExperimentConfig, folder: Path) -> None:
+        """Make the run of a folder, with a note of how slow the machine was."""
+        note = folder / _NOTE
         for _ in range(_MOST_TRIES):
             if note.exists():
                 break
@@ -182,7 +224,6 @@ class Engines:
                 print(f"{folder.name}: other processes took {cores:.2f} cores, and it is run again", file=sys.stderr)
         if not note.exists():
             raise SystemExit(f"{folder.name}: other work never leaves the machine alone. Stop it, and run this again.")
-        return RunData.load(folder), json.loads(note.read_text())
 
     def _backend(self, slowness: list[float], run: Run) -> Backend:
         if self._wall:
@@ -207,25 +248,51 @@ class Engines:
         return EngineRun(run, load=load, make_clock=lambda: clocks[0].start())
 
 
-def compare(folder: Path, model: Path, load_name: str, options: argparse.Namespace) -> Iterator[Compared]:
-    """Run and simulate every combination; runs that are there are not repeated, simulations are."""
-    engines = Engines(model, options.wall)
-    runs: dict[str, list[tuple[RunData, float]]] = {policy: [] for policy in POLICIES}
-    for turn in range(options.rounds):
-        for policy, found in runs.items():
-            config = experiment(model, load_name, policy)
-            name = f"{config.name}-{'wall' if options.wall else 'steady'}-{turn}"
-            found.append(engines.run(config, folder / "runs" / name))
-    for policy, found in runs.items():
-        first = found[0][0]
-        yield Compared(
-            load_name,
-            policy,
-            [figures(run) for run, _ in found],
-            figures(validate(first, experiment(model, load_name, policy)).simulated),
-            sum(first.requests().column("num_preemptions").to_pylist()),
-            [slowness for _, slowness in found],
-        )
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One run of the engine."""
+
+    load: str
+    policy: str
+    folder: Path
+
+
+def turns_of(folder: Path, options: argparse.Namespace) -> list[Turn]:
+    """All runs, so that each combination is spread over the whole time."""
+    kind = "wall" if options.wall else "steady"
+    return [
+        Turn(load, policy, folder / "runs" / f"{load}-{list(POLICIES).index(policy)}-{kind}-{turn}")
+        for turn in range(options.rounds)
+        for load in LOADS
+        for policy in POLICIES
+    ]
+
+
+def measure(turns: Sequence[Turn], profiles: Profiles, wall: bool) -> None:
+    """Make the runs that are not there, and the profile between them."""
+    engines = Engines(profiles.reference_s, wall)
+    missing = [turn for turn in turns if not engines.is_there(turn.folder)]
+    for number, turn in enumerate(missing):
+        profiles.go_on(len(missing) - number)
+        print(f"run {number + 1} of {len(missing)}: {turn.folder.name}", file=sys.stderr)
+        engines.run(experiment(profiles.model, turn.load, turn.policy), turn.folder)
+    profiles.go_on(0)
+
+
+def compare(load_name: str, policy: str, folders: Sequence[Path], profiles: Profiles) -> Compared:
+    """The runs of one combination on one workload, and their simulations."""
+    config = experiment(profiles.model, load_name, policy)
+    latency = TypedChoice.model_validate({"type": "profiled", "path": str(profiles.file)})
+    runs = [RunData.load(folder) for folder in folders]
+    simulated = [validate(run, config, assumed=Assumed(latency, seed)).simulated for seed, run in enumerate(runs)]
+    return Compared(
+        load_name,
+        policy,
+        [figures(run) for run in runs],
+        [figures(run) for run in simulated],
+        sum(runs[0].requests().column("num_preemptions").to_pylist()),
+        [json.loads((folder / _NOTE).read_text()) for folder in folders],
+    )
 
 
 def figures(run: RunData) -> Figures:
@@ -290,9 +357,9 @@ def show(compared: Sequence[Compared]) -> bool:
     return within
 
 
-def write(file: Path, model: Path, compared: Sequence[Compared], wall: bool) -> None:
+def write(file: Path, profiles: Profiles, compared: Sequence[Compared], wall: bool) -> None:
     """All figures, as JSON."""
-    profile = read_profile(model / "profile.json")
+    profile = read_profile(profiles.file)
 
     def named(values: Figures) -> dict[str, float]:
         return {f"{metric}.{quantile}": value for (metric, quantile), value in values.items()}
@@ -302,7 +369,7 @@ def write(file: Path, model: Path, compared: Sequence[Compared], wall: bool) -> 
             "workload": one.load,
             "policies": one.policy,
             "measured_s": [named(run) for run in one.runs],
-            "simulated_s": named(one.simulated),
+            "simulated_s": [named(run) for run in one.simulations],
             "num_preemptions": one.num_preemptions,
             "slowness": one.slowness,
         }
@@ -324,25 +391,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="where model, profile and runs are kept")
     parser.add_argument("--size", default="10m", help="of the model: 1m, 10m or 30m")
-    parser.add_argument("--only", choices=("profile", *LOADS), action="append", help="this phase alone")
-    parser.add_argument("--passes", type=int, default=5, help="measurements of each shape in the profile")
+    parser.add_argument("--passes", type=int, default=8, help="measurements of each shape in the profile")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each combination on the engine")
     parser.add_argument("--wall", action="store_true", help="the engine keeps the wall's time")
-    parser.add_argument("--profile-anew", action="store_true", help="measure the profile again")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    if options.profile_anew:
-        (options.folder / "model" / "profile.json").unlink(missing_ok=True)
-        shutil.rmtree(options.folder / "runs", ignore_errors=True)
-    model = prepare(options.folder, options.size, options.passes)
-    loads = [name for name in LOADS if not options.only or name in options.only]
-    compared = [one for name in loads for one in compare(options.folder, model, name, options)]
-    if not compared:
-        return 0
+    profiles = Profiles(options.folder, options.size, options.passes)
+    turns = turns_of(options.folder, options)
+    measure(turns, profiles, options.wall)
+    compared = [
+        compare(load, policy, [one.folder for one in turns if (one.load, one.policy) == (load, policy)], profiles)
+        for load, policy in product(LOADS, POLICIES)
+    ]
     within = show(compared)
-    if not options.only:
-        write(options.folder / "prediction.json", model, compared, options.wall)
-        print(f"written: {options.folder / 'prediction.json'}")
+    write(options.folder / "prediction.json", profiles, compared, options.wall)
+    print(f"written: {options.folder / 'prediction.json'}")
     return 0 if within else 1
 
 

@@ -83,16 +83,6 @@ def test_a_table_has_one_source() -> None:
             build("table", **parameters)
 
 
-def test_a_recording_takes_its_predictions_from_any_other_model(tmp_path: Path) -> None:
-    steps = tmp_path / "steps.csv"
-    steps.write_text("replica_id,step_index,duration_s\n0,0,0.25\n")
-    model = build("recorded", steps=str(steps), predictions={"type": "constant", "step_time_s": 0.125})
-    assert model.next_duration_s(0) == 0.25
-    assert model.batch_time_s(BatchShape(1, 1)) == 0.125
-    with pytest.raises(ValidationError, match="predictions"):
-        build("recorded", steps=str(steps), predictions={"type": "recorded", "steps": str(steps)})
-
-
 def test_constant_and_affine_models_are_their_formulas() -> None:
     assert build("constant", step_time_s=0.5).batch_time_s(BatchShape(3, 30)) == 0.5
     model = build(

@@ -191,8 +191,9 @@ class PluginParts:
         """Complete what a backend's policies ask for predictions, where the section names it."""
         if not isinstance(section, dict):
             return
-        if section.get("latency") is not None:
-            section["latency"] = self._typed((*path, "latency"), self._registry.latency_models, "a latency model")
+        for key in ("latency", "predictions"):
+            if section.get(key) is not None:
+                section[key] = self._typed((*path, key), self._registry.latency_models, "a latency model")
         if section.get("output_length") is not None:
             offers = self._registry.output_lengths
             section["output_length"] = self._typed((*path, "output_length"), offers, "an output-length predictor")

@@ -33,8 +33,9 @@ def json_schema(registry: Registry) -> Schema:
         }
     properties["preset"] = definitions["SchedulingConfig"]["properties"]["preset"] = presets
     simulator: Schema = definitions["SimulatorConfig"]["properties"]
-    simulator["latency"] = _typed(registry.latency_models, definitions, simulator["latency"])
-    simulator["output_length"] = _typed(registry.output_lengths, definitions, simulator["output_length"])
+    latency = _typed(registry.latency_models, definitions, simulator["latency"])
+    length = _typed(registry.output_lengths, definitions, simulator["output_length"])
+    typed = {"latency": latency, "predictions": latency, "output_length": length}
     properties["observers"] = {
         "type": "array",
         "description": properties["observers"].get("description", ""),
@@ -51,7 +52,7 @@ def json_schema(registry: Registry) -> Schema:
     # Backends, and what a replicaset sets in place of its backend's.
     for definition in (*backend["properties"].values(), *definitions.values()):
         own: Schema = definition.get("properties", {})
-        own.update({key: simulator[key] for key in ("latency", "output_length") if "TypedChoice" in str(own.get(key))})
+        own.update({key: _in_place_of(own[key], typed[key]) for key in typed if "TypedChoice" in str(own.get(key))})
     for name in ("PolicyChoice", "TypedChoice"):
         definitions.pop(name, None)
     for name in ("SchedulingConfig", "ReplicasetConfig"):
@@ -72,6 +73,12 @@ def _policy_variants(layer: Layer, registry: Registry, definitions: Schema) -> I
             "required": required,
             "additionalProperties": False,
         }
+
+
+def _in_place_of(general: Schema, typed: Schema) -> Schema:
+    """The typed schema with the general one's description, and null where that allows it."""
+    nothing = [{"type": "null"}] if {"type": "null"} in general.get("anyOf", []) else []
+    return {"description": general.get("description", ""), "oneOf": [*typed["oneOf"], *nothing]}
 
 
 def _typed(

@@ -15,7 +15,7 @@ from vajra_py.contract import Layer
 from vajra_py.errors import UnknownNameError, did_you_mean
 from vajra_py.plugins import Registry
 
-CHOICES: Sequence[KeyPath] = (("backend", "simulator", "latency"), ("backend", "simulator", "output_length"))
+CHOICES: Sequence[KeyPath] = tuple(("backend", "simulator", key) for key in ("latency", "predictions", "output_length"))
 
 
 def long_forms(root: Node) -> Node:

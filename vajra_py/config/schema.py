@@ -234,6 +234,9 @@ class SimulatorConfig(Section):
     """Predict how long steps take instead of computing them."""
 
     latency: TypedChoice = Field(description="Latency model: `{type: roofline, …}`.")
+    predictions: TypedChoice | None = Field(
+        None, description="Latency model that policies ask for predictions; null: `latency`, which is then never wrong."
+    )
     output_length: TypedChoice = Field(
         default_factory=lambda: TypedChoice(type="none"), description="What policies are told about output lengths."
     )

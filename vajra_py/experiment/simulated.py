@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from vajra_py.config import TypedChoice
 from vajra_py.contract import LatencyModel
+from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.backend import Outcome, Run
-from vajra_py.latency import ReplaysDurations, RooflineModel, VariesSteps
-from vajra_py.plugins import Truth, build_latency_model, build_output_lengths
+from vajra_py.latency import ReplaysDurations, RooflineModel
+from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
 from vajra_py.runtime.assembly import ModelFacts, Services, build_controller
 from vajra_py.runtime.clock import to_seconds
 from vajra_py.runtime.replica import Replica
 from vajra_py.runtime.seeds import SeedTree
-from vajra_py.sim.executor import PredictedTimer, RecordedTimer, SimulatedExecutor, StepTimer, VariedTimer
-from vajra_py.sim.factors import StepFactors
+from vajra_py.sim.executor import RecordedTimer, SimulatedExecutor, StepTimer, predicted_timers
 from vajra_py.sim.simulator import SimulationOptions, Simulator
 
 
@@ -25,6 +26,7 @@ class SimulatedRun:
         settings = run.config.backend.settings
         self._workload = run.workload
         latency = build_latency_model(settings.latency.type, settings.latency.params, run.registry)
+        told = _told(latency, settings.predictions, run.registry)
         seeds = run.seeds.child("policies")
         oracle = settings.output_length.type in ("oracle", "noisy_oracle")
         lengths = {spec.request_id: spec.num_output_tokens for spec in run.workload} if oracle else {}
@@ -35,7 +37,7 @@ class SimulatedRun:
         executor = SimulatedExecutor()
         services = Services(
             registry=run.registry,
-            latency=latency,
+            latency=told,
             output_lengths=predictor,
             seeds=seeds,
             facts=model_facts(latency),
@@ -71,6 +73,17 @@ class SimulatedRun:
         return to_seconds(self._simulator.now), self._simulator.num_steps
 
 
+def _told(latency: LatencyModel, choice: TypedChoice | None, registry: Registry) -> LatencyModel:
+    """What policies ask for predictions, in place of what steps take. Raises `ConfigError` where the two cannot be of one replica."""
+    if choice is None:
+        return latency
+    told = build_latency_model(choice.type, choice.params, registry)
+    if told.num_stages != latency.num_stages and not isinstance(latency, ReplaysDurations):
+        message = f"is of {told.num_stages} pipeline stages, and the latency model of {latency.num_stages}"
+        raise ConfigError(Problem("backend.simulator.predictions", message, "Allowed: a model of as many"))
+    return told
+
+
 def model_facts(latency: LatencyModel) -> ModelFacts:
     """What a latency model knows about memory and lengths."""
     if not isinstance(latency, RooflineModel):
@@ -87,16 +100,7 @@ def _timers(latency: LatencyModel, overhead_s: float, seeds: SeedTree) -> Callab
     if isinstance(latency, ReplaysDurations):
         latency.restart()
         return lambda replica: RecordedTimer(latency.next_duration_s)
-    variation = latency.variation if isinstance(latency, VariesSteps) else None
-    if variation is None:
-        timer = PredictedTimer(latency, overhead_s)
-        return lambda replica: timer
-
-    def varied(replica: Replica) -> VariedTimer:
-        factors = StepFactors(variation, seeds.child(replica.replicaset, str(replica.replica_id)))
-        return VariedTimer(latency, overhead_s, replica, factors)
-
-    return varied
+    return predicted_timers(latency, seeds, overhead_s)
 
 
 def _counting(run: Run, total: int) -> Callable[[int, float], None] | None:

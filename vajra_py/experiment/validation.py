@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vajra_py.config import BackendConfig, ExperimentConfig, SimulatorConfig
+from vajra_py.config import BackendConfig, ExperimentConfig, SimulatorConfig, TypedChoice
 from vajra_py.engine.config import EngineConfig
 from vajra_py.errors import ConfigError, Problem, RunError
 from vajra_py.experiment.backend import Backend, Run
@@ -23,6 +23,7 @@ from vajra_py.experiment.simulated import SimulatedRun
 from vajra_py.metrics.run_data import RunData
 from vajra_py.plugins import Registry
 from vajra_py.runtime.input_log import read_rows
+from vajra_py.runtime.seeds import SeedTree
 from vajra_py.workload import Workload
 
 METRICS = ("ttft_s", "tbt_s", "e2e_s")
@@ -74,30 +75,47 @@ def check_validation(config: ExperimentConfig) -> None:
         raise ConfigError(Problem("backend.engine.latency", message, allowed))
 
 
-def validate(measured: RunData, config: ExperimentConfig, registry: Registry | None = None) -> Validation:
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """What a simulation takes for granted in place of what the engine's configuration says.
+
+    Attributes:
+        latency: what steps take; None: what policies are told that they take.
+        seed: of what differs from step to step; None: the run's.
+    """
+
+    latency: TypedChoice | None = None
+    seed: int | None = None
+
+
+def validate(
+    measured: RunData, config: ExperimentConfig, registry: Registry | None = None, assumed: Assumed | None = None
+) -> Validation:
     """Simulate a finished run of the engine and compare; `config` is the run's.
 
     Raises `ConfigError` (see `check_validation`), `RunError` when the run is not whole.
     """
+    assumed = assumed or Assumed()
     check_validation(config)
     if not measured.is_finished:
         raise RunError(str(Problem(str(measured.path), "is not a finished run", "Run it again")))
     simulated = run_experiment(
-        _simulation_of(config, measured.path),
+        _simulation_of(config, measured.path, assumed.latency),
         folder=measured.path / SIMULATED,
         registry=registry,
         overwrite=True,
-        backend=lambda run: _as_served(run, config, measured.path),
+        backend=lambda run: _as_served(run, config, measured.path, assumed.seed),
     )
     return Validation(measured, simulated, _errors(measured, simulated))
 
 
-def _simulation_of(config: ExperimentConfig, path: Path) -> ExperimentConfig:
+def _simulation_of(config: ExperimentConfig, path: Path, latency: TypedChoice | None) -> ExperimentConfig:
     engine: EngineConfig = config.backend.settings
     assert engine.latency is not None  # it was checked
     facts = json.loads((path / ENGINE_FILE).read_text())
     simulator = SimulatorConfig(
-        latency=engine.latency,
+        latency=latency or engine.latency,
+        predictions=engine.latency if latency else None,
         output_length=engine.output_length,
         warmup_s=engine.warmup_s,
         warmup_requests=engine.warmup_requests,
@@ -108,7 +126,7 @@ def _simulation_of(config: ExperimentConfig, path: Path) -> ExperimentConfig:
     )
 
 
-def _as_served(run: Run, config: ExperimentConfig, path: Path) -> Backend:
+def _as_served(run: Run, config: ExperimentConfig, path: Path, seed: int | None) -> Backend:
     """The simulation with the engine's arrival times and the lengths that it put out."""
     engine: EngineConfig = config.backend.settings
     lengths = {row["request_id"]: len(row["token_ids"]) for row in read_rows(path / OUTPUTS_FILE)}
@@ -118,7 +136,7 @@ def _as_served(run: Run, config: ExperimentConfig, path: Path) -> Backend:
     if not engine.sampling.ignore_eos:
         specs = [replace(spec, num_output_tokens=max(1, lengths.get(spec.request_id, 1))) for spec in workload]
         workload = Workload.from_requests(specs, workload.name)
-    return SimulatedRun(replace(run, workload=workload))
+    return SimulatedRun(replace(run, workload=workload, seeds=run.seeds if seed is None else SeedTree(seed)))
 
 
 def _errors(measured: RunData, simulated: RunData) -> tuple[MetricError, ...]:

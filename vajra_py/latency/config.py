@@ -232,19 +232,11 @@ class AffineConfig(_Config):
         return AffineModel(**self.model_dump(exclude={"type"}))
 
 
-Predictions = Annotated[
-    RooflineConfig | TableConfig | ProfiledConfig | ConstantConfig | AffineConfig, Field(discriminator="type")
-]
-
-
 class RecordedConfig(_Config):
     """`type: recorded`: the step durations of an earlier run, in order."""
 
     type: Literal["recorded"] = "recorded"
     steps: str = Field(description="Steps table of the recorded run (columns replica_id, step_index, duration_s).")
-    predictions: Predictions | None = Field(
-        None, description="Latency model that policies ask; that of the recorded run, to replay its decisions."
-    )
 
     @field_validator("steps")
     @classmethod
@@ -257,8 +249,7 @@ class RecordedConfig(_Config):
         Raises:
             ConfigError: the table is missing or broken.
         """
-        predictions = self.predictions.build() if self.predictions is not None else None
-        return RecordedModel(RecordedDurations.from_steps_table(self.steps), predictions)
+        return RecordedModel(RecordedDurations.from_steps_table(self.steps))
 
 
 class NoLengthsConfig(_Config):

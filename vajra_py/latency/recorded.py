@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 
-from vajra_py.contract.latency import BatchShape, LatencyModel
+from vajra_py.contract.latency import BatchShape
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.latency.tabular import read_columns
 
@@ -99,35 +99,25 @@ def _by_replica(rows: Iterable[tuple[float, float, float]], source: str) -> dict
 
 
 class RecordedModel:
-    """A recording for the executor, and a latency model for the policies that ask what a batch would take.
+    """A recording in the place of a latency model: a simulator takes its durations, and nobody can ask it anything.
 
-    To replay a run decision for decision, `predictions` must be the model that the recorded run's policies asked.
+    Policies that ask need `backend.simulator.predictions`; to replay a run decision for decision, that must be the model that the
+    recorded run's policies asked.
     """
 
-    def __init__(self, durations: RecordedDurations, predictions: LatencyModel | None = None) -> None:
-        self.durations = durations
-        self._predictions = predictions
+    num_stages = 1
 
-    @property
-    def num_stages(self) -> int:
-        """Pipeline stages of the prediction model; 1 without one."""
-        return self._predictions.num_stages if self._predictions is not None else 1
+    def __init__(self, durations: RecordedDurations) -> None:
+        self.durations = durations
 
     def stage_time_s(self, shape: BatchShape) -> float:
-        """Seconds that the prediction model gives for the slowest stage.
+        """Raises `ExecutorError`: a recording knows what was, not what would be."""
+        raise ExecutorError(
+            "recorded latency: a policy asked for a prediction, which a recording cannot give. "
+            "Set backend.simulator.predictions to the latency model of the recorded run."
+        )
 
-        Raises:
-            ExecutorError: there is no prediction model.
-        """
-        return self._asked().stage_time_s(shape)
-
-    def batch_time_s(self, shape: BatchShape) -> float:
-        """Seconds that the prediction model gives.
-
-        Raises:
-            ExecutorError: there is no prediction model.
-        """
-        return self._asked().batch_time_s(shape)
+    batch_time_s = stage_time_s
 
     def next_duration_s(self, replica_id: int, step_index: int | None = None) -> float:
         """Seconds of the replica's next recorded step; see `RecordedDurations`."""
@@ -136,11 +126,3 @@ class RecordedModel:
     def restart(self) -> None:
         """Begin every replica's recording anew."""
         self.durations.restart()
-
-    def _asked(self) -> LatencyModel:
-        if self._predictions is None:
-            raise ExecutorError(
-                "recorded latency: a policy asked for a prediction, which a recording cannot give. "
-                "Set predictions to the latency model of the recorded run."
-            )
-        return self._predictions

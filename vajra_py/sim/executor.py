@@ -8,10 +8,12 @@ from typing import Protocol
 import numpy as np
 
 from vajra_py.contract import LatencyModel
+from vajra_py.latency import VariesSteps
 from vajra_py.runtime.clock import to_ticks
 from vajra_py.runtime.executor import StepPlan, StepResult
 from vajra_py.runtime.replica import Replica
 from vajra_py.runtime.request import Request
+from vajra_py.runtime.seeds import SeedTree
 from vajra_py.sim.factors import StepFactors
 from vajra_py.sim.runs import decode_run_times_s, run_ends_of
 
@@ -64,6 +66,22 @@ class VariedTimer:
         seconds = np.asarray(self._decode_run_times_s(num_decodes, first_context_tokens, num_steps))
         factors = self._factors.of(self._replica.num_steps - 1, num_steps)
         return run_ends_of(now, seconds * factors, self._overhead_ticks)
+
+
+def predicted_timers(
+    latency: LatencyModel, seeds: SeedTree, overhead_s: float = 0.0
+) -> Callable[[Replica], PredictedTimer | VariedTimer]:
+    """The timer of each replica, whose steps differ where the latency model says so."""
+    variation = latency.variation if isinstance(latency, VariesSteps) else None
+    if variation is None:
+        timer = PredictedTimer(latency, overhead_s)
+        return lambda replica: timer
+
+    def varied(replica: Replica) -> VariedTimer:
+        factors = StepFactors(variation, seeds.child(replica.replicaset, str(replica.replica_id)))
+        return VariedTimer(latency, overhead_s, replica, factors)
+
+    return varied
 
 
 class RecordedTimer:

@@ -43,7 +43,7 @@ from vajra_py.runtime.replicaset import AdmissionLimits, Replicaset
 from vajra_py.runtime.request import Request, RequestState
 from vajra_py.runtime.seeds import SeedTree
 from vajra_py.runtime.shared_queue import SharedAccess
-from vajra_py.sim.executor import PredictedTimer, SimulatedExecutor
+from vajra_py.sim.executor import PredictedTimer, SimulatedExecutor, predicted_timers
 from vajra_py.sim.simulator import SimulationOptions, Simulator
 from vajra_py.workload.request import RequestSpec
 
@@ -370,7 +370,7 @@ class Harness:
 
     def simulator(self, options: SimulationOptions) -> Simulator:
         """A simulator of these replicas with rules of your own, at time 0; for one run."""
-        return Simulator(self.controller, self._executor, lambda replica: self._timer, options)
+        return Simulator(self.controller, self._executor, predicted_timers(self.options.latency, SeedTree(self.options.seed)), options)
 
     def run(self, workload: Iterable[RequestSpec]) -> Sequence[Step]:
         """Simulate a workload to its end and return its steps, in the order in which they end.
