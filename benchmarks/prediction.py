@@ -9,7 +9,7 @@ the times; on a clock on the wall (`--wall`), two equal runs on a shared machine
 A machine that others use too is not the same after ten minutes, and not all steps slow down alike. So the profile that the
 simulation is made with is measured in turns with the runs, some of its shapes before each; what the engine's policies are told
 that steps will take, they know from a short profile beforehand, and they are told the same in the simulation. Of several runs
-the median counts, and of as many simulations, whose steps vary differently; how far the runs lie apart is shown; a run beside
+the median counts, and of several simulations, whose steps vary differently; how far the runs lie apart is shown; a run beside
 other work is repeated. What is in DIR already is not measured again: a broken-off comparison goes on, and when all is there, it is
 only simulated anew. DIR/prediction.json gets all figures.
 """
@@ -47,7 +47,7 @@ from vajra_py.latency import read_profile
 from vajra_py.metrics.run_data import RunData
 
 FIRST_PROFILE, PROFILE = "first-profile.json", "profile.json"
-FIRST_PASSES = 3
+FIRST_PASSES, SIMULATIONS = 3, 9
 QUANTILES = ("p50", "p90")
 TOLERANCE = 0.10
 _QUIET_CORES = 0.15
@@ -81,7 +81,7 @@ class Load:
 
 
 LOADS = {
-    "light": Load(rate=1.5, num_requests=45, num_blocks=600),
+    "light": Load(rate=1.5, num_requests=30, num_blocks=600),
     "heavy": Load(rate=14.0, num_requests=90, num_blocks=600),
     "starved": Load(rate=8.0, num_requests=60, num_blocks=80),
 }
@@ -123,7 +123,7 @@ class _Enough(Exception):
 class Profiles:
     """The model and its two profiles: a short one first, which policies are told, and one in turns with the runs."""
 
-    def __init__(self, folder: Path, size: str, passes: int) -> None:
+    def __init__(self, folder: Path, size: str, passes: int, wall: bool) -> None:
         self.model = folder / "model"
         if not self.model.exists():
             write_tiny_model(self.model, size=size)
@@ -132,8 +132,9 @@ class Profiles:
             profile_model(ProfileSettings(self._config, FIRST_PASSES), self.model / FIRST_PROFILE)
         self.reference_s = float(read_profile(self.model / FIRST_PROFILE).facts["reference_s"])
         """What the reference takes at the pace that counts, in the profile and in the runs."""
-        self._settings = ProfileSettings(self._config, passes, seed=1, reference_s=self.reference_s)
-        self.file = self.model / PROFILE
+        paced = None if wall else self.reference_s
+        self._settings = ProfileSettings(self._config, passes, seed=1, reference_s=paced)
+        self.file = self.model / (("wall-" if wall else "steady-") + PROFILE)
 
     def go_on(self, turns_left: int) -> None:
         """Measure as much of the profile as is due when so many turns are left; with none left, all of it."""
@@ -161,7 +162,7 @@ Figures: TypeAlias = Mapping[tuple[str, str], float]
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One combination on one workload: what every run of the engine measured, and the simulation of one of them."""
+    """One combination on one workload: what every run of the engine measured, and what simulations of it say."""
 
     load: str
     policy: str
@@ -284,12 +285,14 @@ def compare(load_name: str, policy: str, folders: Sequence[Path], profiles: Prof
     config = experiment(profiles.model, load_name, policy)
     latency = TypedChoice.model_validate({"type": "profiled", "path": str(profiles.file)})
     runs = [RunData.load(folder) for folder in folders]
-    simulated = [validate(run, config, assumed=Assumed(latency, seed)).simulated for seed, run in enumerate(runs)]
+    simulated = [
+        figures(validate(runs[0], config, assumed=Assumed(latency, seed)).simulated) for seed in range(SIMULATIONS)
+    ]
     return Compared(
         load_name,
         policy,
         [figures(run) for run in runs],
-        [figures(run) for run in simulated],
+        simulated,
         sum(runs[0].requests().column("num_preemptions").to_pylist()),
         [json.loads((folder / _NOTE).read_text()) for folder in folders],
     )
@@ -392,11 +395,11 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="where model, profile and runs are kept")
     parser.add_argument("--size", default="10m", help="of the model: 1m, 10m or 30m")
     parser.add_argument("--passes", type=int, default=8, help="measurements of each shape in the profile")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each combination on the engine")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each combination on the engine")
     parser.add_argument("--wall", action="store_true", help="the engine keeps the wall's time")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    profiles = Profiles(options.folder, options.size, options.passes)
+    profiles = Profiles(options.folder, options.size, options.passes, options.wall)
     turns = turns_of(options.folder, options)
     measure(turns, profiles, options.wall)
     compared = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from vajra_py import LLM, AsyncLLM, SamplingParams
+from vajra_py.engine.compute import StepInput, StepOutput
 from vajra_py.engine.outputs import Collected
 from vajra_py.engine.tokenizer import TextStream
 from vajra_py.errors import ConfigError, ExecutorError, PolicyError
@@ -175,6 +177,21 @@ def test_an_engine_that_ended_is_closed(llm: LLM, monkeypatch: pytest.MonkeyPatc
 
 def async_llm(model: Path, **replaced: Any) -> AsyncLLM:
     return AsyncLLM(model, settings(), **{"load": FakeRunner, **replaced})
+
+
+def test_garbage_collections_leave_out_what_existed_before_a_run(hollow_model: Path) -> None:
+    class Watching(FakeRunner):
+        def run(self, step: StepInput) -> StepOutput:
+            frozen.append(gc.get_freeze_count())
+            return super().run(step)
+
+    frozen: list[int] = []
+    before = gc.get_freeze_count(), gc.get_threshold(), gc.isenabled()
+    with LLM(hollow_model, settings(), load=Watching) as one:
+        frozen.clear()  # loading ran a step of its own, perhaps
+        one.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+        assert min(frozen) > 10_000
+    assert (gc.get_freeze_count(), gc.get_threshold(), gc.isenabled()) == before
 
 
 def test_a_stream_gives_what_is_new(hollow_model: Path) -> None:

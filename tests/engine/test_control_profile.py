@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import pytest
 
-from vajra_py.config import config_from_mapping
+from vajra_py.config import TypedChoice, config_from_mapping
+from vajra_py.contract import BatchShape
 from vajra_py.engine.compute import RunnerOptions, StepInput, StepOutput
 from vajra_py.engine.worker import Deliver, InlineWorker, ReplicaKey, Worker
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.engined import EngineRun
 from vajra_py.experiment.profiling import ProfileSettings, profile_config, profile_model
 from vajra_py.experiment.run import run_experiment
-from vajra_py.experiment.validation import as_rows, check_validation, validate
+from vajra_py.experiment.validation import Assumed, as_rows, check_validation, validate
 from vajra_py.latency import read_profile
 from vajra_py.testing.fake_runner import FakeRunner
 
@@ -99,6 +100,40 @@ def test_a_profile_that_was_broken_off_goes_on(hollow_model: Path, tmp_path: Pat
     resumed, Idle.num_runs = Idle.num_runs, 0
     profile_model(settings, tmp_path / "other.json", load=Idle)
     assert resumed < Idle.num_runs
+
+
+def test_a_profile_keeps_how_much_equal_steps_differ(hollow_model: Path, tmp_path: Path) -> None:
+    def break_off(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    settings, file = replace(profile_settings(hollow_model), passes=5), tmp_path / "profile.json"
+    with pytest.raises(KeyboardInterrupt):
+        profile_model(settings, file, break_off, load=Idle)
+    (kept,) = tmp_path.iterdir()
+    header = kept.read_text().splitlines()[0]
+    # Every fifth step takes 1.5 times as long; the machine is half as fast in the second half, and nobody should notice.
+    measured = []
+    for turn in range(5):
+        for index in range(num_batches := len(json.loads(header)["batches"])):
+            slow = 2.0 if turn >= 3 or (turn == 2 and index >= num_batches // 2) else 1.0
+            lasts = 1.5 if (turn + index) % 5 == 0 else 1.0
+            measured.append(json.dumps([turn, index, 0.5 * slow * lasts, 1e-4 * slow]))
+    kept.write_text("\n".join([header, *measured]) + "\n")
+    made = profile_model(replace(settings, reference_s=1e-4), file, load=Idle)
+    assert made.variation is not None
+    factors = made.variation.factors
+    assert factors[0] == pytest.approx(1.0 / 1.1, rel=0.02)
+    assert factors[-1] == pytest.approx(1.5 / 1.1, rel=0.02)
+    assert sum(one > 1.2 for one in factors) / len(factors) == pytest.approx(0.2, abs=0.02)
+    shape = BatchShape(num_decodes=4, decode_context_tokens=100)
+    assert made.fit.time_s(shape) == pytest.approx(0.55, rel=0.02)
+    assert made.facts["reference_s"] == 1e-4
+    assert read_profile(file).variation == made.variation
+
+
+def test_two_passes_do_not_tell_how_much_steps_differ(hollow_model: Path, tmp_path: Path) -> None:
+    made = profile_model(profile_settings(hollow_model), tmp_path / "profile.json", load=Idle)
+    assert made.variation is None
 
 
 def test_other_settings_are_measured_anew(hollow_model: Path, tmp_path: Path) -> None:
@@ -231,6 +266,19 @@ def test_wrong_step_times_show(hollow_model: Path, tmp_path: Path) -> None:
     rows: Sequence[Any] = as_rows(validation)
     assert [row["metric"] for row in rows][:2] == ["TTFT p50", "TTFT p90"]
     assert all(row["error"].startswith("+") for row in rows)
+
+
+def test_policies_are_told_in_the_simulation_what_they_were_told_on_the_engine(
+    hollow_model: Path, tmp_path: Path
+) -> None:
+    told = {"type": "affine", "base_s": 0.006, "per_token_s": 0.0003}
+    mapping = engine_experiment(hollow_model, told)
+    mapping["scheduling"]["replica_scheduler"] = {"policy": "dynamic_chunk", "params": {"target_batch_time_s": 0.02}}
+    measured = run_predictably(mapping, tmp_path / "run", StepTime()).measured
+    config = config_from_mapping(mapping)
+    true = TypedChoice.model_validate({"type": "affine", "base_s": 0.004, "per_token_s": 0.0002})
+    assert validate(measured, config, assumed=Assumed(latency=true)).within(0.001)
+    assert not validate(measured, config).within(0.1)
 
 
 def test_what_cannot_be_validated(hollow_model: Path) -> None:

@@ -80,9 +80,10 @@ def test_time_never_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
             before = told
 
 
-def test_it_waits_until_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pace", [0.5, 1.0, 2.0])
+def test_it_waits_until_its_own_time(pace: float, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, iter([]))
-    machine.pace = 2.0
+    machine.pace = pace
     clock = SteadyClock(machine.reference_s, TYPICAL_S)
 
     class Inbox(SimpleQueue[str]):
@@ -97,11 +98,11 @@ def test_it_waits_until_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     inbox = Inbox()
     assert clock.wait(inbox, 10**9 * TICKS_PER_NANOSECOND) is None
     assert seconds_of(clock) == pytest.approx(1.0, rel=1e-6)
-    assert sum(inbox.waited) == pytest.approx(2.0, rel=1e-6)
+    assert sum(inbox.waited) == pytest.approx(pace, rel=1e-6)
 
 
 def test_paces_of_a_profile_leave_single_disturbances_out() -> None:
-    assert paces([1.0, 1.0, 5.0, 1.0, 1.0, 2.0, 2.0, 2.0]) == pytest.approx(
+    assert paces([1.0, 1.0, 5.0, 1.0, 1.0, 2.0, 2.0, 2.0], 1.5) == pytest.approx(
         [1 / 1.5, 1 / 1.5, 1 / 1.5, 1 / 1.5, 2 / 1.5, 2 / 1.5, 2 / 1.5, 2 / 1.5]
     )
 

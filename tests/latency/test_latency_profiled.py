@@ -14,7 +14,7 @@ from scipy.optimize import nnls
 
 from vajra_py.contract import BatchShape
 from vajra_py.errors import ConfigError
-from vajra_py.latency import PredictsDecodeRuns, Profile, ProfiledConfig, ProfiledModel, read_profile
+from vajra_py.latency import PredictsDecodeRuns, Profile, ProfiledConfig, ProfiledModel, Variation, read_profile
 from vajra_py.latency.fitting import Measured, errors_of, fit_steps, held_out_errors, non_negative_least_squares
 from vajra_py.latency.profiled import Curve
 
@@ -110,7 +110,8 @@ def profile(tmp_path: Path) -> Path:
     stream = np.random.default_rng(3)
     measured = [Measured(shape, true_time_s(shape)) for shape in shapes(100, stream)]
     file = tmp_path / "profile.json"
-    Profile(fit_steps(measured), {"model": "some", "max_model_len": 512}, {"all": {"p50": 0.01}}, 100).write(file)
+    facts, errors, variation = {"model": "some", "max_model_len": 512}, {"all": {"p50": 0.01}}, Variation((0.75, 1.25))
+    Profile(fit_steps(measured), facts, errors, 100, variation).write(file)
     return file
 
 
@@ -118,9 +119,18 @@ def test_a_profile_is_read_back_equal(profile: Path) -> None:
     found = read_profile(profile)
     assert found.facts["max_model_len"] == 512
     assert found.num_shapes == 100
+    assert found.variation == Variation((0.75, 1.25))
     copy = profile.with_name("copy.json")
     found.write(copy)
     assert copy.read_bytes() == profile.read_bytes()
+
+
+def test_steps_vary_unless_they_are_not_to(profile: Path) -> None:
+    assert ProfiledConfig(path=str(profile)).build().variation == Variation((0.75, 1.25))
+    assert ProfiledConfig(path=str(profile), variation=False).build().variation is None
+    without = {key: value for key, value in json.loads(profile.read_text()).items() if key != "variation"}
+    profile.write_text(json.dumps(without))
+    assert ProfiledConfig(path=str(profile)).build().variation is None
 
 
 def test_runs_of_decodes_are_predicted_bit_for_bit(profile: Path) -> None:
@@ -138,6 +148,7 @@ def test_runs_of_decodes_are_predicted_bit_for_bit(profile: Path) -> None:
         ({"version": 99}, "is of another version"),
         ({"base_s": -1.0}, "is broken"),
         ({"coefficients": {}}, "is broken"),
+        ({"variation": [0.5, 0.9]}, "is broken .*not 1 on average"),
         ({"curves": {"num_tokens": {"knots": [0, 0], "values": [0, 1]}}}, "is broken"),
     ],
 )

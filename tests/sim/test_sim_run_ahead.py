@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vajra_py.contract import Layer, StepRun
 from vajra_py.contract.observer import Observer
-from vajra_py.latency import AffineModel
+from vajra_py.latency import AffineModel, Variation
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing import Harness, HarnessOptions, policies_under_test
@@ -71,6 +71,16 @@ def test_installed_policies(scenario: Scenario, names: tuple[str, ...], num_repl
     both_ways(scenario, Policies(*names), num_replicas)
 
 
+class VariedSteps(AffineModel):
+    """Equal steps differ."""
+
+    variation = Variation.among([0.4, 0.9, 1.0, 1.1, 3.0])
+
+
+CONSTANT_STEPS = AffineModel(0.004, 0.0002, per_decode_context_token_s=1e-6)
+VARIED_STEPS = VariedSteps(0.004, 0.0002, per_decode_context_token_s=1e-6)
+
+
 REQUESTS = st.lists(
     st.tuples(
         st.sampled_from([0, 0, 1, 30, 400]),
@@ -95,6 +105,7 @@ REQUESTS = st.lists(
     cached=st.booleans(),
     scheduler=st.sampled_from([("fixed_chunk", {"chunk_size": 64}), ("fixed_chunk", {"chunk_size": 200}), "vllm_v1"]),
     reserve_prompt=st.booleans(),
+    latency=st.sampled_from([CONSTANT_STEPS, VARIED_STEPS]),
 )
 def test_random_workloads(
     requests: Sequence[tuple[int, int, int, int | None, int | None]],
@@ -106,6 +117,7 @@ def test_random_workloads(
     cached: bool,
     scheduler: Any,
     reserve_prompt: bool,
+    latency: AffineModel,
 ) -> None:
     def workload(stream: np.random.Generator, num_replicas: int) -> list[RequestSpec]:
         specs, now_ms = [], 0
@@ -121,7 +133,7 @@ def test_random_workloads(
         num_replicas=2,
         reserve_prompt=reserve_prompt,
         prefix_cache=PrefixCacheOptions() if cached else None,
-        latency=AffineModel(0.004, 0.0002, per_decode_context_token_s=1e-6),
+        latency=latency,
     )
     results = []
     for runs_ahead in (False, True):
@@ -162,6 +174,26 @@ class Rows(Observer):
 
     def on_ended(self, request: Any, reason: Any, detail: str, now: float) -> None:
         self.ends.append((request.request_id, reason, now, request.num_output_tokens, request.first_token_at))
+
+
+def test_steps_that_vary_come_in_runs_too_and_differ_by_seed() -> None:
+    def steps(seed: int, *, runs_ahead: bool) -> list[tuple[Any, ...]]:
+        options = HarnessOptions(latency=VARIED_STEPS, seed=seed, num_blocks=400, max_model_len=4000)
+        harness = Harness("fcfs", "round_robin", "fixed_chunk", options)
+        rows = Rows()
+        harness.controller.watch((rows,))
+        harness.simulator(SimulationOptions(runs_ahead=runs_ahead)).run([RequestSpec("r", 0.0, 50, 3000)])
+        assert (rows.num_in_runs > 2900) == runs_ahead
+        return rows.steps
+
+    ahead = steps(1, runs_ahead=True)  # more steps than factors are drawn at once
+    assert ahead == steps(1, runs_ahead=False)
+    assert ahead != steps(2, runs_ahead=True)
+    ratios = [(row[3] - row[2]) / VARIED_STEPS.stage_time_s(row[4]) for row in ahead]
+    assert np.mean(ratios) == pytest.approx(1.0, abs=0.05)
+    shares = np.unique(np.round(ratios, 6), return_counts=True)
+    assert shares[0] == pytest.approx(VARIED_STEPS.variation.factors, abs=1e-4)
+    assert shares[1] / len(ratios) == pytest.approx(np.full(5, 0.2), abs=0.04)
 
 
 @pytest.mark.parametrize(

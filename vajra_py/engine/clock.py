@@ -42,7 +42,11 @@ class WallClock:
         try:
             if until >= NEVER:
                 return inbox.get()
-            left = to_seconds(until - self.now())
+            left = self._wall_s(until - self.now())
             return inbox.get(timeout=left) if left > 0 else inbox.get_nowait()
         except Empty:
             return None
+
+    def _wall_s(self, ticks: int) -> float:
+        """Seconds on the wall until so many ticks have passed."""
+        return to_seconds(ticks)

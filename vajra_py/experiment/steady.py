@@ -84,6 +84,9 @@ class SteadyClock(WallClock):
         while not self._pace.is_known:
             self._pace.note(self._reference_s())
 
+    def _wall_s(self, ticks: int) -> float:
+        return super()._wall_s(ticks) * self._pace.slowness
+
     def _passed(self) -> int:
         passed_ns = time.perf_counter_ns() - self._since_ns
         return round(passed_ns / self._pace.slowness) * TICKS_PER_NANOSECOND

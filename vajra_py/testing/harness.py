@@ -370,7 +370,12 @@ class Harness:
 
     def simulator(self, options: SimulationOptions) -> Simulator:
         """A simulator of these replicas with rules of your own, at time 0; for one run."""
-        return Simulator(self.controller, self._executor, predicted_timers(self.options.latency, SeedTree(self.options.seed)), options)
+        return Simulator(
+            self.controller,
+            self._executor,
+            predicted_timers(self.options.latency, SeedTree(self.options.seed)),
+            options,
+        )
 
     def run(self, workload: Iterable[RequestSpec]) -> Sequence[Step]:
         """Simulate a workload to its end and return its steps, in the order in which they end.
