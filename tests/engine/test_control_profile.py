@@ -111,22 +111,25 @@ def test_a_profile_keeps_how_much_equal_steps_differ(hollow_model: Path, tmp_pat
         profile_model(settings, file, break_off, load=Idle)
     (kept,) = tmp_path.iterdir()
     header = kept.read_text().splitlines()[0]
-    # Every fifth step takes 1.5 times as long; the machine is half as fast in the second half, and nobody should notice.
+    batches = json.loads(header)["batches"]
+    # Every fifth step takes 1.5 times as long, or 3 times; the machine is half as fast in the second half, and nobody should notice.
     measured = []
     for turn in range(5):
-        for index in range(num_batches := len(json.loads(header)["batches"])):
-            slow = 2.0 if turn >= 3 or (turn == 2 and index >= num_batches // 2) else 1.0
-            lasts = 1.5 if (turn + index) % 5 == 0 else 1.0
+        for index, batch in enumerate(batches):
+            slow = 2.0 if turn >= 3 or (turn == 2 and index >= len(batches) // 2) else 1.0
+            longer = 3.0 if batch["chunks"] else 1.5
+            lasts = longer if (turn + index) % 5 == 0 else 1.0
             measured.append(json.dumps([turn, index, 0.5 * slow * lasts, 1e-4 * slow]))
     kept.write_text("\n".join([header, *measured]) + "\n")
     made = profile_model(replace(settings, reference_s=1e-4), file, load=Idle)
     assert made.variation is not None
-    factors = made.variation.factors
-    assert factors[0] == pytest.approx(1.0 / 1.1, rel=0.02)
-    assert factors[-1] == pytest.approx(1.5 / 1.1, rel=0.02)
-    assert sum(one > 1.2 for one in factors) / len(factors) == pytest.approx(0.2, abs=0.02)
-    shape = BatchShape(num_decodes=4, decode_context_tokens=100)
-    assert made.fit.time_s(shape) == pytest.approx(0.55, rel=0.02)
+    for factors, longer in ((made.variation.decodes, 1.5), (made.variation.prompts, 3.0)):
+        average = 0.8 + 0.2 * longer
+        assert factors[0] == pytest.approx(1.0 / average, rel=0.02)
+        assert factors[-1] == pytest.approx(longer / average, rel=0.02)
+        assert sum(one > 1.2 for one in factors) / len(factors) == pytest.approx(0.2, abs=0.02)
+    decodes = BatchShape(num_decodes=4, decode_context_tokens=100)
+    assert made.fit.time_s(decodes) == pytest.approx(0.5 * 1.1, rel=0.02)
     assert made.facts["reference_s"] == 1e-4
     assert read_profile(file).variation == made.variation
 

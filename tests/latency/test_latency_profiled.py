@@ -110,7 +110,11 @@ def profile(tmp_path: Path) -> Path:
     stream = np.random.default_rng(3)
     measured = [Measured(shape, true_time_s(shape)) for shape in shapes(100, stream)]
     file = tmp_path / "profile.json"
-    facts, errors, variation = {"model": "some", "max_model_len": 512}, {"all": {"p50": 0.01}}, Variation((0.75, 1.25))
+    facts, errors, variation = (
+        {"model": "some", "max_model_len": 512},
+        {"all": {"p50": 0.01}},
+        Variation((0.75, 1.25), (0.5, 1.0, 1.5)),
+    )
     Profile(fit_steps(measured), facts, errors, 100, variation).write(file)
     return file
 
@@ -119,14 +123,14 @@ def test_a_profile_is_read_back_equal(profile: Path) -> None:
     found = read_profile(profile)
     assert found.facts["max_model_len"] == 512
     assert found.num_shapes == 100
-    assert found.variation == Variation((0.75, 1.25))
+    assert found.variation == Variation((0.75, 1.25), (0.5, 1.0, 1.5))
     copy = profile.with_name("copy.json")
     found.write(copy)
     assert copy.read_bytes() == profile.read_bytes()
 
 
 def test_steps_vary_unless_they_are_not_to(profile: Path) -> None:
-    assert ProfiledConfig(path=str(profile)).build().variation == Variation((0.75, 1.25))
+    assert ProfiledConfig(path=str(profile)).build().variation == Variation((0.75, 1.25), (0.5, 1.0, 1.5))
     assert ProfiledConfig(path=str(profile), variation=False).build().variation is None
     without = {key: value for key, value in json.loads(profile.read_text()).items() if key != "variation"}
     profile.write_text(json.dumps(without))
@@ -148,7 +152,8 @@ def test_runs_of_decodes_are_predicted_bit_for_bit(profile: Path) -> None:
         ({"version": 99}, "is of another version"),
         ({"base_s": -1.0}, "is broken"),
         ({"coefficients": {}}, "is broken"),
-        ({"variation": [0.5, 0.9]}, "is broken .*not 1 on average"),
+        ({"variation": {"decodes": [0.5, 0.9], "prompts": [1.0]}}, "is broken .*decodes are not 1 on average"),
+        ({"variation": {"decodes": [1.0]}}, "is broken .*prompts"),
         ({"curves": {"num_tokens": {"knots": [0, 0], "values": [0, 1]}}}, "is broken"),
     ],
 )

@@ -77,12 +77,14 @@ def test_equal_steps_of_a_profile_differ_by_seed_unless_they_are_not_to(tmp_path
     shapes = [BatchShape(rows, rows * context) for rows in (1, 2, 4) for context in (10, 100, 1000)]
     fit = fit_steps([Measured(shape, 0.01) for shape in shapes])
     profile = tmp_path / "profile.json"
-    Profile(fit, {}, variation=Variation((0.5, 0.9, 1.1, 1.5))).write(profile)
+    Profile(fit, {}, variation=Variation((0.5, 0.9, 1.1, 1.5), (0.2, 1.8))).write(profile)
     latency = {"type": "profiled", "path": str(profile)}
 
     def times(name: str, seed: int = 0, **more: Any) -> list[float]:
         steps = steps_of(tmp_path / name, "fixed_chunk", seed, latency={**latency, **more})
-        return [step["duration_s"] for step in steps if step["num_decodes"] == 4]
+        prompts = [step["duration_s"] / 0.01 for step in steps if step["num_prefills"]]
+        assert {round(one, 6) for one in prompts} <= ({1.0} if more else {0.2, 1.8})
+        return [step["duration_s"] for step in steps if step["num_decodes"] == 4 and not step["num_prefills"]]
 
     varied = times("varied")
     assert {round(one, 6) for one in varied} == {0.005, 0.009, 0.011, 0.015}

@@ -3,9 +3,9 @@
 First a grid of batches is computed again and again in random order, so that what else the machine does falls on all of them
 alike. Before each a reference batch is computed, always the same one: it tells how fast the machine is at that moment, and times
 count as they would be at its median pace. A shape's time is its median, times what single steps that something interrupted add on
-average over all shapes: steps add up in a run, so it is the mean that is predicted, and few measurements tell a shape's median
-better than its mean. How far single measurements lie from their shape's is kept too, so that equal steps of a simulation differ
-as much. Then the engine serves requests for a while, which shows what forming a step costs, and
+average over all shapes of its kind (decodes alone, and steps with prompts): steps add up in a run, so it is the mean that is predicted,
+and few measurements tell a shape's median better than its mean. How far single measurements lie from their shape's is kept too, so that
+equal steps of a simulation differ as much. Then the engine serves requests for a while, which shows what forming a step costs, and
 whether the formula holds for steps in the midst of everything else. Measurements are kept in a file as they are made: a profile
 that was broken off goes on where it stopped.
 """
@@ -37,7 +37,7 @@ from vajra_py.experiment.profiling_live import LiveStep, serve_a_while
 from vajra_py.experiment.steady import SteadyClock
 from vajra_py.latency.fitting import Measured, errors_of, fit_steps, held_out_errors
 from vajra_py.latency.profiled import Profile
-from vajra_py.latency.variation import Variation
+from vajra_py.latency.variation import Variation, factors_among
 from vajra_py.runtime.collector import what_exists_left_out
 from vajra_py.runtime.seeds import SeedTree
 
@@ -342,20 +342,12 @@ class _Steady:
         steady_s = journal.steady_s(typical_s)
         times_s = [[steady_s[turn, index] for turn in range(passes)] for index in range(len(shapes))]
         medians_s = [median(one) for one in times_s]
-        lengthened = mean(
-            min(_FARTHEST, time_s / median_s)
-            for one, median_s in zip(times_s, medians_s, strict=True)
-            for time_s in one
-        )
-        grid = [Measured(shape, one * lengthened) for shape, one in zip(shapes, medians_s, strict=True)]
-        return cls(grid, Variation.among(_multiples(times_s)) if passes >= _FEWEST_TO_VARY else None)
-
-
-def _multiples(times_s: Sequence[Sequence[float]]) -> list[float]:
-    """Each time over the median of its shape's others: the median of all would lie too near to it where there are few."""
-    found = []
-    for one in times_s:
-        for at, time_s in enumerate(one):
-            others_s = median([*one[:at], *one[at + 1 :]])
-            found.append(min(_FARTHEST, time_s / others_s))
-    return found
+        multiples: dict[bool, list[float]] = {True: [], False: []}
+        for shape, one, median_s in zip(shapes, times_s, medians_s, strict=True):
+            multiples[shape.num_prefills > 0] += [min(_FARTHEST, time_s / median_s) for time_s in one]
+        grid = [
+            Measured(shape, median_s * mean(multiples[shape.num_prefills > 0]))
+            for shape, median_s in zip(shapes, medians_s, strict=True)
+        ]
+        decodes, prompts = (factors_among(multiples[has_prompts] or [1.0]) for has_prompts in (False, True))
+        return cls(grid, Variation(decodes, prompts) if passes >= _FEWEST_TO_VARY else None)

@@ -23,7 +23,7 @@ from vajra_py.latency.roofline import RooflineModel
 from vajra_py.latency.runs import PredictsDecodeRuns, ReplaysDurations, VariesSteps
 from vajra_py.latency.specs import BUILTIN_LATENCY_MODELS, BUILTIN_OUTPUT_LENGTHS
 from vajra_py.latency.table import OperatorTableModel, TableOptions
-from vajra_py.latency.variation import Variation
+from vajra_py.latency.variation import Variation, factors_among
 
 __all__ = [
     "BUILTIN_LATENCY_MODELS",
@@ -56,6 +56,7 @@ __all__ = [
     "VariesSteps",
     "device_names",
     "device_sources",
+    "factors_among",
     "kv_blocks_that_fit",
     "load_device",
     "load_model",

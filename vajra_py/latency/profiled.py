@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ class Profile:
             "coefficients": dict(fit.coefficients),
         }
         if self.variation is not None:
-            data["variation"] = list(self.variation.factors)
+            data["variation"] = {name: list(factors) for name, factors in asdict(self.variation).items()}
         partial = path.with_suffix(path.suffix + ".partial")
         partial.write_text(json.dumps(data, indent=1) + "\n")
         partial.replace(path)
@@ -138,7 +138,7 @@ def read_profile(path: str | Path) -> Profile:
         curves = {name: _curve(data["curves"][name]) for name in CURVES}
         coefficients = {name: _number(data["coefficients"][name]) for name in COEFFICIENTS}
         fit = StepFit(_number(data["base_s"]), curves, coefficients)
-        variation = Variation(tuple(map(_number, data["variation"]))) if "variation" in data else None
+        variation = _variation(data["variation"]) if "variation" in data else None
         return Profile(fit, dict(data["facts"]), data.get("errors", {}), int(data.get("num_shapes", 0)), variation)
     except (KeyError, TypeError, ValueError) as error:
         message = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
@@ -150,6 +150,10 @@ def _curve(data: Mapping[str, Sequence[float]]) -> Curve:
     if len(knots) < 2 or len(knots) != len(values) or knots[0] != 0.0 or sorted(set(knots)) != list(knots):
         raise ValueError("a curve's knots do not ascend from 0, or are not one for each value")
     return Curve(knots, values)
+
+
+def _variation(data: Mapping[str, Sequence[float]]) -> Variation:
+    return Variation(*(tuple(map(_number, data[name])) for name in ("decodes", "prompts")))
 
 
 def _number(value: Any) -> float:

@@ -5,39 +5,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isclose, isfinite
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 _MOST_FACTORS = 100
 
+Factors: TypeAlias = tuple[float, ...]
+"""Multiples that are equally likely, ascending, 1 on average: predictions are of the mean."""
+
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """Multiples that are equally likely, ascending, 1 on average: predictions are of the mean.
+    """How much steps differ that do nothing but decode, and those that compute prompts. Raises `ValueError` for what are no `Factors`."""
 
-    Raises `ValueError` for anything else.
-    """
-
-    factors: tuple[float, ...]
+    decodes: Factors
+    prompts: Factors
 
     def __post_init__(self) -> None:
-        factors = self.factors
-        if not factors or not all(isfinite(one) and one > 0 for one in factors) or list(factors) != sorted(factors):
-            raise ValueError("the factors of the variation are not positive numbers in ascending order")
-        if not isclose(sum(factors) / len(factors), 1.0, rel_tol=1e-6):
-            raise ValueError("the factors of the variation are not 1 on average")
+        for kind, factors in (("decodes", self.decodes), ("prompts", self.prompts)):
+            if not factors or not all(isfinite(one) and one > 0 for one in factors) or list(factors) != sorted(factors):
+                raise ValueError(f"the variation's factors of {kind} are not positive numbers in ascending order")
+            if not isclose(sum(factors) / len(factors), 1.0, rel_tol=1e-6):
+                raise ValueError(f"the variation's factors of {kind} are not 1 on average")
 
-    @classmethod
-    def among(cls, multiples: Sequence[float]) -> Variation:
-        """That of a sample, whatever its mean: the means of its hundredths (of every value, where there are fewer)."""
-        ascending = np.sort(np.array(multiples, np.float64))
-        parts = np.array_split(ascending, min(len(ascending), _MOST_FACTORS))
-        means = np.array([part.mean() for part in parts])
-        return cls(tuple((means / means.mean()).tolist()))
+    def at(self, luck: npt.NDArray[np.float64], *, has_prompts: bool) -> npt.NDArray[np.float64]:
+        """Factors of steps that are as lucky as this: from 0 (the fastest) to 1 (excluded), each equally likely."""
+        factors = np.array(self.prompts if has_prompts else self.decodes)
+        found: npt.NDArray[np.float64] = factors[(luck * len(factors)).astype(np.int64)]
+        return found
 
-    def draw(self, stream: np.random.Generator, count: int) -> npt.NDArray[np.float64]:
-        """Factors of so many steps, independent of each other."""
-        factors = np.array(self.factors)
-        drawn: npt.NDArray[np.float64] = factors[stream.integers(0, len(factors), count)]
-        return drawn
+
+def factors_among(multiples: Sequence[float]) -> Factors:
+    """Those of a sample, whatever its mean: the means of its hundredths (every value, where there are fewer)."""
+    ascending = np.sort(np.array(multiples, np.float64))
+    parts = np.array_split(ascending, min(len(ascending), _MOST_FACTORS))
+    means = np.array([part.mean() for part in parts])
+    return tuple((means / means.mean()).tolist())

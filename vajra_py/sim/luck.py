@@ -1,21 +1,19 @@
-"""By how much does each step of a replica differ from what is predicted? Drawn by seed, the same however steps are asked for."""
+"""How lucky is each step of a replica, beside what is predicted? Drawn by seed, the same however steps are asked for."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.latency import Variation
 from vajra_py.runtime.seeds import SeedTree
 
 _BLOCK = 1024
 
 
-class StepFactors:
-    """The factors of one replica's steps, by step index. Drawn in blocks, of which the last one asked for is kept."""
+class StepLuck:
+    """Numbers from 0 to 1, independent and evenly spread, by step index. Drawn in blocks, of which the last one is kept."""
 
-    def __init__(self, variation: Variation, seeds: SeedTree) -> None:
-        self._variation = variation
+    def __init__(self, seeds: SeedTree) -> None:
         self._seeds = seeds
         self._index = -1
         self._block: npt.NDArray[np.float64] = np.ones(0)
@@ -30,5 +28,5 @@ class StepFactors:
 
     def _drawn(self, index: int) -> npt.NDArray[np.float64]:
         if index != self._index:
-            self._index, self._block = index, self._variation.draw(self._seeds.stream(str(index)), _BLOCK)
+            self._index, self._block = index, self._seeds.stream(str(index)).random(_BLOCK)
         return self._block
