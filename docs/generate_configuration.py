@@ -130,6 +130,7 @@ PLACES = {
     (ExperimentConfig, "observers"): "list of names or `{type: NAME, …}`",
     (ExperimentConfig, "sweep"): "mapping or list of mappings, see [experiments.md](experiments.md#sweeps), or null",
     ("SimulatorConfig", "latency"): "[latency model](#latency-models)",
+    ("SimulatorConfig", "predictions"): "[latency model](#latency-models) or null",
     ("SimulatorConfig", "output_length"): "[predictor](#output-lengths-that-policies-are-told)",
     ("EngineConfig", "latency"): "[latency model](#latency-models)",
     ("ReplicasetEngineConfig", "latency"): "[latency model](#latency-models) or null",
