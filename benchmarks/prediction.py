@@ -47,7 +47,7 @@ from vajra_py.latency import read_profile
 from vajra_py.metrics.run_data import RunData
 
 FIRST_PROFILE, PROFILE = "first-profile.json", "profile.json"
-FIRST_PASSES, SIMULATIONS = 3, 9
+FIRST_PASSES, SIMULATIONS = 3, 25
 QUANTILES = ("p50", "p90")
 TOLERANCE = 0.10
 _QUIET_CORES = 0.15
