@@ -34,7 +34,8 @@ class _Workspace(threading.local):
         size = shape[0] * shape[1]
         buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype)
+            with torch.inference_mode(False):  # else nobody could write to it outside of inference mode
+                buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype)
         return buffer[:size].view(shape)
 
 

@@ -72,6 +72,16 @@ def test_equals_float64(case: AttentionCase, generator: torch.Generator) -> None
     assert torch.equal(alone, out)
 
 
+def test_it_may_be_called_in_inference_mode_and_outside_of_it_by_turns(generator: torch.Generator) -> None:
+    case = replace(BASE, dims=(48, 48), lens=tuple((num_query, 3 * kv_len) for num_query, kv_len in LONG_MIX))
+    with torch.inference_mode():  # longer than any before, so that fresh memory is needed
+        inside, _ = attend(case, make_inputs(case, generator, "cpu"))
+    inputs = make_inputs(case, generator, "cpu")
+    outside, lse = attend(case, inputs)
+    assert inside.shape == outside.shape
+    assert worst_errors(outside, lse, expected(case, inputs))[0] < TOLERANCES[case.dtype]
+
+
 lengths = st.tuples(st.sampled_from([0, 1, 1, 1, 2, 40, 140]), st.integers(0, 200)).map(
     lambda pair: (pair[0], pair[0] + pair[1])
 )
