@@ -345,8 +345,9 @@ class _Steady:
         multiples: dict[bool, list[float]] = {True: [], False: []}
         for shape, one, median_s in zip(shapes, times_s, medians_s, strict=True):
             multiples[shape.num_prefills > 0] += [min(_FARTHEST, time_s / median_s) for time_s in one]
+        lengthened = {has_prompts: mean(found) for has_prompts, found in multiples.items() if found}
         grid = [
-            Measured(shape, median_s * mean(multiples[shape.num_prefills > 0]))
+            Measured(shape, median_s * lengthened[shape.num_prefills > 0])
             for shape, median_s in zip(shapes, medians_s, strict=True)
         ]
         decodes, prompts = (factors_among(multiples[has_prompts] or [1.0]) for has_prompts in (False, True))

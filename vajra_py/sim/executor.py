@@ -8,13 +8,13 @@ from typing import Protocol
 import numpy as np
 
 from vajra_py.contract import LatencyModel
-from vajra_py.latency import Variation, VariesSteps
+from vajra_py.latency import VariesSteps
 from vajra_py.runtime.clock import to_ticks
 from vajra_py.runtime.executor import StepPlan, StepResult
 from vajra_py.runtime.replica import Replica
 from vajra_py.runtime.request import Request
 from vajra_py.runtime.seeds import SeedTree
-from vajra_py.sim.luck import StepLuck
+from vajra_py.sim.factors import StepFactors
 from vajra_py.sim.runs import decode_run_times_s, run_ends_of
 
 
@@ -43,38 +43,33 @@ class PredictedTimer:
         return run_ends_of(now, seconds, self._overhead_ticks)
 
 
-class VariedTimer:
+class VariedTimer(PredictedTimer):
     """Steps of one replica last what the latency model says times a factor drawn for each, and the fixed overhead.
 
     The n-th step of a replica is equally lucky however it is asked for: alone, or as part of a run of decodes.
     """
 
-    def __init__(
-        self, latency: LatencyModel, variation: Variation, overhead_s: float, replica: Replica, luck: StepLuck
-    ) -> None:
-        self._stage_time_s = latency.stage_time_s
-        self._decode_run_times_s = decode_run_times_s(latency)
-        self._overhead_ticks = to_ticks(overhead_s)
+    def __init__(self, latency: LatencyModel, overhead_s: float, replica: Replica, factors: StepFactors) -> None:
+        super().__init__(latency, overhead_s)
         self._replica = replica
-        self._variation = variation
-        self._luck = luck
+        self._factors = factors
 
     def stage_ticks(self, plan: StepPlan) -> int:
         """The latency model's answer for the plan's slowest group, varied."""
         shape = plan.shape
-        (factor,) = self._variation.at(self._luck.of(plan.step_index, 1), has_prompts=shape.num_prefills > 0)
+        (factor,) = self._factors.of(plan.step_index, 1, has_prompts=shape.num_prefills > 0)
         return to_ticks(self._stage_time_s(shape) * float(factor)) + self._overhead_ticks
 
     def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> list[int]:
         """See `TimesRuns`: the step just formed and those after it."""
         seconds = np.asarray(self._decode_run_times_s(num_decodes, first_context_tokens, num_steps))
-        factors = self._variation.at(self._luck.of(self._replica.num_steps - 1, num_steps), has_prompts=False)
+        factors = self._factors.of(self._replica.num_steps - 1, num_steps, has_prompts=False)
         return run_ends_of(now, seconds * factors, self._overhead_ticks)
 
 
 def predicted_timers(
     latency: LatencyModel, seeds: SeedTree, overhead_s: float = 0.0
-) -> Callable[[Replica], PredictedTimer | VariedTimer]:
+) -> Callable[[Replica], PredictedTimer]:
     """The timer of each replica, whose steps differ where the latency model says so."""
     variation = latency.variation if isinstance(latency, VariesSteps) else None
     if variation is None:
@@ -82,8 +77,8 @@ def predicted_timers(
         return lambda replica: timer
 
     def varied(replica: Replica) -> VariedTimer:
-        luck = StepLuck(seeds.child(replica.replicaset, str(replica.replica_id)))
-        return VariedTimer(latency, variation, overhead_s, replica, luck)
+        factors = StepFactors(variation, seeds.child(replica.replicaset, str(replica.replica_id)))
+        return VariedTimer(latency, overhead_s, replica, factors)
 
     return varied
 

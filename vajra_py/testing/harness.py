@@ -43,7 +43,7 @@ from vajra_py.runtime.replicaset import AdmissionLimits, Replicaset
 from vajra_py.runtime.request import Request, RequestState
 from vajra_py.runtime.seeds import SeedTree
 from vajra_py.runtime.shared_queue import SharedAccess
-from vajra_py.sim.executor import PredictedTimer, SimulatedExecutor, predicted_timers
+from vajra_py.sim.executor import SimulatedExecutor, predicted_timers
 from vajra_py.sim.simulator import SimulationOptions, Simulator
 from vajra_py.workload.request import RequestSpec
 
@@ -222,7 +222,7 @@ class Harness:
         self._limits = limits = options.limits()
         self._now = 0
         self._executor = SimulatedExecutor()
-        self._timer = PredictedTimer(options.latency)
+        self._timer_of = predicted_timers(options.latency, SeedTree(options.seed))
         late = LatePrefillTime()
         self.context = PolicyContext(
             limits=limits,
@@ -350,7 +350,7 @@ class Harness:
         plan = replica.next_plan(self._now)
         if plan is None:
             return None
-        self._now += max(1, self._timer.stage_ticks(plan))
+        self._now += max(1, self._timer_of(replica).stage_ticks(plan))
         ended = replica.complete_step(plan, StepResult(), self._now)
         self.controller.settle(ended, self._now)
         if self.options.check_conservation:
@@ -370,12 +370,7 @@ class Harness:
 
     def simulator(self, options: SimulationOptions) -> Simulator:
         """A simulator of these replicas with rules of your own, at time 0; for one run."""
-        return Simulator(
-            self.controller,
-            self._executor,
-            predicted_timers(self.options.latency, SeedTree(self.options.seed)),
-            options,
-        )
+        return Simulator(self.controller, self._executor, self._timer_of, options)
 
     def run(self, workload: Iterable[RequestSpec]) -> Sequence[Step]:
         """Simulate a workload to its end and return its steps, in the order in which they end.

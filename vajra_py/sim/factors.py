@@ -1,0 +1,39 @@
+"""By how much does each step of a replica differ from what is predicted? Drawn by seed, the same however steps are asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from vajra_py.latency import Variation
+from vajra_py.runtime.seeds import SeedTree
+
+_BLOCK = 1024
+
+
+class StepFactors:
+    """The factors of one replica's steps, by step index. Worked out in blocks, of which the last one asked for is kept.
+
+    How lucky a step is depends on the seed and its index alone; by what factor that lengthens it, on what it does too.
+    """
+
+    def __init__(self, variation: Variation, seeds: SeedTree) -> None:
+        self._variation = variation
+        self._seeds = seeds
+        self._index = -1
+        self._blocks: dict[bool, npt.NDArray[np.float64]] = {}
+
+    def of(self, first: int, count: int, *, has_prompts: bool) -> npt.NDArray[np.float64]:
+        """Those of `count` steps from the `first` on, all of one kind."""
+        index, at = divmod(first, _BLOCK)
+        if at + count <= _BLOCK:
+            return self._drawn(index)[has_prompts][at : at + count]
+        blocks = [self._drawn(one)[has_prompts] for one in range(index, (first + count - 1) // _BLOCK + 1)]
+        return np.concatenate(blocks)[at : at + count]
+
+    def _drawn(self, index: int) -> dict[bool, npt.NDArray[np.float64]]:
+        if index != self._index:
+            luck = self._seeds.stream(str(index)).random(_BLOCK)
+            self._index = index
+            self._blocks = {kind: self._variation.at(luck, has_prompts=kind) for kind in (False, True)}
+        return self._blocks
