@@ -83,7 +83,7 @@ class Load:
 LOADS = {
     "light": Load(rate=1.5, num_requests=40, num_blocks=600),
     "heavy": Load(rate=14.0, num_requests=120, num_blocks=600),
-    "starved": Load(rate=8.0, num_requests=60, num_blocks=80),
+    "starved": Load(rate=8.0, num_requests=120, num_blocks=80),
 }
 
 
