@@ -169,9 +169,15 @@ class Sudden:
         if any(request.priority == 13 for request in replica.running()):
             raise ValueError("half-way through a step")
 
+class Patient:
+    def schedule(self, replica, batch, now):
+        if replica.num_running or replica.num_waiting > 1:
+            fill(replica, batch, lambda request, batch, replica: min(batch.max_chunk(request), batch.tokens_left))
+
 @hookimpl
 def vajra_policies():
     return [
+        PolicySpec("patient", Layer.REPLICA_SCHEDULER, PolicyConfig, lambda c, x: Patient(), "Waits for two."),
         PolicySpec("brittle", Layer.REQUEST_PRIORITIZER, PolicyConfig, lambda c, x: Brittle(), "Fears a number."),
         PolicySpec("sudden", Layer.REPLICA_SCHEDULER, PolicyConfig, lambda c, x: Sudden(), "Fears it later."),
     ]
@@ -257,3 +263,23 @@ def test_a_server_whose_only_policy_broke_says_that_it_is_not_ready(
     assert server.post().status_code == 503
     assert httpx.post(f"{server.url}/admin/policy", json={**body, "policy": "priority"}).status_code == 200
     assert server.post(priority=13).status_code == 200
+
+
+def test_a_server_says_that_a_policy_schedules_nothing_and_goes_on_when_it_does(
+    registry: Any, puppet_server: Callable[..., Any], until: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = puppet_server({"scheduling": {"replica_scheduler": "patient"}}, registry=registry)
+
+    def said() -> list[str]:
+        return [message for message in caplog.messages if "schedule none of the requests" in message]
+
+    results: dict[int, Any] = {}
+    first = ask(server, 1, results, max_tokens=9)
+    until(lambda: bool(said()), "it says so")
+    assert first.is_alive()
+    second = ask(server, 2, results, max_tokens=9)
+    for thread in (first, second):
+        thread.join(60)
+    assert [results[number].status_code for number in (1, 2)] == [200, 200]
+    assert len(said()) == 1
+    assert said()[0].endswith("(default: 1)")

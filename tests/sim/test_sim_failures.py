@@ -165,7 +165,7 @@ NINE_SERVED = 27
             WithholdsOne,
             True,
             None,
-            "offers no replica anything of the shared queue although 1 requests remain",
+            "offers no replica anything of the shared queue although one request remains",
         ),
         (SCHEDULER, RaisesInSchedule, False, NINE_SERVED, "ZeroDivisionError: shares"),
         (SCHEDULER, AsksForTooMuch, True, NINE_SERVED, "cannot add 31 tokens. Its next chunk may have at most 30"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from queue import Empty, SimpleQueue
 
@@ -78,6 +78,8 @@ class EngineLoop:
         self._abandon_at: dict[str, int] = {}
         """By replicaset without any replica, until when its requests wait for one."""
         self._stops = False
+        self._stalled_at = -1
+        """After how many steps a server last said that requests stand still."""
         self._pending: list[Unit | str] = []
         self._offers: set[str] = set()
         self._submissions: dict[Request, Submission] = {}
@@ -147,9 +149,10 @@ class EngineLoop:
             due = self._next_due()
             if due <= self._clock.now():
                 return True
-            if due == NEVER and not (self._num_in_flight or self._restarting or self._options.serves):
-                self._check_stalled()
-                return False
+            if due == NEVER and not (self._num_in_flight or self._restarting):
+                self._nothing_runs()
+                if not self._options.serves:
+                    return False
             message = self._clock.wait(self.inbox, due)
             if message is not None:
                 self._sort(message)
@@ -188,19 +191,16 @@ class EngineLoop:
         else:
             self._stops = True
 
-    def _check_stalled(self) -> None:
-        if not self.controller.num_alive:
-            return
-        request = self.controller.alive()[0]
-        replicaset = self.controller.replicasets[request.replicaset]
-        replica = self.controller.replica_of(request)
-        what = f"although {self.controller.num_alive} requests remain and nothing else will happen"
-        if replica is None and not any(replicaset.offers(one, self.now) for one in range(len(replicaset.replicas))):
-            message = f"offers no replica anything of the shared queue {what}"
-            raise PolicyError(replicaset.scheduler_name, message, request_id=request.request_id)
-        replica = replica or replicaset.replicas[0]
-        message = f"scheduled nothing {what}"
-        raise PolicyError(replica.parts.policy_name, message, request_id=request.request_id, step=replica.num_steps)
+    def _nothing_runs(self) -> None:
+        if not self._options.serves:
+            stall = self.controller.stall(self.now)
+            if stall is not None:
+                raise stall
+        elif self._stalled_at != self.num_steps and self.controller.num_alive:
+            self._stalled_at = self.num_steps
+            standing = Counter(request.replicaset for request in self.controller.alive())
+            where = ", ".join(f"{name}: {number}" for name, number in standing.items())
+            _log.warning("policies schedule none of the requests, which wait until another comes or goes (%s)", where)
 
     # A turn
 

@@ -180,6 +180,23 @@ class Controller:
             for listener in replicaset.listeners:
                 listener.on_departures((request,), to_seconds(now))
 
+    def stall(self, now: int) -> PolicyError | None:
+        """Whose policy leaves requests standing when no step runs and none was formed; None when no request is left."""
+        standing = self.alive()
+        if not standing:
+            return None
+        request = standing[0]
+        remain = "although one request remains" if len(standing) == 1 else f"although {len(standing)} requests remain"
+        remain += f" and nothing else will happen (the one named is {request.state.value})"
+        replicaset = self.replicasets[request.replicaset]
+        replica = self.replica_of(request)
+        if replica is None and not any(replicaset.offers(one, now) for one in range(len(replicaset.replicas))):
+            message = f"offers no replica anything of the shared queue {remain}"
+            return PolicyError(replicaset.scheduler_name, message, request_id=request.request_id)
+        replica = replica or replicaset.replicas[0]
+        message = f"scheduled nothing {remain}"
+        return PolicyError(replica.parts.policy_name, message, request_id=request.request_id, step=replica.num_steps)
+
     def check_conservation(self) -> None:
         """Raise `RuntimeError` unless every request is accounted for and every block is used or free."""
         ended = sum(self.num_ended.values())

@@ -148,7 +148,9 @@ class Simulator:
             else:
                 self._happen(tick, phase, payload)
         else:
-            self._check_stalled()
+            stall = self.controller.stall(self.now)
+            if stall is not None:
+                raise stall
 
     def _happen(self, tick: int, phase: Phase, payload: Any) -> None:
         """What comes rarely."""
@@ -190,25 +192,6 @@ class Simulator:
         self._all_arrived = spec is None
         if spec is not None:
             self._events.push(to_ticks(spec.arrived_at), Phase.ARRIVAL, spec)
-
-    def _check_stalled(self) -> None:
-        if not self.controller.num_alive:
-            return
-        request = self.controller.alive()[0]
-        replicaset = self.controller.replicasets[request.replicaset]
-        remain = f"although {self.controller.num_alive} requests remain and nothing else will happen"
-        named = f"(the one named is {request.state.value})"
-        replica = self.controller.replica_of(request)
-        if replica is None and not any(replicaset.offers(one, self.now) for one in range(len(replicaset.replicas))):
-            message = f"offers no replica anything of the shared queue {remain} {named}"
-            raise PolicyError(replicaset.scheduler_name, message, request_id=request.request_id)
-        replica = replica or replicaset.replicas[0]
-        raise PolicyError(
-            replica.parts.policy_name,
-            f"scheduled nothing {remain} {named}",
-            request_id=request.request_id,
-            step=replica.num_steps,
-        )
 
     # Arrivals and departures
 
