@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,15 @@ def test_a_policy_that_breaks_the_contract_is_named(vajra: Vajra, small: Path, t
     assert (tmp_path / "runs" / "small" / "requests.parquet").exists()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C does what it does in a terminal, also where a shell started the tests in the background and switched it off."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("sweep", ["", "sweep: {seed: [1, 2]}\n"], ids=["one run", "a sweep"])
 def test_an_interrupted_run_keeps_its_tables(
     sweep: str, vajra: Vajra, small: Path, monkeypatch: pytest.MonkeyPatch
@@ -170,6 +179,7 @@ def test_an_interrupted_run_keeps_its_tables(
     assert vajra("compare", folder).code == 0
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_run_is_run_again(vajra: Vajra, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(_Display, "point", lambda *_: signal.raise_signal(signal.SIGINT))
