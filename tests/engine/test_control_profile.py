@@ -140,6 +140,25 @@ def test_two_passes_do_not_tell_how_much_steps_differ(hollow_model: Path, tmp_pa
     assert made.variation is None
 
 
+def test_an_experiment_whose_policies_need_the_profile_can_be_profiled(hollow_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    experiment = {
+        **SIZES,
+        "scheduling": {
+            "request_prioritizer": "lrs",
+            "replicaset_scheduler": "pull",
+            "replica_scheduler": {"policy": "dynamic_chunk", "params": {"target_batch_time_s": 0.03}},
+        },
+        "num_replicas": 2,
+        "admission": {"max_queued_requests": 1},
+        "backend": {"engine": {"random_weights": True, "latency": {"type": "profiled", "path": str(file)}}},
+    }
+    config = profile_config(hollow_model, experiment)
+    made = profile_model(ProfileSettings(config, passes=1), file, load=Idle)
+    assert made.errors["live"]["num_shapes"] > 100
+    assert read_profile(file).fit == made.fit
+
+
 def test_other_settings_are_measured_anew(hollow_model: Path, tmp_path: Path) -> None:
     def break_off(done: int, total: int) -> None:
         if done == 50:

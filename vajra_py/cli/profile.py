@@ -15,7 +15,9 @@ _QUIET_CORES = 0.2
 @click.option("--model", required=True, type=click.Path(path_type=Path), help="Directory of the model.")
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: profile.json in the model's directory.")
 @click.option(
-    "--config", type=click.Path(path_type=Path), help="File with replica and engine settings to measure under."
+    "--config",
+    type=click.Path(path_type=Path),
+    help="An experiment's file: its replica and engine settings are measured under.",
 )
 @overrides_option
 @click.option("--passes", type=click.IntRange(min=1), default=5, show_default=True, help="Measurements of each shape.")

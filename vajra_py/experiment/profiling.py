@@ -23,12 +23,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from vajra_py import __version__
-from vajra_py.config import ExperimentConfig
+from vajra_py.config import AdmissionConfig, ExperimentConfig, SchedulingConfig
 from vajra_py.contract import BatchShape
 from vajra_py.engine.compute import ModelFacts, RunnerOptions, load_runner
 from vajra_py.engine.compute.inspect import inspect_model
 from vajra_py.engine.config import EngineConfig
-from vajra_py.engine.llm import llm_config
+from vajra_py.engine.llm import DEFAULT_SCHEDULING, llm_config
 from vajra_py.engine.worker import LoadRunner, calm_threads, placed
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.bench import Batch, Bench, Reference, paces
@@ -76,7 +76,11 @@ class ProfileSettings:
 def profile_config(
     model: str | Path, config: Mapping[str, Any] | str | Path | None = None, overrides: Sequence[str] = ()
 ) -> ExperimentConfig:
-    """The settings of a profile: those of an LLM (`vajra_py.engine.llm.llm_config`). Raises `ConfigError`."""
+    """The settings of a profile: those of an LLM (`vajra_py.engine.llm.llm_config`) on one replica. Raises `ConfigError`.
+
+    Steps are measured, not policies: of an experiment's file its sizes and its engine count, while policies that ask for
+    predictions, and the profile that is to tell them, need not be there yet.
+    """
     made = llm_config(model, config, overrides)
     settings: EngineConfig = made.backend.settings
     if made.replicasets:
@@ -85,7 +89,16 @@ def profile_config(
     if settings.tensor_parallel > 1:
         message = f"a profile is made in one process (got {settings.tensor_parallel})"
         raise ConfigError(Problem("backend.engine.tensor_parallel", message, "Allowed: 1"))
-    return made
+    unpredicted = made.backend.model_copy(update={"engine": settings.model_copy(update={"latency": None})})
+    return made.model_copy(
+        update={
+            "scheduling": SchedulingConfig.model_validate(DEFAULT_SCHEDULING),
+            "num_replicas": 1,
+            "admission": AdmissionConfig(),
+            "observers": (),
+            "backend": unpredicted,
+        }
+    )
 
 
 def profile_model(

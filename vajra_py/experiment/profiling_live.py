@@ -54,7 +54,6 @@ def serve_a_while(config: ExperimentConfig, num_blocks: int, runner: ModelRunner
     config = config.model_copy(
         update={
             "replica": replica,
-            "num_replicas": 1,
             "backend": config.backend.model_copy(update={"engine": settings}),
         }
     )
