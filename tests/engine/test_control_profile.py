@@ -140,7 +140,10 @@ def test_two_passes_do_not_tell_how_much_steps_differ(hollow_model: Path, tmp_pa
     assert made.variation is None
 
 
-def test_an_experiment_whose_policies_need_the_profile_can_be_profiled(hollow_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["engine", "simulator"])
+def test_an_experiment_whose_policies_need_the_profile_can_be_profiled(
+    backend: str, hollow_model: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "profile.json"
     experiment = {
         **SIZES,
@@ -151,9 +154,10 @@ def test_an_experiment_whose_policies_need_the_profile_can_be_profiled(hollow_mo
         },
         "num_replicas": 2,
         "admission": {"max_queued_requests": 1},
-        "backend": {"engine": {"random_weights": True, "latency": {"type": "profiled", "path": str(file)}}},
+        "backend": {backend: {"latency": {"type": "profiled", "path": str(file)}}},
     }
-    config = profile_config(hollow_model, experiment)
+    config = profile_config(hollow_model, experiment, ["backend.engine.random_weights=true"])
+    assert config.replica.max_batch_size == SIZES["replica"]["max_batch_size"]
     made = profile_model(ProfileSettings(config, passes=1), file, load=Idle)
     assert made.errors["live"]["num_shapes"] > 100
     assert read_profile(file).fit == made.fit

@@ -130,6 +130,15 @@ def output_of(submission: Submission, request: Request, reason: EndReason) -> Re
     )
 
 
+def keys_of(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+    """The keys of an experiment, from a mapping or a YAML file. Raises `ConfigError`."""
+    what: object = config  # a caller may give anything
+    if what is not None and not isinstance(what, str | Path | Mapping):
+        message = f"is neither a mapping nor a file ({type(what).__name__})"
+        raise ConfigError(Problem("config", message, "A mapping of an experiment's keys, or the path of its YAML file"))
+    return dict(plain(read_yaml(config)) if isinstance(config, str | Path) else config or {})
+
+
 def llm_config(
     model: str | Path, config: Mapping[str, Any] | str | Path | None = None, overrides: Sequence[str] = ()
 ) -> ExperimentConfig:
@@ -137,11 +146,7 @@ def llm_config(
 
     Raises `ConfigError`.
     """
-    what: object = config  # a caller may give anything
-    if what is not None and not isinstance(what, str | Path | Mapping):
-        message = f"is neither a mapping nor a file ({type(what).__name__})"
-        raise ConfigError(Problem("config", message, "A mapping of an experiment's keys, or the path of its YAML file"))
-    given: dict[str, Any] = dict(plain(read_yaml(config)) if isinstance(config, str | Path) else config or {})
+    given = keys_of(config)
     backend = given.pop("backend", None) or {}
     if set(backend) - {"engine"}:
         raise ConfigError(Problem("backend", f"an LLM needs the engine (got {', '.join(backend)})", "Allowed: engine"))
