@@ -163,6 +163,11 @@ def test_an_experiment_whose_policies_need_the_profile_can_be_profiled(
     assert read_profile(file).fit == made.fit
 
 
+def test_a_backend_that_does_not_exist_is_not_passed_over(hollow_model: Path) -> None:
+    with pytest.raises(ConfigError, match="got enigne"):
+        profile_config(hollow_model, {**SIZES, "backend": {"enigne": {"num_threads": 1}}})
+
+
 def test_other_settings_are_measured_anew(hollow_model: Path, tmp_path: Path) -> None:
     def break_off(done: int, total: int) -> None:
         if done == 50:

@@ -130,7 +130,7 @@ def output_of(submission: Submission, request: Request, reason: EndReason) -> Re
     )
 
 
-def keys_of(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+def experiment_keys(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     """The keys of an experiment, from a mapping or a YAML file. Raises `ConfigError`."""
     what: object = config  # a caller may give anything
     if what is not None and not isinstance(what, str | Path | Mapping):
@@ -146,7 +146,7 @@ def llm_config(
 
     Raises `ConfigError`.
     """
-    given = keys_of(config)
+    given = experiment_keys(config)
     backend = given.pop("backend", None) or {}
     if set(backend) - {"engine"}:
         raise ConfigError(Problem("backend", f"an LLM needs the engine (got {', '.join(backend)})", "Allowed: engine"))

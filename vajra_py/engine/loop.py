@@ -149,10 +149,8 @@ class EngineLoop:
             due = self._next_due()
             if due <= self._clock.now():
                 return True
-            if due == NEVER and not (self._num_in_flight or self._restarting):
-                self._nothing_runs()
-                if not self._options.serves:
-                    return False
+            if due == NEVER and not (self._num_in_flight or self._restarting or self._waits_for_others()):
+                return False
             message = self._clock.wait(self.inbox, due)
             if message is not None:
                 self._sort(message)
@@ -191,16 +189,19 @@ class EngineLoop:
         else:
             self._stops = True
 
-    def _nothing_runs(self) -> None:
+    def _waits_for_others(self) -> bool:
+        """Nothing is under way: whether requests may still come. Raises `PolicyError` when some are left and none will."""
         if not self._options.serves:
             stall = self.controller.stall(self.now)
             if stall is not None:
                 raise stall
-        elif self._stalled_at != self.num_steps and self.controller.num_alive:
+            return False
+        if self._stalled_at != self.num_steps and self.controller.num_alive:
             self._stalled_at = self.num_steps
             standing = Counter(request.replicaset for request in self.controller.alive())
             where = ", ".join(f"{name}: {number}" for name, number in standing.items())
             _log.warning("policies schedule none of the requests, which wait until another comes or goes (%s)", where)
+        return True
 
     # A turn
 

@@ -28,7 +28,7 @@ from vajra_py.contract import BatchShape
 from vajra_py.engine.compute import ModelFacts, RunnerOptions, load_runner
 from vajra_py.engine.compute.inspect import inspect_model
 from vajra_py.engine.config import EngineConfig
-from vajra_py.engine.llm import DEFAULT_SCHEDULING, keys_of, llm_config
+from vajra_py.engine.llm import DEFAULT_SCHEDULING, experiment_keys, llm_config
 from vajra_py.engine.worker import LoadRunner, calm_threads, placed
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.bench import Batch, Bench, Reference, paces
@@ -78,12 +78,12 @@ def profile_config(
 ) -> ExperimentConfig:
     """The settings of a profile: those of an LLM (`vajra_py.engine.llm.llm_config`) on one replica. Raises `ConfigError`.
 
-    Steps are measured, not policies: of an experiment's file its sizes and its engine (if it has one) count, while policies that ask for
-    predictions, and the profile that is to tell them, need not be there yet.
+    Steps are measured, not policies: of an experiment, simulated or not, its sizes and its engine count. Its policies may ask for
+    predictions although the profile that is to tell them is not there yet.
     """
-    given = keys_of(config)
+    given = experiment_keys(config)
     backend = given.get("backend")
-    if isinstance(backend, Mapping) and "engine" not in backend:  # a simulated experiment
+    if isinstance(backend, Mapping) and set(backend) == {"simulator"}:
         del given["backend"]
     made = llm_config(model, given, overrides)
     settings: EngineConfig = made.backend.settings

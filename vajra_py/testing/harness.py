@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeAlias, cast
 
 from vajra_py.contract import (
@@ -222,7 +223,7 @@ class Harness:
         self._limits = limits = options.limits()
         self._now = 0
         self._executor = SimulatedExecutor()
-        self._timer_of = predicted_timers(options.latency, SeedTree(options.seed))
+        self._timer_of = cache(predicted_timers(options.latency, SeedTree(options.seed)))
         late = LatePrefillTime()
         self.context = PolicyContext(
             limits=limits,
