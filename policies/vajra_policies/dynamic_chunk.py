@@ -40,10 +40,6 @@ class DynamicChunk:
         """With nothing but decodes to run, or room for nothing else, `fill` does nothing else."""
         return frozenset(SteadyState)
 
-    def chunk_beside(self, num_decodes: int, num_remaining_tokens: int) -> int | None:
-        """Decodes alone are always taken; what a prompt gets beside them takes a search."""
-        return None if num_remaining_tokens else 0
-
     @property
     def is_work_conserving(self) -> bool:
         """Whatever waits gets a chunk when nothing else runs."""

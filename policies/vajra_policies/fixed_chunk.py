@@ -57,15 +57,6 @@ class FixedChunk:
         """A prompt with the replica to itself has the whole budget."""
         return min(self._chunk_size, num_remaining_tokens)
 
-    @property
-    def admits_in_turn(self) -> bool:
-        """Prompts share what decodes leave, and `fill` takes them by urgency."""
-        return True
-
-    def chunk_beside(self, num_decodes: int, num_remaining_tokens: int) -> int:
-        """What is left of the budget; 0 when it is used up."""
-        return max(0, min(self._chunk_size - num_decodes, num_remaining_tokens))
-
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: ReplicaState) -> int | None:
         room = min(self._chunk_size - batch.num_tokens, batch.tokens_left)
         if room <= 0:

@@ -307,29 +307,6 @@ class Fickle(PlainChunks):
             batch.add(replica.decodes()[0], 1)
 
 
-class Presuming(PlainChunks):
-    """Says that a prompt gets the whole budget beside decodes, and gives it what they leave."""
-
-    def chunk_beside(self, num_decodes: int, num_remaining_tokens: int) -> int | None:
-        return min(self._num_tokens, num_remaining_tokens)
-
-
-class Unjust(PlainChunks):
-    """Says that those who wait are taken in turn, and lets nobody in beside a prompt that is under way."""
-
-    admits_in_turn = True
-
-    def schedule(self, replica: Any, batch: Any, now: float) -> None:
-        self._is_alone = not replica.num_partial_prefills
-        fill(replica, batch, self._next_chunk)
-
-    def chunk_beside(self, num_decodes: int, num_remaining_tokens: int) -> int | None:
-        return max(0, min(self._num_tokens - num_decodes, num_remaining_tokens))
-
-    def _next_chunk(self, request: Any, batch: Any, replica: Any) -> int | None:
-        return super()._next_chunk(request, batch, replica) if self._is_alone or request.is_resident else None
-
-
 class Boastful(PlainChunks):
     def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         return num_remaining_tokens
@@ -369,8 +346,6 @@ class Prying(PlainChunks):
         (Overeager, SERVES, "Its next chunk may have at most"),
         (Thrashing, SERVES, "without a single token for anybody"),
         (Fickle, "repeats itself where it says so", "repeats_decodes is not true"),
-        (Presuming, "repeats itself where it says so", "repeats_decodes or chunk_beside is not true"),
-        (Unjust, "repeats itself where it says so", "chunk_beside or admits_in_turn is not true"),
         (Boastful, "chunks lone prompts as it says", "but the prompt alone got 128 tokens"),
         (Hesitant, WORKS, "is_work_conserving is not true: replica 0 is idle"),
         (Remembering, "decides the same again", "differs when the run is repeated with the same seed"),

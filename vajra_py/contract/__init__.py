@@ -22,8 +22,6 @@ from vajra_py.contract.latency import (
 )
 from vajra_py.contract.observer import EndReason, Observer, PolicySwap, ScheduledChunk, StepEnd, StepRecord, StepRun
 from vajra_py.contract.policies import (
-    AdmitsInTurn,
-    ChunksBesideDecodes,
     ChunksLonePrompts,
     Key,
     KeyMotion,
@@ -44,11 +42,9 @@ from vajra_py.contract.requests import ReplicaId, RequestId, RequestView
 from vajra_py.contract.views import PriorityKey, QueueView, ReplicaLimits, ReplicaState, ReplicaView
 
 __all__ = [
-    "AdmitsInTurn",
     "BatchBuilder",
     "BatchShape",
     "ChunkRule",
-    "ChunksBesideDecodes",
     "ChunksLonePrompts",
     "DecodeStop",
     "EndReason",

@@ -134,36 +134,6 @@ class RepeatsDecodes(Protocol):
 
 
 @runtime_checkable
-class ChunksBesideDecodes(Protocol):
-    """What a replica scheduler may add so that a simulator need not ask it while nothing waits.
-
-    The claim says: while nothing waits in the own or the shared queue, at most one prompt is partly computed and every
-    decode finds its block, a step computes every decode and so many tokens of that prompt, whatever the time and whatever
-    went before. It is tested like `RepeatsDecodes`, by comparing both ways.
-    """
-
-    def chunk_beside(self, num_decodes: int, num_remaining_tokens: int) -> int | None:
-        """Tokens of the prompt beside so many decodes, at most what remains of it (0: there is none); None: ask me."""
-
-
-@runtime_checkable
-class AdmitsInTurn(ChunksBesideDecodes, Protocol):
-    """What such a replica scheduler may add so that a simulator need not ask it while requests wait either.
-
-    The claim says: while at most one prompt is partly computed, none that waits in the replica's own queue is more urgent
-    than it, and every decode finds its block, a step computes every decode, then that prompt, then those that wait, most
-    urgent first. Each gets `chunk_beside(tokens of the step so far, what remains of it)`; the first that gets 0, and
-    whoever comes after it, gets nothing, as do those that the batch has no slot for. Where the memory or the token budget
-    does not suffice for all of these, or some of a prompt is cached, nothing is claimed. It is tested like
-    `RepeatsDecodes`, by comparing both ways.
-    """
-
-    @property
-    def admits_in_turn(self) -> bool:
-        """Whether the claim is made; read once, when the policy is built."""
-
-
-@runtime_checkable
 class ReadsNoLoad(Protocol):
     """What a replicaset scheduler may declare so that a simulator need not bring every replica up to date for it."""
 

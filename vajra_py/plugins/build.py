@@ -37,7 +37,6 @@ OPTIONAL_METHODS: Mapping[str, int] = {
     "on_step_end": 2,
     "on_departures": 2,
     "lone_chunk": 2,
-    "chunk_beside": 2,
     "refuses": 1,
 }
 """What a policy may add; wrong when present and not callable in this way."""

@@ -25,7 +25,6 @@ from vajra_py.runtime.builder import Builder
 from vajra_py.runtime.builder_options import BuilderOptions, IllegalPlan
 from vajra_py.runtime.clock import to_seconds
 from vajra_py.runtime.executor import Executor, StepPlan, StepResult
-from vajra_py.runtime.foregone import ForegoneSteps
 from vajra_py.runtime.kv import AnyKvMemory, TokenKeys
 from vajra_py.runtime.lifecycle import Lifecycle
 from vajra_py.runtime.queues import RequestQueue
@@ -88,7 +87,6 @@ class Replica:
         self._publish_at_end = not parts.options.publish_at_schedule
         self._pipelined = parts.limits.pipeline_stages > 1
         self.repeats = Repeats(self)
-        self.foregone = ForegoneSteps(self)
         self._inherited: list[Request] = []
         """What runs though another policy admitted it, earliest admission first; the present one may be unable to go on."""
         self.refit(parts)
@@ -105,7 +103,6 @@ class Replica:
             schedule if around is None else around(self.replicaset, Layer.REPLICA_SCHEDULER, name, schedule)
         )
         self.repeats.read_claims()
-        self.foregone.read_claims()
 
     def watch(self, observers: Sequence[Observer]) -> None:
         """Let these observers see everything that happens here from now on."""

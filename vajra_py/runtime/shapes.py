@@ -6,24 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from vajra_py.contract import BatchShape, LatencyModel
 from vajra_py.contract.latency import CONTEXT_GRAIN_TOKENS
-from vajra_py.runtime.executor import PlannedChunk
 from vajra_py.runtime.kv import AnyKvMemory
 from vajra_py.runtime.request import Request
 
 EMPTY = BatchShape()
-
-
-def shape_of(num_decodes: int, context_tokens: int, chunks: Iterable[PlannedChunk]) -> BatchShape:
-    """So many decodes, whose contexts sum to `context_tokens`, and these chunks, with one KV group."""
-    num_prefills = tokens = squared = context = rounded = pairs = 0
-    for _, num_tokens, computed, _ in chunks:
-        num_prefills += 1
-        tokens += num_tokens
-        squared += num_tokens * num_tokens
-        context += computed
-        rounded += -(-computed // CONTEXT_GRAIN_TOKENS) * CONTEXT_GRAIN_TOKENS
-        pairs += num_tokens * computed + num_tokens * (num_tokens + 1) // 2
-    return BatchShape(num_decodes, context_tokens, num_prefills, tokens, squared, context, rounded, pairs)
 
 
 class ShapeTracker:

@@ -368,9 +368,7 @@ class Simulator:
     def _start(self, clock: ReplicaClock) -> None:
         replica = clock.replica
         try:
-            plan = replica.foregone.next_plan(self.now) if clock.runs is not None else None
-            if plan is None:
-                plan = replica.next_plan(self.now)
+            plan = replica.next_plan(self.now)
         except PolicyError as error:
             self._contain(replica.replicaset, error)
             return

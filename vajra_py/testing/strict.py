@@ -21,7 +21,7 @@ from vajra_py.contract import (
     RequestView,
 )
 
-_DECLARATIONS = ("key_motion", "repeats_decodes", "admits_in_turn", "reads_load", "is_work_conserving")
+_DECLARATIONS = ("key_motion", "repeats_decodes", "reads_load", "is_work_conserving")
 _METHODS = (
     "key",
     "line",
@@ -29,7 +29,6 @@ _METHODS = (
     "pull",
     "schedule",
     "lone_chunk",
-    "chunk_beside",
     "refuses",
     "on_arrivals",
     "on_step_end",

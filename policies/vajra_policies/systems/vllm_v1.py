@@ -83,7 +83,6 @@ class VllmV1:
         self._config = config
         self._budget = limits.max_batch_tokens
         self._max_active = config.max_num_active_requests or limits.max_batch_size
-        self._max_batch_size = limits.max_batch_size
         self._watermark = int(config.watermark_fraction * (limits.num_blocks + 1))
         self._interval = config.prefill_interval_steps
         self._num_steps = 0
@@ -98,19 +97,6 @@ class VllmV1:
     def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """A prompt that is alone has the whole budget; the threshold is off."""
         return num_remaining_tokens if self._budget is None else min(num_remaining_tokens, self._budget)
-
-    def chunk_beside(self, num_decodes: int, num_remaining_tokens: int) -> int | None:
-        """All that remains, where the budget suffices for everything and neither cap nor interval has a say."""
-        if self._interval > 1 or (num_remaining_tokens and self._config.long_prefill_threshold_tokens):
-            return None
-        if self._budget is not None and num_decodes + num_remaining_tokens > self._budget:
-            return None
-        return num_remaining_tokens
-
-    @property
-    def admits_in_turn(self) -> bool:
-        """Whole prompts, in order, while the budget suffices for them and no limit of its own has a say."""
-        return not self._watermark and self._max_active >= self._max_batch_size
 
     def refuses(self, request: RequestView) -> str | None:
         """Without chunked prefill a sequence that outgrows the budget could wait at the head for ever."""

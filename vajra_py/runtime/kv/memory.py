@@ -172,10 +172,6 @@ class KvMemory:
         """
         return len(self._found(request, self._holdings[request])) * self.block_size
 
-    def may_find(self, request: KvRequest) -> bool:
-        """Whether the cache could hold anything of a waiting request; False: nobody else ever had its content."""
-        return self._holdings[request].may_be_cached
-
     def _found(self, request: KvRequest, holding: Holding) -> list[int]:
         """Blocks of the longest cached run of leading full blocks; not to be changed."""
         keys = holding.keys

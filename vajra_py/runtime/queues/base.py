@@ -53,9 +53,6 @@ class RequestQueue(Protocol):
     def urgency(self, request: RequestView, now: float) -> PriorityKey:
         """The total order's key of any request, waiting or not."""
 
-    def goes_before(self, request: RequestView, now: float) -> bool:
-        """Whether someone who waits has a lower key than this request, which does not wait."""
-
     def __len__(self) -> int:
         """Requests that wait."""
 
@@ -119,11 +116,6 @@ class RankedQueue(ABC):
             self._ranks[request] = new
             self.num_tokens += new[NUM_TOKENS] - old[NUM_TOKENS]
             self._enter(new, now)
-
-    def goes_before(self, request: RequestView, now: float) -> bool:
-        """See `RequestQueue.goes_before`."""
-        head = self.peek(now)
-        return head is not None and bool(self.urgency(head, now)[0] < self.urgency(request, now)[0])
 
     def begin_step(self) -> None:
         """See `RequestQueue.begin_step`; nothing to do where keys move only as declared."""

@@ -52,10 +52,6 @@ class SortedQueue(RankedQueue):
             return (rank[KEY], rank[ARRIVED_AT], rank[INDEX])
         return (self._keys.key(request, now), request.arrived_at, request.index)
 
-    def goes_before(self, request: RequestView, now: float) -> bool:
-        """See `RequestQueue.goes_before`."""
-        return bool(self._ranks) and bool(self._order.first()[KEY] < self._keys.key(request, now))
-
     def _rank(self, request: RequestView, now: float) -> Rank:
         key = self._keys.key(request, now)
         self._newest = serial = self._newest + 1
