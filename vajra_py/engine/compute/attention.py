@@ -1,9 +1,10 @@
-"""How does a transformers model attend over paged KV memory, and what do its layers ask of attention?
+"""Paged attention for transformers' models, and what their layers ask of attention.
 
-The function registered in transformers' attention interface reads the step that is under way from this module, not from
+The function registered in transformers' attention interface takes the step under way from a context variable, not from
 its arguments: some decoder layers drop unknown keyword arguments on the way to attention.
 
 Invariants:
+    - The step under way belongs to the thread that computes it: models in other threads never see it.
     - A step's keys and values are written before its queries attend, layer by layer.
     - What a layer asks for (scale, window, soft cap, sinks) is taken from what the interface passes, at every call.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,19 +72,17 @@ class Probe:
     problem: str | None = None
 
 
-_current: PagedStep | Probe | None = None
+_CURRENT: ContextVar[PagedStep | Probe | None] = ContextVar("vajra_paged_step", default=None)
 
 
 @contextmanager
 def under_way(step: PagedStep | Probe) -> Iterator[None]:
-    """Within it, models attend for this step."""
-    global _current
-    before = _current
-    _current = step
+    """Within it, models that run in this thread attend for this step."""
+    token = _CURRENT.set(step)
     try:
         yield
     finally:
-        _current = before
+        _CURRENT.reset(token)
 
 
 def register() -> None:
@@ -111,7 +111,8 @@ def _attend(
     scale, softcap, sinks = asked.get("scaling"), asked.get("softcap"), asked.get("s_aux")
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    if isinstance(_current, Probe):
+    step = _CURRENT.get()
+    if isinstance(step, Probe):
         index = getattr(module, "layer_idx", None)
         facts = LayerFacts(
             layer_index=-1 if index is None else index,
@@ -124,11 +125,11 @@ def _attend(
             softcap=softcap,
             has_sinks=sinks is not None,
         )
-        return _record(_current, facts, asked, query)
-    if _current is None:
+        return _record(step, facts, asked, query)
+    if step is None:
         raise RuntimeError("paged attention was called outside a step")
-    metadata = _current.metadata
-    k_cache, v_cache = _current.caches[int(module.layer_idx)]  # type: ignore[arg-type]
+    metadata = step.metadata
+    k_cache, v_cache = step.caches[int(module.layer_idx)]  # type: ignore[arg-type]
     write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), k_cache, v_cache, metadata.slot_mapping)
     rows = query[0].transpose(0, 1)
     if sinks is None:

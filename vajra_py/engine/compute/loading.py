@@ -1,6 +1,8 @@
-"""How does a directory become a model on a device, ready for paged attention?
+"""Loading a directory as a model on a device, ready for paged attention.
 
 Invariants:
+    - What loading changes in the whole process (torch's default type and generator, transformers' verbosity) is changed by
+      one load at a time, and never while a step of another model computes.
     - What can be refused from file headers, the config or the device's free memory is refused before weights are read.
     - A model's own code is never run; random weights depend on the config and the seed alone.
 """
@@ -20,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from vajra_py.engine.compute.attention import PLAIN, register
+from vajra_py.engine.compute.exclusion import LOADING
 from vajra_py.engine.compute.inspect import ModelFiles, free_host_bytes, inspect_model, readable_bytes
 from vajra_py.engine.compute.interface import RunnerOptions
 from vajra_py.errors import ConfigError, Problem, did_you_mean
@@ -49,11 +52,16 @@ class LoadedModel:
 
 
 def load_model(options: RunnerOptions, tp_plan: str | None = None) -> LoadedModel:
-    """The model that `options` names.
+    """The model that `options` names. Steps of this process wait meanwhile.
 
     Raises:
         ConfigError: one line for each thing that is wrong.
     """
+    with LOADING.exclusively():
+        return _load_model(options, tp_plan)
+
+
+def _load_model(options: RunnerOptions, tp_plan: str | None) -> LoadedModel:
     files = inspect_model(options.model, options.random_weights)
     device = find_device(options.device)
     config = _read_config(files)

@@ -1,4 +1,4 @@
-"""What happens between a model's loading and its first step: probing, choosing a forward pass, checking it?
+"""Preparing a loaded model for its first step: probing its layers, choosing a forward pass, checking it.
 
 Invariants:
     - With the self-check on (the default), no forward pass is used that was not compared with transformers' own on the same
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from vajra_py.engine.compute.attention import MASKED, LayerFacts
+from vajra_py.engine.compute.exclusion import LOADING
 from vajra_py.engine.compute.forward import Forward, TransformersForward, probe_layers, unsupported
 from vajra_py.engine.compute.fused import KNOWN_TYPES, FusedForward
 from vajra_py.engine.compute.interface import ModelFacts, RunnerOptions
@@ -46,6 +47,14 @@ def prepare(options: RunnerOptions, shard: Shard) -> PreparedModel:
     device = find_device(options.device)
     # With several ranks, each takes its part from the host: no device ever holds the whole model.
     loaded = load_model(options if shard.size == 1 else replace(options, device="cpu", dtype=_dtype_name(options)))
+    with LOADING.shared():
+        prepared = _prepared(loaded, options, shard, device)
+    # The fused pass took the weights away: without it, they are read again.
+    return prepared or prepare(replace(options, fused=False), shard)
+
+
+def _prepared(loaded: LoadedModel, options: RunnerOptions, shard: Shard, device: torch.device) -> PreparedModel | None:
+    """The loaded model with the forward pass that it is to use; None when it is to be loaded again without the fused one."""
     where = f"model {loaded.where}"
     layers = probe_layers(loaded.model, where)
     counts = _count(loaded.model)
@@ -61,7 +70,7 @@ def prepare(options: RunnerOptions, shard: Shard) -> PreparedModel:
             raise unsupported(where, loaded.model, f"its division among {shard.size} ranks failed: {difference}")
         if forward is None:
             _log.warning("%s: runs on transformers' modules, since %s", where, difference)
-            return prepare(replace(options, fused=False), shard)
+            return None
     if forward is None:
         forward = TransformersForward(loaded.model)
     facts = _facts(loaded, forward.name, local, options, counts)

@@ -1,4 +1,4 @@
-"""How does a worker compute a step: from changes of the batch to sampled tokens?
+"""Computes a worker's steps: from changes of the batch to sampled tokens.
 
 Invariants:
     - Whatever of a step depends on the host alone is done before the device is touched; nothing waits for the device
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from vajra_py.engine.compute.batch import BatchState, HostBatch, Ints
+from vajra_py.engine.compute.exclusion import LOADING
 from vajra_py.engine.compute.graphs import Capture, CudaCapture, DecodeGraphs
 from vajra_py.engine.compute.interface import (
     Foreseen,
@@ -146,7 +147,7 @@ class TorchRunner:
             raise ExecutorError(
                 f"KV memory: {num_blocks} device and {num_host_blocks} host blocks do not fit ({error})"
             ) from error
-        with current(self._model.device):
+        with LOADING.shared(), current(self._model.device):
             self._graphs = self._captured(self._memory)
 
     @torch.inference_mode()
@@ -170,7 +171,7 @@ class TorchRunner:
         if self._memory is None:
             raise ExecutorError("step: there is no KV memory yet. Call `allocate` first.")
         try:
-            with current(self._model.device):
+            with LOADING.shared(), current(self._model.device):
                 self._take_back()
                 return self._submitted(step, self._memory)
         except torch.cuda.OutOfMemoryError as error:

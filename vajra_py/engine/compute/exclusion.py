@@ -1,0 +1,56 @@
+"""Exclusion between loading a model and computing steps in one process.
+
+While transformers makes a model, torch's default type is the model's for the whole process, and its generator is seeded.
+A step of another model that computed meanwhile in another thread could make tensors of the wrong type.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Exclusion:
+    """Many threads share it at once, or one has it to itself. A thread that waits for it alone goes first."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_sharing = 0
+        self._num_exclusive = 0
+        """Threads that have it alone, or wait for that."""
+        self._owner: int | None = None
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Within it, nobody has it to himself but this thread."""
+        me = threading.get_ident()
+        with self._changed:
+            if self._owner != me:
+                self._changed.wait_for(lambda: not self._num_exclusive)
+            self._num_sharing += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_sharing -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def exclusively(self) -> Iterator[None]:
+        """Within it, no other thread shares it. Must not be asked for within `shared`."""
+        with self._changed:
+            self._num_exclusive += 1
+            self._changed.wait_for(lambda: self._owner is None and not self._num_sharing)
+            self._owner = threading.get_ident()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._owner = None
+                self._num_exclusive -= 1
+                self._changed.notify_all()
+
+
+LOADING = Exclusion()
+"""Of this process: torch's default type and generator are its own, too."""
