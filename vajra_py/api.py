@@ -1,4 +1,4 @@
-"""How is an experiment driven from Python? The same experiments as from YAML: build, run, sweep, compare, plot.
+"""Drive experiments from Python: build, run, sweep, compare and plot what YAML describes.
 
 import vajra_py.api as vajra
 

@@ -1,4 +1,4 @@
-"""What can go wrong, and what does the command line return then?
+"""The error tree and the exit codes of the command line.
 
 The tree, with the exit code of the process in brackets:
 
@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong at one place?
+    """One thing that is wrong, at one place.
 
     `where` is a place the user can go to (`file.yaml:12 scheduling.replica_scheduler.policy`, `trace.csv:7`, `--set seed`); `message` is
     what is wrong with the value given in brackets; `allowed` is a full sentence without its closing stop, or None when nothing helps.
@@ -182,7 +182,7 @@ class RunInterrupted(VajraError):
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Which of `choices` did the user mean by `name`, and what are they all? One sentence without its stop, made for `Problem.allowed`.
+    """Suggest the `choices` nearest to `name` and list them all. One sentence without its stop, made for `Problem.allowed`.
 
     >>> did_you_mean("fcsf", ["edf", "fcfs"])
     "Did you mean 'fcfs'? Allowed: edf, fcfs"

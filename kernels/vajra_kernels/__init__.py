@@ -1,4 +1,4 @@
-"""How does a batch of requests attend to paged KV memory, on CUDA by Triton kernels and on the CPU by plain torch?
+"""Attention of a ragged batch over paged KV memory: Triton kernels on CUDA, plain torch on the CPU.
 
 Imports torch and triton only (triton only once a CUDA tensor is seen), so that it can be checked on a machine that has
 nothing else.

@@ -1,4 +1,4 @@
-"""What does the compiler make of a launch: registers, spills, shared memory, tensor-core and copy instructions?
+"""Compile launches ahead of time and report registers, spills, shared memory and the instructions used.
 
 Compiles for a GPU that need not be there, from the same ``Launch`` values that would run, with the specialisation
 that a launch on aligned tensors gets.

@@ -1,4 +1,4 @@
-"""What is the attention of one step's queries over their paged KV, on whatever device they live?
+"""Paged attention of one step's queries, on whichever device the tensors live.
 
 Invariants:
     - Causal: the query at position p of its sequence sees KV positions <= p, and with a window those > p - window. With

@@ -1,4 +1,4 @@
-"""Which implementation do tensors of a device get?
+"""Select the implementation for the device of the tensors.
 
 Invariants:
     - CUDA tensors take the Triton kernels, CPU tensors plain torch.
@@ -16,5 +16,5 @@ _INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on
 
 
 def uses_triton(device: torch.device) -> bool:
-    """Do operations on this device's tensors run as Triton kernels?"""
+    """Whether operations on this device's tensors run as Triton kernels."""
     return device.type != "cpu" or _INTERPRET

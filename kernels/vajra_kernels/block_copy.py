@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call,untyped-decorator,misc"
-"""How do whole KV blocks move between two caches of one device (copy on write, defragmentation, staging for swap)?
+"""Copy whole KV blocks between two caches of one device (copy on write, defragmentation, staging for swap).
 
 Invariants:
     - A block is one dense run of memory in both caches (``cache.block_words``), so that a copy is one of raw words,

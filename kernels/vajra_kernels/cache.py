@@ -1,4 +1,4 @@
-"""How is KV memory laid out?
+"""Memory layout of the paged KV cache.
 
 A cache has the logical shape [num_blocks, block_size, num_kv_heads, head_dim] with a dense last dimension; kernels take
 its strides. Physically the CPU keeps that order (a token's heads are neighbours, so gathering tokens copies whole rows)
@@ -89,6 +89,6 @@ def allocate_swap_space(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 def same_block_order(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Do two caches hold a block's elements in the same order of memory?"""
+    """Whether two caches hold a block's elements in the same memory order."""
     sides = zip(one.shape[-3:], one.stride()[-3:], other.stride()[-3:], strict=True)
     return all(mine == others for size, mine, others in sides if size > 1)

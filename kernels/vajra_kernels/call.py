@@ -1,4 +1,4 @@
-"""What does one attention call consist of, in the terms that every Triton attention kernel shares?"""
+"""Arguments of one attention call, in the terms that all Triton attention kernels share."""
 
 from __future__ import annotations
 

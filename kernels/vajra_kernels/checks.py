@@ -1,4 +1,4 @@
-"""Do the kernels agree with a float64 reference on random, ragged, poisoned inputs?
+"""Compare the kernels with a float64 reference on random, ragged and poisoned inputs.
 
 The cases that the tests run in Triton's interpreter and ``benchmarks/gpu_check.py`` runs on a GPU.
 

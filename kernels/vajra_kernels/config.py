@@ -1,4 +1,4 @@
-"""Which tile shape, how many warps and how many pipeline stages does a launch get, given its shapes and its device?
+"""Tile shapes, warps and pipeline stages of a launch, chosen by its shapes and device.
 
 Plain functions of shapes: nothing is timed at run time, so the first call of a shape costs one compilation and equal
 calls always run the same code. The figures behind the choices are in docs/kernels.md.
@@ -88,7 +88,7 @@ def ragged_config(group: int, max_query_len: int, head_pad: int, element_bytes: 
 
 
 def _is_large(device: DeviceFacts) -> bool:
-    """Has the device Hopper's shared memory (and its warp-group products)?"""
+    """Whether the device has Hopper's shared memory (and its warp-group products)."""
     return device.capability[0] >= 9 and device.shared_limit_bytes >= 200 * 1024
 
 

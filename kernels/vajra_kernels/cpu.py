@@ -1,4 +1,4 @@
-"""How does a ragged batch attend to its paged context on the CPU, in plain torch?
+"""Paged attention of a ragged batch on the CPU, in plain torch.
 
 Gather the keys a call needs (at memory-copy speed, see ``cpu_plan``), then one fused attention call per decode group or
 chunk piece, with the query heads of a KV head as rows of one product. Where the fused call cannot do it (soft cap,

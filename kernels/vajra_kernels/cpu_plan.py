@@ -1,4 +1,4 @@
-"""How is one step's attention cut into few, large calls on the CPU?
+"""Split one step's attention into few, large calls on the CPU.
 
 Decodes of similar KV length form a group that is gathered and attended in one call, padded to the group's longest;
 chunks are cut into row pieces so that a causal chunk does not pay for its upper triangle. A plan holds index tensors
@@ -95,7 +95,7 @@ class CpuPlan:
 
     @property
     def is_one_group(self) -> bool:
-        """Is the whole batch one group of consecutive rows, whose result is the output as it is?"""
+        """Whether the whole batch is one group of consecutive rows, whose result is the output as it is."""
         return len(self.groups) == 1 and not self.chunks and self.covers_all and self.groups[0].rows is None
 
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call,untyped-decorator,misc"
-"""How do single-token queries attend to long paged sequences when memory bandwidth is the limit?
+"""Decode attention: single-token queries over long paged sequences, bound by memory bandwidth.
 
 One program handles one sequence, one KV head and one split of the KV length: the query heads that share the KV head
 are the rows of one 16-row tile, so K and V are read once for all of them. The splits' results are merged by

@@ -1,4 +1,4 @@
-"""Which Triton launches does one paged-attention call make?
+"""The Triton launches of one paged-attention call.
 
 Invariants:
     - A batch of decodes alone takes the split-KV decode kernel; one without leading decodes the ragged kernel.

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call,untyped-decorator,misc"
-"""Where do the keys and values of this step's tokens go in the paged cache?
+"""Write the keys and values of a step's tokens into the paged cache.
 
 Invariants:
     - Token t goes to slot ``slot_mapping[t]`` = block * block_size + offset; a negative slot writes nothing.

@@ -1,4 +1,4 @@
-"""What is needed to start one Triton kernel, as a value that can be run, listed or compiled without a GPU?"""
+"""One Triton kernel launch as a value that can be run, listed, or compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Launch:
 
 
 def interpreted() -> bool:
-    """Do kernels run in Triton's interpreter on the CPU (TRITON_INTERPRET=1 before the first import)?"""
+    """Whether kernels run in Triton's interpreter on the CPU (TRITON_INTERPRET=1 before the first import)."""
     return bool(triton.knobs.runtime.interpret)
 
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call,untyped-decorator,misc"
-"""What is the attention over a whole KV sequence, given attention over its parts?
+"""Merge attention over parts of a KV sequence into attention over all of it (log-sum-exp).
 
 With outputs o_p and natural log-sum-exps l_p of disjoint parts: l = log(sum_p exp(l_p)), o = sum_p exp(l_p - l) o_p.
 Used for the splits of a decode and for the ranks of a KV-parallel group (Flash-Decoding; Medha, section 4).

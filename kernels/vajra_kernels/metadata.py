@@ -1,4 +1,4 @@
-"""Which rows, lengths and KV blocks does one step's attention work on?
+"""Rows, lengths and KV blocks that one step's attention works on.
 
 Built once per step and shared by all layers.
 

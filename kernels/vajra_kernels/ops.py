@@ -1,4 +1,4 @@
-"""How do K/V and partial results move around attention: into the cache, between caches, between parts of a sequence?
+"""Tensor operations around attention: cache writes, block copies, merging of partial results.
 
 Invariants:
     - Each operation runs where its tensors live: Triton on CUDA, plain torch on the CPU.

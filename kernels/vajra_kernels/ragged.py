@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call,untyped-decorator,misc"
-"""How does a ragged batch of prefill chunks and decodes attend to its paged context in one launch?
+"""Attention of a ragged batch of prefill chunks and decodes over paged context, in one launch.
 
 One program handles one tile of query rows of one sequence and one KV head. A row is a pair (query token, query head of
 the group), so grouped heads share the loaded K and V. Long chunks use 128 rows, which is what Hopper's ``wgmma`` wants;

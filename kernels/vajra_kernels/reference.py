@@ -1,4 +1,4 @@
-"""What do the kernels compute, written as plainly as possible?
+"""Plain reference implementations of what the kernels compute.
 
 Each function states one kernel's result by loops over sequences or tokens, in the dtype of its inputs (float64 for tests).
 Shapes are those of ``attention`` and ``ops``.

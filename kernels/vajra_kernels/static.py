@@ -1,4 +1,4 @@
-"""What do the built-in configurations compile to, and within which bounds do they have to stay?
+"""Compiled properties of the built-in configurations, and the bounds that they must keep.
 
 ``python -m vajra_kernels.static`` compiles every case for its GPU (which need not be there) and prints the table of
 docs/kernels.md; the tests hold the same cases to their bounds.

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call,untyped-decorator,misc"
-"""How does one tile of query rows attend to a range of a paged KV sequence?
+"""Attention of one tile of query rows over a range of a paged KV sequence.
 
 The device functions shared by the decode and the ragged kernel: a running (flash) softmax in base 2 over KV tiles of
 ``TILE_N`` positions, which are found through the sequence's row of the block table.

@@ -1,4 +1,4 @@
-"""How much of a step's time may the prompts of each class of requests take?"""
+"""Share of a step's time that the prompts of each request class may take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long may a request take from its arrival on? Shared by the policies that order by deadline or slack."""
+"""Deadlines derived from predicted prefill times, shared by the policies that order by deadline or slack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to the memory of a request that gives way? One parameter, shared by Vajra's replica schedulers."""
+"""How a preempted request's memory is released: one parameter shared by Vajra's replica schedulers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where is this prompt's prefix cached already? There, unless that would leave the replicas too unevenly loaded."""
+"""Route to the replica that caches the prompt's prefix, unless that would unbalance the load too far."""
 
 from __future__ import annotations
 

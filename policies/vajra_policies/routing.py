@@ -1,4 +1,4 @@
-"""What do policies share that choose a replica? Which ones are up, how loaded each is, and what to do when none is."""
+"""Helpers of routing policies: which replicas are up, how loaded each is, what to do when none is up."""
 
 from __future__ import annotations
 

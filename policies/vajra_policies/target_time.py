@@ -1,4 +1,4 @@
-"""How large may a prompt's next chunk be so that the step still takes its target time?
+"""Size a prompt's next chunk so that the step still meets its target time.
 
 Chunks are multiples of 32 tokens, so that kernels run full tiles, except where a prompt (or its KV-parallel group) ends.
 """

@@ -1,1 +1,1 @@
-"""What can be asked of the framework from a shell?"""
+"""The command line."""

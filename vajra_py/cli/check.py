@@ -1,4 +1,4 @@
-"""Is an experiment file right, and what may one say?"""
+"""`vajra check` and `vajra schema`: validate experiment files, print their JSON schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do runs compare?"""
+"""`vajra compare`: put the results of several runs side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be done from the command line? Each command's module is loaded when it is used, so that help is instant."""
+"""Entry point of the command line; each command's module is imported on first use, so that `--help` is instant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does one get a model to try things with, or see what a model directory holds?"""
+"""`vajra model`: write a tiny model to try things with, or describe a model directory."""
 
 from __future__ import annotations
 

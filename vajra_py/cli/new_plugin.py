@@ -1,4 +1,4 @@
-"""How does one start a package of one's own policies?"""
+"""`vajra new-plugin`: start a package of policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which policies and presets are installed, and what are their parameters?"""
+"""`vajra policies` and `vajra presets`: list what is installed, with parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast is a model on this machine, so that a simulation can say how long its steps take?"""
+"""`vajra profile`: measure a model's step times on this machine for the simulator."""
 
 from __future__ import annotations
 

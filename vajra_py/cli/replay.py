@@ -1,4 +1,4 @@
-"""Does the simulator decide what the engine decided?"""
+"""`vajra replay`: check that the simulator takes the decisions that an engine run recorded."""
 
 from __future__ import annotations
 

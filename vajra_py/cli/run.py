@@ -1,4 +1,4 @@
-"""How is an experiment run from the command line?"""
+"""`vajra run`: run an experiment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is an engine put behind HTTP from the command line?"""
+"""`vajra serve`: serve models over an OpenAI-compatible API."""
 
 from __future__ import annotations
 

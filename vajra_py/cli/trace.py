@@ -1,4 +1,4 @@
-"""What does a run look like on a timeline?"""
+"""`vajra trace`: export a run as a timeline."""
 
 from __future__ import annotations
 

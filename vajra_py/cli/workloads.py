@@ -1,4 +1,4 @@
-"""Which workloads, models and devices come with the project, and what does a file's workload look like?"""
+"""`vajra workloads`, `models`, `devices`: list what ships with the project and describe workload files."""
 
 from __future__ import annotations
 

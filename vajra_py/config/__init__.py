@@ -1,4 +1,4 @@
-"""What does an experiment file say, and is it right?"""
+"""Experiment files: loading, validation, overrides, sweeps, manifest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are the parts of a file right that installed plug-ins define: policies, latency models, predictors, observers, workloads, backends?
+"""Validate the parts of a file that plug-ins define: policies, latency models, observers, workloads, backends.
 
 Each part is replaced by what its own model makes of it (defaults written out), or by a stand-in when it is wrong, so
 that the rest of the file is judged by the schema alone and no mistake is reported twice.

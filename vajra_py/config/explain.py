@@ -1,4 +1,4 @@
-"""What does a validation error mean to the person who wrote the file?
+"""Turn validation errors into messages for the author of the file.
 
 Turns pydantic's errors into findings: the path as it stands in the file, what is wrong with what was given, and what is
 allowed, with the nearest known name where a name is wrong. Several complaints about one value (one for each member of a

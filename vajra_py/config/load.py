@@ -1,4 +1,4 @@
-"""How does a file, or a mapping, become a complete experiment, or a list of everything that is wrong with it?
+"""Load a file or a mapping as a complete experiment, or report everything that is wrong with it.
 
 The order: read, write out short forms, apply overrides, then for each point of the sweep: apply the point, expand
 presets, complete replicasets, check what plug-ins define, check the schema. Mistakes of all steps that could be taken

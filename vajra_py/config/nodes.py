@@ -1,4 +1,4 @@
-"""Where was each value of a configuration written?
+"""Source locations (file and line) of configuration values.
 
 A configuration is a tree of nodes from reading to validation, so that values from a file, from overrides, from a preset
 and from a point of a sweep can be merged and a mistake is still reported where it was made. Nodes never change; edits

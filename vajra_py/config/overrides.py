@@ -1,4 +1,4 @@
-"""What do `--set a.b=c` arguments change?
+"""Apply `--set a.b=c` overrides.
 
 A value is read as YAML, so that numbers, lists and mappings can be given; lists are addressed by index; mappings that
 are not there yet are made. An override is applied to what the file says, before presets are expanded, and wins over it.

@@ -1,4 +1,4 @@
-"""What does a file say once short forms, presets and inheritance are written out?
+"""Expand short forms, presets and inheritance.
 
 Precedence, at every level: a replicaset's own keys, its preset, the top's keys, the top's preset. The parameters of a
 policy belong to it: where a more explicit place names another policy, parameters given for the less explicit one are

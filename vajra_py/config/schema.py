@@ -1,4 +1,4 @@
-"""What may an experiment file say? Every section, with defaults, limits and units.
+"""Schema of experiment files: every section with defaults, limits and units.
 
 The models are frozen and refuse unknown keys. What plug-ins define (parameters of policies, latency models, predictors
 and observers) is checked against the installed packages when a file is loaded; building these models by hand checks the

@@ -1,4 +1,4 @@
-"""Which points does a sweep have, in which order, and what is each called?
+"""Points of a sweep: which ones, in which order, and how each is named.
 
     sweep: {scheduling.request_prioritizer.policy: [fcfs, lrs], workload.rate: [4, 8]}   # grid: every combination, the last axis fastest
     sweep: {zip: {seed: [1, 2], workload.rate: [4, 8]}}                                   # side by side; may stand beside axes of a grid

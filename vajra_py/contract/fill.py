@@ -1,4 +1,4 @@
-"""How does Vajra form a step? Decodes first, then prompts in order of urgency, each with the chunk that a rule gives.
+"""Vajra's way to fill a step: decodes first, then prompts in order of urgency with chunks sized by a rule.
 
 The loop that Vajra's replica schedulers share: a policy that only wants another chunk size passes one function to `fill`.
 What a step without waiting prompts costs does not depend on how many requests decode.

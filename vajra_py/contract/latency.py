@@ -1,4 +1,4 @@
-"""What a latency model answers: how long would a step of this shape take?"""
+"""What a latency model answers: the duration of a step of a given composition."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class KeyMotion(Enum):
 
 @runtime_checkable
 class RequestPrioritizer(Protocol):
-    """How urgent is this request now? One instance serves a whole replicaset; the same key orders admission and victims."""
+    """Ranks requests by urgency. One instance serves a whole replicaset; the same key orders admission and victims."""
 
     @property
     def key_motion(self) -> KeyMotion:
@@ -62,7 +62,7 @@ class TimeLinearPrioritizer(RequestPrioritizer, Protocol):
 
 @runtime_checkable
 class ReplicasetScheduler(Protocol):
-    """Which replica's queue takes this request, or may this replica take one now?"""
+    """Assigns requests to replicas' queues at arrival, or lets replicas pull them."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaView], now: float) -> ReplicaId | None:
         """Early binding: the replica (one that is up) whose queue takes the arriving request.
@@ -80,7 +80,7 @@ class ReplicasetScheduler(Protocol):
 
 @runtime_checkable
 class ReplicaScheduler(Protocol):
-    """Which requests run in this step, with how many tokens each, and who gives way when memory is short?"""
+    """Selects the requests of each step with their token counts, and whom to preempt when memory is short."""
 
     def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
         """Fill `batch`. An empty batch means that nothing can run until something changes."""

@@ -1,4 +1,4 @@
-"""What happens when the mechanism runs a real model?
+"""Run the scheduling mechanism on a real model.
 
 The names below load what they need when they are first used; importing this package loads no tensor library.
 """

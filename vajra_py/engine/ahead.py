@@ -1,4 +1,4 @@
-"""What will a replica compute next, and can its worker begin before that is decided?
+"""Look-ahead: start computing a replica's next step before it has been decided.
 
 Where a policy declares that it repeats decodes, the step after a step of decodes is told to the worker together with it, and
 the worker submits it to the device before it waits for the first one's tokens. The policy then decides as ever. When what

@@ -1,4 +1,4 @@
-"""How do an experiment's settings become loaded workers with a controller over them?
+"""Build loaded workers and a controller over them from an experiment's settings.
 
 What can be wrong without a model (settings, policies, files) is found before one is loaded.
 """

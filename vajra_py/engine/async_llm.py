@@ -1,4 +1,4 @@
-"""How does a program get text while it is written, from many tasks at once?
+"""Asynchronous generation: stream text to many tasks at once.
 
     llm = AsyncLLM("models/tiny")
     async for part in llm.stream("Once upon a time", SamplingParams(max_tokens=32)):

@@ -1,4 +1,4 @@
-"""What time is it in a run of the engine, and how does it wait for the next thing to happen?
+"""Wall clock of an engine run, and waiting for the next event.
 
 Time is read once for everything that is handled together, so that decisions depend on recorded ticks alone. Ticks are
 whole nanoseconds (written in picoseconds, as everywhere): a time in seconds that was read back from a file gives the same

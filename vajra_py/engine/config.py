@@ -1,4 +1,4 @@
-"""What may be said under `backend: {engine: …}`: which model, on which device, in how many processes?
+"""Settings under `backend: {engine: …}`: model, device, processes.
 
 Importing this loads no tensor library.
 """

@@ -1,4 +1,4 @@
-"""How does a plan become what a worker has to be told, and a worker's answer what the mechanism has to know?
+"""Translate plans into worker messages, and workers' answers into step results.
 
 The worker remembers slots, block tables and last tokens, so a step names only what changed. A request keeps its slot
 through preemptions; when slots run short, one that is not in the step loses its own and gets another one later.

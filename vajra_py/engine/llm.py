@@ -1,4 +1,4 @@
-"""How does a program get text from a model: a list of prompts at once, or one request as it is written?
+"""Synchronous generation: a list of prompts at once, or one request streamed.
 
     llm = LLM("models/tiny")
     for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):

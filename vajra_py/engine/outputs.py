@@ -1,4 +1,4 @@
-"""What has come out of a request so far, and does it end here?
+"""Output of a request so far, and whether it stops here.
 
 One object per request collects tokens, log-probabilities and, where there is a tokenizer, text. It finds the end that a
 controller cannot know in advance: the model's end-of-sequence token, a stop token, a stop string.

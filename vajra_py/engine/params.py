@@ -1,4 +1,4 @@
-"""Can a request be served as it stands: its sampling parameters, its prompt?
+"""Validate a request's sampling parameters and prompt.
 
 Every problem is one line; nothing here loads a tensor library.
 """

@@ -1,4 +1,4 @@
-"""How does a replica compute in processes of its own, one for each rank that shares its layers?
+"""Replicas computed in processes of their own, one a rank.
 
 The controller sends every rank the same steps through pipes and takes the tokens of the first; all ranks sample alike, so
 the others' answers are only waited for. A rank that dies takes the replica with it, and nothing else.

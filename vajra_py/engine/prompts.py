@@ -1,4 +1,4 @@
-"""Which tokens does a workload's prompt consist of, when the workload says only how long it is and what it shares?
+"""Synthesize prompt tokens for workloads that give lengths and shared prefixes only.
 
 A segment's tokens depend on its name and the run's seed alone, and a longer piece of it begins like a shorter one, so equal
 segments are equal tokens wherever they occur. The output of an earlier request is what that request really put out.

@@ -1,4 +1,4 @@
-"""What do the policies of an engine get that ask how long a step will take, or how long an output will be?"""
+"""Latency model and output-length predictor that an engine's policies get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a replica come back whose worker is lost? Another worker is loaded beside what goes on, after a pause.
+"""Restart replicas whose worker is lost, with a pause, while the others go on.
 
 Attempts are bounded: so many in a row, with pauses that double. A replica that computed for a while starts to count anew.
 What comes of it reaches the loop as a message, so that nothing changes but between two steps.

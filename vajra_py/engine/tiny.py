@@ -1,4 +1,4 @@
-"""How does one get a model without a network? By writing a small one: random weights, a real tokenizer, a normal directory.
+"""Write a tiny model directory: random weights, a real tokenizer.
 
 Invariants:
     - The same family, size and seed give the same weights, tokenizer and chat template.

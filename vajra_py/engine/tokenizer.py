@@ -1,4 +1,4 @@
-"""How does text become tokens, and how do tokens that come one by one become text?
+"""Tokenize prompts and detokenize incrementally.
 
 A tokenizer may need several tokens for one character, and may write a token differently after another: text is put out
 only once the tokens so far end in a whole character.

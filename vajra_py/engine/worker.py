@@ -1,4 +1,4 @@
-"""Where does a replica compute: in the controller's thread, in a thread of its own, or in processes, one for each rank?
+"""Where a replica computes: the controller's thread, a thread of its own, or one process a rank.
 
 Invariants:
     - A worker gets one step at a time and delivers one `Finished` for each, never before `submit` was called.

@@ -1,1 +1,1 @@
-"""How is one configuration, or a grid of them, run, resumed and compared?"""
+"""Run, resume and compare one configuration or a grid of them."""

@@ -1,4 +1,4 @@
-"""What must a backend offer so that an experiment can run on it? One function, found by the backend's name."""
+"""The interface between experiments and backends, which are found by name."""
 
 from __future__ import annotations
 

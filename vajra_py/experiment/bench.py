@@ -1,4 +1,4 @@
-"""How long does a runner take for a batch of a given shape, and how fast is the machine at this moment?"""
+"""Time a runner on batches of given shapes, and the machine's speed at the moment."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Bench:
 
 
 class Reference:
-    """A batch that is always the same, in slots and KV blocks behind those of an engine: how fast is the machine now?
+    """A batch that is always the same, in slots and KV blocks behind those of an engine, timed to tell the machine's speed.
 
     The runner needs `room` for it, and `num_blocks` of KV memory besides the engine's, from `first_block` on.
     """
@@ -123,7 +123,7 @@ class Reference:
 
 
 class Pace:
-    """How slow is the machine, from the last few times of the reference? One alone may have been disturbed."""
+    """The machine's slowness from the last few times of the reference; one alone may have been disturbed."""
 
     def __init__(self, typical_s: float) -> None:
         self._typical_s = typical_s

@@ -1,4 +1,4 @@
-"""How is an experiment run on a real model? The same settings, policies and requests as in a simulation; steps are computed.
+"""Run an experiment on a real model with the same settings, policies and requests as in a simulation.
 
 Besides what every run writes, the folder gets `inputs.jsonl.gz` (what reached the controller, and when), `outputs.jsonl.gz`
 (the tokens) and `engine.json` (sizes): with the decision log, all that a replay needs.

@@ -1,4 +1,4 @@
-"""Where does a run write, and what is in its folder after it finished, failed or was interrupted?
+"""The folder of a run: its files after success, failure or interruption.
 
 `manifest.json` holds the facts that decide the results and the run's status; `environment.json` holds machine and time,
 so that everything else is equal to the byte for equal settings, seed and versions.

@@ -1,4 +1,4 @@
-"""How much of this machine did other processes use while something was measured?"""
+"""Share of the machine that other processes used during a measurement."""
 
 from __future__ import annotations
 

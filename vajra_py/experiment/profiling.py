@@ -1,4 +1,4 @@
-"""How long do steps of every shape take on this model and device, and what formula predicts them?
+"""Measure step times of a model and device over a grid of shapes and fit a formula to them.
 
 First a grid of batches is computed again and again in random order, so that what else the machine does falls on all of them
 alike. Before each a reference batch is computed, always the same one: it tells how fast the machine is at that moment, and times

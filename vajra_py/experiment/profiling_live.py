@@ -1,4 +1,4 @@
-"""What do steps of a working engine take, and how much of it is not computing?"""
+"""Measure step times of a working engine, and the share that is not computing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the simulator take the decisions that a run of the engine took?
+"""Replay an engine's run in the simulator and compare the decisions.
 
 The run's requests go through the simulator at the ticks at which the engine took them in, and every step lasts as long as
 it lasted. The two decision logs must be equal, line for line: that is what "one policy runs in both worlds" means. A policy

@@ -1,4 +1,4 @@
-"""How does one experiment become a folder of results? Whatever happens, what was reached is written and said."""
+"""Run one experiment into a folder of results; whatever happens, what was reached is written."""
 
 from __future__ import annotations
 

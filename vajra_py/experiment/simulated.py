@@ -1,4 +1,4 @@
-"""How is an experiment simulated?"""
+"""Run an experiment in the simulator."""
 
 from __future__ import annotations
 

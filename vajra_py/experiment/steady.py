@@ -1,4 +1,4 @@
-"""What would an engine's times be on a machine that is always equally fast?
+"""Normalize an engine's times to a machine of constant speed.
 
 Machines that others use too speed up and slow down by a third from second to second, and tell nobody. Here the engine's
 clock is stopped after every step while a reference batch is computed, and what passed since before the step counts as the

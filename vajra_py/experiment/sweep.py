@@ -1,4 +1,4 @@
-"""How is a whole sweep run, over several cores, and taken up again where it broke off?"""
+"""Run a sweep over several cores and resume it after an interruption."""
 
 from __future__ import annotations
 

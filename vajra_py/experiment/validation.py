@@ -1,4 +1,4 @@
-"""How far is the simulation of an experiment from what the engine measured, on the same requests?
+"""Compare an experiment's simulation with the engine's measurement on the same requests.
 
 The engine's run is simulated again with the same policies and sizes and the arrivals of the workload; only the time of a step
 is predicted. Outputs have the lengths that the engine put out.

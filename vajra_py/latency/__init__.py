@@ -1,4 +1,4 @@
-"""How long will a step take on a given model and device?"""
+"""Latency models: the duration of a step on a given model and device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models and devices are described in this package, and what does a name or a path stand for?"""
+"""Catalogue of the models and devices that ship with the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be written under `latency:` and `output_length:`, and what object does it make?
+"""Settings under `latency:` and `output_length:`, and the objects they build.
 
 Each class is one `type`; its fields are the parameters, units in their names or descriptions. Relative paths are relative to the current
 folder, or to the folder given as `base_folder` in pydantic's validation context.

@@ -1,4 +1,4 @@
-"""How long does a step take when its time is a plain formula? For analytic tests, teaching, and fits with a handful of coefficients."""
+"""Step time as a linear formula, for analytic tests, teaching and fits with few coefficients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is one model spread over a replica's devices, and how much memory does that leave for the KV cache?"""
+"""Placement of a model on a replica's devices, and the memory left for the KV cache."""
 
 from __future__ import annotations
 

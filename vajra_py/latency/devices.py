@@ -1,4 +1,4 @@
-"""How fast is one device, and how much of that can a program get?
+"""Speeds of devices and the fraction of them that programs reach.
 
 A description states every figure with its source in `hardware/*.json`; a user's own one is the same mapping without sources, whole or as
 changes to a shipped device (`base`). Peaks are dense (no structured sparsity), bandwidths are per direction.

@@ -1,4 +1,4 @@
-"""Which curves and coefficients describe measured step times best, and how wrong are they on steps they have not seen?
+"""Fit curves to measured step times and report their error on held-out steps.
 
 Everything is a sum of functions that do not fall, so the fit is a least-squares problem with coefficients of 0 or more: slopes
 between the knots of curves, and prices per unit. Errors are relative, so that short steps count as much as long ones; a few

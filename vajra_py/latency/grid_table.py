@@ -1,4 +1,4 @@
-"""How long does a step take, read off a table of measured steps?
+"""Step time interpolated in a table of measured steps.
 
 The table is a full grid over one to four features of the batch; between its points time is linear in each feature (multilinear
 interpolation), so the table's own values are returned at its points.

@@ -1,4 +1,4 @@
-"""Which `ModelSpec` does a Hugging Face `config.json` describe?
+"""Read a `ModelSpec` from a Hugging Face `config.json`.
 
 Keys that decide time or memory must be there; a missing, ill-typed or unsupported one is a `ConfigError` that names file and key. Defaults
 are those of the model's class in transformers, and only for keys that published files leave out.

@@ -1,4 +1,4 @@
-"""How many tokens will a request generate, as far as a scheduler may know?
+"""Output-length predictors: what a scheduler may know of the tokens to come.
 
 Estimates are of the whole output. A request that has outlived its estimate gets one that is not below what it has generated, and none
 exceeds what the request may generate. The truth is read by the oracles alone.

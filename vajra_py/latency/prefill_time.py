@@ -1,4 +1,4 @@
-"""How long does a prompt take that has a replica to itself, in the chunks that the replica scheduler would choose?
+"""Prefill time of a prompt alone on a replica, in the chunks that the replica scheduler would choose.
 
 Source: Vajra's scheduling architecture and Medha (arXiv:2409.17264): times are tabulated per 256 tokens, and what remains of a prompt is
 the difference of two entries. Entries are computed when first asked for, each once.

@@ -1,4 +1,4 @@
-"""How long does a step take on a model and device that were measured? From the profile that `vajra profile` wrote.
+"""Step time from a profile that `vajra profile` measured.
 
 A step takes a base, a piecewise-linear time for its tokens (matrix products get cheaper per token as there are more), one for
 the context that its decodes read, one for the query-key pairs of its prompts' attention, and so much per decode, chunk, token

@@ -1,4 +1,4 @@
-"""How long did each step take in a recorded run?
+"""Step durations of a recorded run, played back.
 
 Replaying durations in place of predictions makes a simulation take the decisions of the recorded run, which is the strongest check that
 both run the same scheduler. Durations are handed out once, in order, per replica.

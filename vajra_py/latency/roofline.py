@@ -1,4 +1,4 @@
-"""How long does a step take if every operator runs at the roof of its device, bound by arithmetic, by memory, or by both?
+"""Roofline step time: every operator bound by arithmetic or by memory bandwidth.
 
 Operators add up (one stream runs them in turn). Inside an operator arithmetic and memory overlap in part: it takes the root of the sum
 of the squares of the two bounds, which is the larger one away from the ridge and 1.4 times either where they are equal. Every

@@ -1,4 +1,4 @@
-"""What may a latency model offer beyond the contract? All of it is optional; callers look for it with `isinstance`."""
+"""Optional capabilities of latency models beyond the contract, found with `isinstance`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which latency models and output-length predictors come with this package?"""
+"""Registration of the built-in latency models and output-length predictors."""
 
 from __future__ import annotations
 

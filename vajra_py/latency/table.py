@@ -1,4 +1,4 @@
-"""How long does a step take, added up from tables of its operators?
+"""Step time as a sum over tables of operators.
 
 The tables are those that profiling a model layer by layer gives, in the layout of the Vidur simulator (MLSys 2024, arXiv:2405.05465):
 `per_token_ops_ms.csv.gz` has one row for every number of tokens and one column for every operator, `attention_ms.npz` has decode

@@ -1,4 +1,4 @@
-"""How are numeric columns read from a file, whatever its format?"""
+"""Read numeric columns from a file of any supported format."""
 
 from __future__ import annotations
 

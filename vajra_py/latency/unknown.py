@@ -1,4 +1,4 @@
-"""What does a policy get that asks for a prediction where no latency model was given? A clear answer."""
+"""Placeholder latency model that answers every question with a clear error."""
 
 from __future__ import annotations
 

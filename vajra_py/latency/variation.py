@@ -1,4 +1,4 @@
-"""How much do equal steps differ? What single steps take, as multiples of what is predicted for their shape."""
+"""Variation of equal steps: what single steps take, as multiples of what is predicted for their shape."""
 
 from __future__ import annotations
 

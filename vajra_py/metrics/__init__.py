@@ -1,4 +1,4 @@
-"""What did a run achieve, and how is it shown?
+"""Metrics of runs: definitions, tables, comparison, figures, report.
 
 From raw rows to pictures: `RequestsBuilder`, `StepsBuilder`, `TbtBuilder` and `write_parquet` keep the tables; `summarise` makes the numbers;
 `RunData` opens a run's folder; `compare`, `plots`, `write_report` and `write_timeline` show what is in it. Every definition is in

@@ -1,4 +1,4 @@
-"""What changed in a run while it went on: policies that were swapped, replicas that were lost and came back?
+"""Changes during a run: policies swapped, replicas lost and restored.
 
 Kept for the manifest, a plain mapping each, in the order in which they happened; the timeline shows them as marks.
 """

@@ -1,4 +1,4 @@
-"""How are millions of rows kept in little memory while they are appended one by one?
+"""Append-only columns that keep millions of rows in little memory.
 
 Each kind of column has its own store: numbers lie packed row by row, repeated strings are numbers, distinct strings lie in one buffer.
 """

@@ -1,4 +1,4 @@
-"""Which run is better, in which respect, and for whom?
+"""Compare runs metric by metric, overall and per class of requests.
 
 One number per run, metric and scope (all requests, one SLO class, one tenant), taken from the runs' summaries. In each row the best value is marked:
 the lowest latency, the highest throughput; a mark is a fact about that row, not a verdict, so the first row says whether the run was stable.

@@ -1,4 +1,4 @@
-"""What exactly is meant by TTFT, TBT, TPOT, E2E, an SLO met, a quantile, fairness?
+"""Definitions of TTFT, TBT, TPOT, E2E, SLO attainment, quantiles and fairness.
 
 Every number that this package reports comes from a function of this module or is named after one. All functions work on whole columns
 (numpy arrays, one entry per request) and never change their arguments. NaN stands for "did not happen" and is left out of distributions.
@@ -166,7 +166,7 @@ def tpot_s(outcomes: Outcomes) -> Floats:
 
 
 def judge_slos(outcomes: Outcomes, promises: Promises, observed_until: float | None = None) -> SloJudgement:
-    """Which requests kept their promises?
+    """Judge which requests met their SLOs.
 
     TTFT: the first token came in time. TPOT: the mean gap is at most the promised one (kept by an answer of one token). Deadline: the answer was
     complete by then. All together: completed, and no promise broken. A dropped request broke every promise but a TTFT that it kept. A
@@ -272,7 +272,7 @@ def gap_statistics(token_at: Floats) -> GapStatistics:
 
 
 def jain_index(shares: Floats) -> float:
-    """How evenly is something shared? (sum x)^2 / (n * sum x^2): 1 when all get the same, 1/n when one gets all.
+    """Jain's fairness index, (sum x)^2 / (n * sum x^2): 1 when all get the same, 1/n when one gets all.
 
     NaN when nobody is there or nobody got anything. Source: Jain, Chiu, Hawe, "A quantitative measure of fairness and discrimination for
     resource allocation in shared computer systems" (1984), equation 2.

@@ -1,4 +1,4 @@
-"""In what do the configurations of several runs differ, and along which axes do the runs form a grid?
+"""Differences between the configurations of several runs, and the axes along which they form a grid.
 
 Configurations are compared as flat `dotted.path -> text` mappings. A path whose value follows from other paths' values (a parameter that only one policy
 has, an output folder) is no axis of its own.

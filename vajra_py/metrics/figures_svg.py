@@ -1,4 +1,4 @@
-"""How does a matplotlib figure become a piece of an HTML page: small, self-contained, in the page's colours, the same every time?"""
+"""Embed matplotlib figures into an HTML page as small, deterministic SVG in the page's colours."""
 
 from __future__ import annotations
 

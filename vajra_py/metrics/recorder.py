@@ -1,4 +1,4 @@
-"""How do a run's events become its tables? An observer that keeps one row per request and per step.
+"""Observer that records one row per request and per step.
 
 Token times are not recorded token by token: a request that decodes in a pool got its tokens when the pool's steps came
 out, so its gaps are read from the pool's times after its end, those of many requests together.

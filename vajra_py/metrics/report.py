@@ -1,4 +1,4 @@
-"""What should somebody know about these runs who reads one page? A self-contained HTML file: verdict, tables, figures, configurations.
+"""Self-contained HTML report: verdict, tables, figures, configurations.
 
 The page loads nothing: styles, figures (inline SVG) and data are inside. It follows the reader's light or dark setting, has no script, and is the same bytes for
 the same runs. The reading order is: what was compared and on what, whether the runs were stable, warnings, numbers, pictures, details.

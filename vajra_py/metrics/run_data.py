@@ -1,4 +1,4 @@
-"""What did a finished (or broken-off) run leave in its folder?
+"""Read what a finished or interrupted run left in its folder.
 
 Nothing is read before it is asked for, tables by column, and every fault of a file is a `RunError` that names it. A folder:
 `manifest.json` (required), `config.yaml`, `summary.json`, `requests.parquet`, `steps.parquet`, `tbt.parquet`, `decisions.jsonl.gz`.

@@ -1,4 +1,4 @@
-"""Did the system keep up with its load: stable, backlogged, or overloaded?
+"""Classify whether the system kept up with its load: stable, backlogged or overloaded.
 
 The rule looks only at when requests arrived, were admitted and ended, so it means the same for every policy and engine:
 

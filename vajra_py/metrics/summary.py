@@ -1,4 +1,4 @@
-"""What did a run achieve, in numbers: overall, per SLO class, tenant and replicaset?
+"""Summarize a run in numbers: overall, per SLO class, tenant and replicaset.
 
 A summary is a nested dictionary of plain values, the same in memory and in `summary.json`; None stands for "no such value" (no request had one).
 Nothing is dropped silently: `counts` adds up to the requests that arrived in the window, unfinished ones included, and each distribution carries

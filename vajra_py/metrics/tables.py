@@ -1,4 +1,4 @@
-"""How does a run keep one row per request and per step without filling the memory, and write the same bytes every time?
+"""Request and step tables, kept small while they grow and written byte-identically.
 
 Rows are packed as they come (about 200 bytes a request, 110 a step) and become columns when they are asked for, a row group at a time when they
 are written. Requests come in the order of their ends and leave sorted by submission index; steps keep their order; gaps leave sorted. A
@@ -403,7 +403,7 @@ class TbtBuilder:
 
 
 def reason_masks(reasons: Any) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which requests of this Arrow column are completed, and which were dropped (rejected, expired, failed)?"""
+    """Masks of an Arrow column's requests: completed, and dropped (rejected, expired, failed)."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -1,4 +1,4 @@
-"""What did every replica and every request do at each moment, as a file that ui.perfetto.dev and chrome://tracing open?
+"""Export replicas and requests over time in the trace-event format of ui.perfetto.dev.
 
 Tracks, from the tables and the decision log of a run:
 

@@ -1,4 +1,4 @@
-"""Which policies, latency models and observers are installed, and how is one built from its name?"""
+"""Discover, register and build plug-ins: policies, latency models, observers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a name with parameters become a policy, a latency model, a predictor or an observer, and is the result what it should be?"""
+"""Build a policy, latency model, predictor or observer from its name and parameters, and check the result."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def validated_params(
 
 
 def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> None:
-    """Is this object a policy of the layer? Raises `PluginError` naming the plug-in and the first thing that is wrong."""
+    """Check that an object is a policy of the layer. Raises `PluginError` naming the plug-in and the first thing that is wrong."""
     if isinstance(policy, type):
         raise PluginError(plugin, f"{what}: build returned the class {policy.__name__}; expected an instance")
     _check_methods(policy, LAYER_METHODS[layer], what, plugin)

@@ -1,4 +1,4 @@
-"""Which plug-ins are installed, and do they implement the hooks as specified?
+"""Discover installed plug-ins and check that they implement the hooks as specified.
 
 Entry points of the group `vajra` are loaded one by one, so that whatever fails is reported with the name and version of
 its package. Nothing is skipped: a plug-in that cannot be used ends the program unless `VAJRA_DISABLE_PLUGINS` (names of

@@ -1,4 +1,4 @@
-"""Which parameters does a policy take, in which units, with which defaults?"""
+"""Parameters of a policy with units and defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which policies, presets, models and observers are installed, who offers each, and which one does a name mean?
+"""Registry of installed policies, presets, models and observers.
 
 A registry is read-only. Policies and presets are checked when it is made; latency models, output-length predictors and
 observers when they are first asked for, so that listing policies imports none of what they need.

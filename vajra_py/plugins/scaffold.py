@@ -1,4 +1,4 @@
-"""How does somebody start a plug-in package that already works?
+"""Generate a working plug-in package.
 
 The template is the example package of the documentation: one policy for each layer, with parameters of its own, tests
 that run the shipped conformance suite, and an experiment that selects the policies by name.

@@ -1,4 +1,4 @@
-"""How do an experiment's settings become a controller with its replicas and policies?"""
+"""Build a controller with its replicas and policies from an experiment's settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a step's plan written? Through this builder alone, which grants what is legal and refuses the rest with a reason.
+"""Batch builder: the only writer of a step's plan; grants what is legal and refuses the rest with a reason.
 
 A step that runs every decode of the pool is one bulk entry: what it costs here is the blocks that decodes need now.
 """

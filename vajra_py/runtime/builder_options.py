@@ -1,4 +1,4 @@
-"""What does a replica's configuration say about building plans, and what is said when a policy asks for nonsense?"""
+"""Options of plan building, and the messages for illegal requests of a policy."""
 
 from __future__ import annotations
 

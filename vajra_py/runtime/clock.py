@@ -1,4 +1,4 @@
-"""How is time kept? As integer picoseconds, so that events order exactly and sums of durations never drift."""
+"""Time as integer picoseconds, so that events order exactly and sums of durations never drift."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a run goes into looking for cyclic garbage? Little: what exists before it is not looked through."""
+"""Reduce garbage collection during a run by leaving out what existed before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does the mechanism take from a workload's request: its facts, and what identifies its blocks in a prefix cache?"""
+"""Extract a workload request's facts and the hashes of its prompt's blocks."""
 
 from __future__ import annotations
 

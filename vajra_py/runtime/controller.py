@@ -1,4 +1,4 @@
-"""Who takes a request in, and where did every request go?
+"""Take requests in and account for each until it ends.
 
 Invariant, at every step: submitted = waiting + running + ended, and every request ends exactly once.
 """

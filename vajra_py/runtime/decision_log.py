@@ -1,4 +1,4 @@
-"""What did the policies decide, step by step? One JSON line a step, in the order in which steps came back.
+"""Decision log: what the policies decided, step by step.
 
 The same run gives the same bytes: no time of writing, and decisions come before anything that depends on the machine.
 """

@@ -1,4 +1,4 @@
-"""Which requests decode together, and what happens at which of their steps?
+"""Pool of requests that decode together, with counters shared by all members.
 
 A decode pool keeps the counters of every request that advances by one token a step. A step of the whole pool moves two
 integers; only what changes costs anything: requests that need a block, that finish, that join or leave.

@@ -1,4 +1,4 @@
-"""What do simulator and engine offer the mechanism? A plan goes in; tokens and a duration come out."""
+"""Protocol between the mechanism and its backends: a plan goes in, tokens and a duration come out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reached a run from outside, and at which tick did the controller take it in?
+"""Log of external inputs to a run with the ticks at which the controller took them in.
 
 One JSON line for each arrival, abort, expiry, failure, restart and swap of a policy, in the order in which they were handled. With the durations of
 the steps (the decision log has them) and the tokens that came out, it is all that a run's decisions depend on besides its

@@ -1,4 +1,4 @@
-"""What happens to a request on its replica when it is admitted, gives way, gets a token, or ends?"""
+"""Transitions of a request on its replica: admission, preemption, first token, end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What if a policy fails while it is told about requests? The run ends as it does for any other breach, with its name."""
+"""Deliver request events to policies and attribute their failures."""
 
 from __future__ import annotations
 

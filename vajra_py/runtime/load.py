@@ -1,4 +1,4 @@
-"""How loaded is a replica, as the replicaset scheduler may see it?"""
+"""Load of a replica as the replicaset scheduler sees it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which policies does a replicaset have, and how are others made in their place?
+"""Policies of a replicaset, and how others are built in their place.
 
 One maker a replicaset, kept while it serves, so that a policy that comes later gets what the first ones got: sizes,
 predictions, random streams by name.

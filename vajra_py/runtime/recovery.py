@@ -1,4 +1,4 @@
-"""What becomes of requests when their replica is lost, or a policy does what it may not?
+"""Requeue or end requests whose replica was lost or whose policy broke the contract.
 
 Of a lost replica: they are computed again elsewhere, their tokens so far kept, or they end. Of a replicaset whose policy
 broke the contract: they end, each with the reason, and nobody is asked anything until another policy is put in its place.

@@ -1,4 +1,4 @@
-"""How many steps of a replica are sure to be decided like the present one, so that a simulator works them out at once?
+"""Decode fast-forward: how many steps repeat the present one, and applying them at once.
 
 A replica scheduler says it by `RepeatsDecodes`. Where it is not claimed, nothing is sure.
 """

@@ -1,4 +1,4 @@
-"""What does one replica do between two steps? It forms a plan by asking its policy, and applies what comes back."""
+"""One replica: asks its policy for a plan and applies what comes back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica gets a request, and who is turned away at the door?"""
+"""A replicaset: bounds admission and binds requests to replicas."""
 
 from __future__ import annotations
 

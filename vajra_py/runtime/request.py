@@ -1,4 +1,4 @@
-"""What does the mechanism know about a request, and in which state is it?
+"""A request's state as the mechanism keeps it.
 
 A request is a counter of computed tokens that catches up with its known tokens. While it decodes in step with others,
 its counters are kept by the replica's decode pool (`_pool`), so that a steady step touches no request at all.

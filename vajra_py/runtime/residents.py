@@ -1,4 +1,4 @@
-"""Which requests does a replica hold, and in which orders can a policy read them?
+"""Requests that hold memory on a replica, in the orders in which policies read them.
 
 A resident request is in exactly one of: the decode pool, the parked decodes (left out of the last step), the partial
 prefills, or in flight (part of a step that has not come back, under pipeline parallelism).

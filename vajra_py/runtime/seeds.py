@@ -1,4 +1,4 @@
-"""Where do random numbers come from? Named streams of one seed, so that a new component moves nobody's numbers."""
+"""Named random streams derived from one seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does the batch under construction look like to the latency model, group by group?"""
+"""Features of the batch under construction for the latency model, group by group."""
 
 from __future__ import annotations
 

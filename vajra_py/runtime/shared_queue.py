@@ -1,4 +1,4 @@
-"""How does a replica see the requests that its replicaset has not bound to anyone?"""
+"""A replica's view of the requests that its replicaset has not bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does one policy take another's place while its replicaset serves? Between steps, all or nothing, losing no request.
+"""Replace a replicaset's policies while it serves, between steps, all or nothing.
 
 - A request prioritizer: all that waits is queued anew under its keys; what runs goes on.
 - A replicaset scheduler: what waits and has computed nothing is placed anew, in order of arrival; the rest stays where it is.

@@ -1,1 +1,1 @@
-"""How does an HTTP client talk to the engine?"""
+"""OpenAI-compatible HTTP server."""

@@ -1,4 +1,4 @@
-"""How are policies looked at and swapped while the server serves? `/admin/policy`, which is there only when it is enabled."""
+"""`/admin/policy`: inspect and swap policies of a running server."""
 
 from __future__ import annotations
 

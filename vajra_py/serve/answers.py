@@ -1,4 +1,4 @@
-"""How do outputs read as OpenAI's answers: whole, and piece by piece?
+"""Format outputs as OpenAI responses, whole or in chunks.
 
 Pieces of one output joined give what the whole answer says: text, tokens, log-probabilities, finish reason, usage.
 """

@@ -1,4 +1,4 @@
-"""Which paths are there, and what does each do?"""
+"""The HTTP application: paths and handlers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which names may requests say, and which replicaset takes a request?
+"""Model names that requests may use, and the replicaset behind each.
 
 A replicaset serves the names that its `select.models` lists; one that lists none serves the name of its model's directory
 (or `--served-model-name`), and any other served name that no replicaset before it takes. Where replicasets run different

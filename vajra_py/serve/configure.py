@@ -1,4 +1,4 @@
-"""Which experiment does a server run: that of a file, or what flags named as vLLM names them make up?"""
+"""Build a server's experiment from a file or from flags named as vLLM names them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does work begin at once, so that a task is made for it only when it has to wait?"""
+"""Run coroutines eagerly, so that a task is made only for those that have to wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a client read when something is wrong? OpenAI's error shape, whatever failed and wherever.
+"""OpenAI-style error responses.
 
 Invariants:
     - Every answer that is no success has the body `{"error": {"message", "type", "param", "code"}}`.

@@ -1,4 +1,4 @@
-"""How do a server's numbers read for Prometheus?
+"""Prometheus metrics.
 
 Names are vLLM's where the thing is the same, behind the prefix `vajra:` (or `vllm:`, where dashboards for vLLM are to work
 unchanged); what vLLM has no name for always has the prefix `vajra:`.

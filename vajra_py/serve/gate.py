@@ -1,4 +1,4 @@
-"""Who gets in? Key and size are checked before anything of a request is read further.
+"""Authentication and body-size middleware.
 
 Pure ASGI, so that nothing stands between an answer's stream and its client.
 """

@@ -1,4 +1,4 @@
-"""What does the dashboard show of now: queues, batches, KV use, policies, latencies?"""
+"""Live state for the dashboard: queues, batches, KV use, policies, latencies."""
 
 from __future__ import annotations
 

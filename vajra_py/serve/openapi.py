@@ -1,4 +1,4 @@
-"""Does the OpenAPI document say what the server does? FastAPI's, less what is not so."""
+"""The OpenAPI document: FastAPI's, corrected where it does not match."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be said about a server, besides the experiment that it runs?"""
+"""Server options besides the experiment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does an HTTP request become submissions for the engine, or a clear refusal before the engine hears of it?"""
+"""Turn HTTP requests into engine submissions or clear refusals."""
 
 from __future__ import annotations
 

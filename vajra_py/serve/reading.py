@@ -1,4 +1,4 @@
-"""What does a request for outputs say, in its body and in its gateway's headers?
+"""Read generation requests: body and gateway headers.
 
 Read here and not by FastAPI, which takes longer for that than for everything else about a request; its OpenAPI document is
 told.

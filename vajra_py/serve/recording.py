@@ -1,4 +1,4 @@
-"""How does a served session become a run's folder, as an experiment's is: to compare, to look at, to replay?
+"""Record a served session as a run's folder, to compare, plot and replay.
 
 The folder is complete when the server has shut down. Until then its logs grow on disk, and its tables in memory: about 200
 bytes a request and a step, 8 a token; so a session is recorded when asked for.

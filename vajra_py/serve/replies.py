@@ -1,4 +1,4 @@
-"""How is an answer sent while its client listens, and what happens when the client goes away?
+"""Send responses while the client listens; abort when it goes away.
 
 Invariants:
     - Whatever ends an exchange (answer complete, client gone, server failing), no output of it goes on being computed.

@@ -1,4 +1,4 @@
-"""What may a client send? The bodies and headers of the API, and how they read as sampling parameters and facts.
+"""Request bodies and headers, and their translation to sampling parameters and request facts.
 
 Invariants:
     - Unknown fields are refused by name; fields that OpenAI knows and this server cannot do are refused unless they ask

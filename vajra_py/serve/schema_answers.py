@@ -1,4 +1,4 @@
-"""What does a client get back? The shapes of answers, for the OpenAPI document; answers themselves are plain dictionaries."""
+"""Response schemas for the OpenAPI document."""
 
 from __future__ import annotations
 

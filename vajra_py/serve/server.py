@@ -1,4 +1,4 @@
-"""How does a server run from its start to its end?
+"""Life cycle of the server process.
 
 SIGTERM or SIGINT: nothing new is taken (503), what runs may finish within the grace time, the rest is answered 503, then the
 process ends. A second signal ends the wait.

@@ -1,4 +1,4 @@
-"""How does a server keep an engine: load it, hand requests to it, and let go of it without losing one?
+"""Life cycle of the engine behind a server: load, submit, shut down without losing a request.
 
 One thread loads the engine and then is its loop. Everything else here belongs to the event loop's thread.
 

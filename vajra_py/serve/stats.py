@@ -1,4 +1,4 @@
-"""What has a server done so far, in numbers? Kept by an observer in the engine's thread, read from the event loop's.
+"""Server statistics, collected in the engine's thread and read from the event loop.
 
 Everything is bounded: histograms have fixed buckets, tenants and classes beyond a limit count as "other", and percentiles
 are those of the last requests. A reader may see a request counted in one number and not yet in the next.

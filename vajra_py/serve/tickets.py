@@ -1,4 +1,4 @@
-"""How does what the engine's thread finds out reach whoever answers the request?
+"""Deliver outputs from the engine's thread to the event loop.
 
 The engine's thread leaves a note on a ticket and wakes the event loop once for everything that it left since. One callback
 there brings all tickets up to date and tells each reply once; a stream writes right away, so that no task is woken for a

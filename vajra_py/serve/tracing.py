@@ -1,4 +1,4 @@
-"""Where did a served request's time go, for whoever follows it through several services? OpenTelemetry spans.
+"""OpenTelemetry spans of served requests.
 
 One span for each HTTP request that asks for outputs, and in it, for each output, one for waiting, one for its prompt and one
 for its decodes. A `traceparent` header makes it part of its client's trace. Names are those of the GenAI semantic

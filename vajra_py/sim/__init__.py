@@ -1,1 +1,1 @@
-"""What happens when the mechanism runs on predicted step durations?"""
+"""Run the scheduling mechanism on predicted step durations."""

@@ -1,4 +1,4 @@
-"""Where is each replica in time?"""
+"""Position of each replica in simulated time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order do things happen? By (tick, phase, rank, sequence): a total order, so that equal runs are equal to the byte.
+"""Event queue with the total order (tick, phase, rank, sequence).
 
 The rank of what replicas do is their place in the run, so that their order does not depend on when an event became known.
 """

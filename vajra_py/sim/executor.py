@@ -1,4 +1,4 @@
-"""How long does a simulated step take, and when does a simulated request stop?"""
+"""Simulated execution: step durations and the ends of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""By how much does each step of a replica differ from what is predicted? Drawn by seed, the same however steps are asked for."""
+"""Random step-time factors by seed, equal however steps are computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long do steps take that are known in advance? Ticks at which each step of a run of decodes ends."""
+"""End times of a run of decode steps known in advance."""
 
 from __future__ import annotations
 

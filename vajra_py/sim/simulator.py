@@ -1,4 +1,4 @@
-"""What happens, and when, if these requests meet these policies on these replicas? A discrete-event simulation.
+"""Discrete-event simulator: requests, policies and replicas in virtual time.
 
 Only steps, arrivals and ends are events. Between them nothing changes, and what a step costs is what changed in it.
 """

@@ -1,4 +1,4 @@
-"""Does a policy keep the contract? The checks, fakes and scenarios shipped to plug-in authors.
+"""Conformance checks, fakes and scenarios shipped to plug-in authors.
 
 Names are loaded when they are first used: importing this package alone costs nothing.
 """

@@ -1,4 +1,4 @@
-"""Does a policy keep the contract? The checks that every policy must pass, built-in or not.
+"""Conformance suite: the checks that every policy must pass.
 
 In a package's own tests one line does:
 

@@ -1,4 +1,4 @@
-"""What does the engine do with a model whose every token is known beforehand?
+"""Model runner whose every token is known beforehand, for engine tests.
 
 `FakeRunner` keeps to the runner's protocol without computing anything: KV memory holds token ids, so a block table that is
 wrong, a copy that is missing, or a chunk that starts at the wrong place gives other tokens, or an error that says so. The

@@ -1,4 +1,4 @@
-"""What do these policies decide, step by step, on replicas small enough to follow by hand?
+"""Step policies by hand on replicas small enough to follow.
 
 A harness puts policies on the real mechanism (queues, KV memory, batch builder, replicas) with sizes of your choice. Either
 you drive it (`submit`, `step`), or the simulator does (`run`); both tell every step as a `Step`.

@@ -1,4 +1,4 @@
-"""Who stands in for the other two layers while one is tested? The plainest policies that keep the contract."""
+"""Reference policies that stand in for the other two layers while one is tested."""
 
 from __future__ import annotations
 

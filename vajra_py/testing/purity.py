@@ -1,4 +1,4 @@
-"""Does a policy read a clock, sleep, or draw from a generator that nobody seeded? While the guard is up, it cannot."""
+"""Guard that fails a policy which reads a clock, sleeps or draws unseeded random numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which situations must a policy master, and what happened when it was put into them?
+"""Scenarios that every policy must master.
 
 Small on purpose (at most 200 KV blocks, a few dozen requests): everything is counted after every step. The seed of every
 scenario is fixed, so that two runs of the same policy must decide the same.

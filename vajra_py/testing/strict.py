@@ -1,4 +1,4 @@
-"""Does a policy read what the contract offers, and nothing else? Views that know no more than their Protocols do.
+"""Strict views that expose only what the contract's Protocols declare.
 
 What is not in the Protocol cannot be read, and nothing can be written: either is noted as a breach and raises. One object
 stands for one request throughout, so that identity means what it means to the mechanism.

@@ -1,4 +1,4 @@
-"""Which requests arrive, when, and how long are they?
+"""Workloads: requests with arrival times, lengths and content.
 
 Read a trace, draw a synthetic workload, or take a built-in profile; stretch, cut, merge and label it; hand it to a simulation or a
 benchmark. Import from here: the modules below are private.

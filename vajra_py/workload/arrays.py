@@ -1,4 +1,4 @@
-"""In which arrays does a workload keep its columns, and how are they selected and joined?"""
+"""Column arrays of a workload, with selection and concatenation."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class StringColumn:
         return rank[inverse.reshape(-1)]
 
     def num_distinct(self) -> int:
-        """How many different strings that are not empty?"""
+        """Number of distinct non-empty strings."""
         if self.numbers is None:
             return sum(1 for code in np.unique(self.codes).tolist() if self.labels[code])
         groups = self.groups()

@@ -1,4 +1,4 @@
-"""When do the requests of a synthetic workload arrive?
+"""Arrival processes of synthetic workloads.
 
 Each process is stationary at its rate (requests per second) from time 0 on, draws from the streams it is given only, and gives the same
 first arrivals whatever number is asked for. Renewal processes draw gaps; modulated ones (on/off, piecewise, Cox) draw a Poisson process
@@ -147,7 +147,7 @@ class FixedInterval(_Process):
 
 
 class AtOnce(_Process):
-    """All requests at time 0: how fast is a batch of work done?"""
+    """All requests at time 0, to time a batch of work."""
 
     type: Literal["at_once"] = "at_once"
 
@@ -185,7 +185,7 @@ class _Modulated(_Process):
 
 
 def _inverse(targets: F64, origin: tuple[float, float], durations: F64, rates: F64) -> F64:
-    """When does the integrated rate reach each target? Those never reached are left out."""
+    """Times at which the integrated rate reaches each target; targets never reached are left out."""
     begin_s, work = origin
     reached = np.concatenate([[work], work + np.cumsum(durations * rates)])
     starts = np.concatenate([[begin_s], begin_s + np.cumsum(durations)])

@@ -1,4 +1,4 @@
-"""Which workload does a configuration describe?"""
+"""Build the workload that a configuration describes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may stand in the cells of a trace, and how are a million of them turned into numbers?
+"""Parse cells of traces into numbers, a million at a time.
 
 A parser takes the cells of one column and gives an array, or raises ValueError when any of them is not accepted; tried on one cell it
 tells which.

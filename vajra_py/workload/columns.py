@@ -1,4 +1,4 @@
-"""How are the requests of a workload kept, column by column, and how are rows selected, joined and read back?
+"""Columnar storage of a workload's requests.
 
 Invariants: all columns are as long as `arrived_at`; a request comes after the one it follows; an absent column means the default of
 `RequestSpec` in every row.

@@ -1,4 +1,4 @@
-"""What may be written under `workload:`, and what does it mean?
+"""Settings under `workload:`.
 
 Each class is one `type`. The options that all types share are applied in this order, whatever order they are written in: cut by time
 (`start_s`, `end_s`), `skip`, limit lengths, `first`, set the pace (`rate` or `time_scale`), then `max_tokens`, `priorities`, `tenants`,

@@ -1,4 +1,4 @@
-"""How is the content of a million prompts kept without repeating the prefixes that they share?
+"""Prompt contents stored without repeating shared prefixes.
 
 Prompts are leaves of a forest: a node is one segment after its parent's segments. Invariants: a parent's index is below its children's;
 nodes are never changed, so workloads cut or merged from one another may share a store.
@@ -22,7 +22,7 @@ NO_NODE = -1
 
 @dataclass(frozen=True, slots=True)
 class SegmentSpace:
-    """What segment id does a number stand for?
+    """Segment ids by number.
 
     `number`: the number itself, or (label, number) under a label. `output`: ("out", label + number), the output of the request of that
     id. `explicit`: an entry of a table, as a file gave it.

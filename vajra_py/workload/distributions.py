@@ -1,4 +1,4 @@
-"""Which lengths, gaps or thinking times does a synthetic workload draw, and how do two of them go together?
+"""Distributions of lengths, gaps and think times, and joint draws of two of them.
 
 A distribution is given by its inverse: it turns standard normal numbers z into values at the same quantile, so that any two are joined
 by a Gaussian copula (correlated z) and one more draw never moves another. Fields say their units where they are used: tokens for

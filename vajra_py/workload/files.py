@@ -1,4 +1,4 @@
-"""How is a trace file read, plain or gzip'd, so that whatever is wrong with it is named by file and line?
+"""Read trace files, plain or gzipped, with errors that name file and line.
 
 Invariants: a file is read as UTF-8, gzip is recognised by its first two bytes, and every failure is a `WorkloadError`.
 """
@@ -173,7 +173,7 @@ def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def line_of_row(file: Path, row: int) -> int:
-    """On which line does data row `row` (from 0) stand?"""
+    """Line number of data row `row` (from 0)."""
     for index, (line, _) in enumerate(_rows(file)):
         if index == row + 1:
             return line

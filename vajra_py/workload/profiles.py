@@ -1,4 +1,4 @@
-"""Which workloads are built in, and what do they owe to which public trace?
+"""Built-in workload profiles fitted to public traces.
 
 A profile is figures fitted to a trace (quantiles, rates, session shapes), never its rows; `profiles.json` holds them with source and
 licence. Requests drawn from a profile have its lengths and arrivals, not the trace's exact bursts: replay the trace when these matter.
@@ -47,7 +47,7 @@ class RequestClass(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ProfileInfo:
-    """What is a built-in profile?
+    """Description of a built-in profile.
 
     `source` has repository, commit, licence and citation of the trace; `figures` what was measured on it (tokens, requests per second),
     which a drawn workload comes close to; `has_arrivals` is false where a rate must be given.

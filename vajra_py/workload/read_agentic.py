@@ -1,4 +1,4 @@
-"""How do recorded coding-agent sessions, whose prompts grow turn by turn, become workloads whose prefixes can be cached?"""
+"""Read recorded coding-agent sessions as workloads with cacheable prefixes."""
 
 from __future__ import annotations
 

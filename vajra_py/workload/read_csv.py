@@ -1,4 +1,4 @@
-"""How do the CSV traces of the field (Azure, BurstGPT, length files, any other by its column names) become workloads?
+"""Read CSV traces (Azure, BurstGPT, length files, others by column names).
 
 Ids are the numbers of the data rows (from 0) where a file names none. Rows stay in the file's order, which must be the order of arrival
 unless sorting is asked for.
@@ -52,7 +52,7 @@ PREFIX_BLOCKS = re.compile(r"prefix_block_ids_(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class CsvLayout:
-    """Which column holds which fact, and how is it read?
+    """Mapping of columns to facts, and how each is read.
 
     `columns` maps fields of `RequestSpec` (CSV_FIELDS) to column names; `metadata` names columns kept as metadata; `rebase` starts the
     clock at the first arrival (always so for date and time); `drop_empty` leaves out and counts rows with 0 prompt or output tokens,

@@ -1,4 +1,4 @@
-"""How is a workload written to a file and read back without loss?
+"""Write workloads to JSON Lines and read them back without loss.
 
 One request a line: a JSON object of the fields of `RequestSpec`, those at their defaults left out. What was written is read back equal,
 to the last bit of a time.

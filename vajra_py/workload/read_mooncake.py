@@ -1,4 +1,4 @@
-"""How do Mooncake's traces, with the ids of their prompts' blocks, become workloads whose prefixes can be cached?"""
+"""Read Mooncake traces, whose prompts come as block ids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGEST_TOKENS = np.iinfo(np.int32).max
 
 @dataclass(frozen=True, slots=True)
 class MooncakeOptions:
-    """How is the trace read?
+    """Options of reading the trace.
 
     `block_tokens` is the length of a hashed block; `tick_s` > 0 spreads each request uniformly over that many seconds after its
     timestamp (the conversation trace has ticks of 3 s) and needs a generator; `drop_empty` leaves out and counts requests without

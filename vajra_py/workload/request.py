@@ -1,4 +1,4 @@
-"""What is one request of a workload, as its client would send it?
+"""One request of a workload as its client sends it.
 
 A request is a fact: nothing here changes while it is served. What only a simulation may know (the true number of output tokens) stands
 beside what a client states, and never reaches a policy.
@@ -44,7 +44,7 @@ NO_METADATA: Mapping[str, MetadataValue] = _NoMetadata()
 
 @dataclass(frozen=True, slots=True)
 class PromptContent:
-    """Which stretches of a prompt are the same as in other prompts?
+    """Stretches of a prompt that it shares with other prompts.
 
     `segments` are (segment id, number of tokens >= 1) in prompt order. A token is identified by its segment's id and its offset in the
     segment, so the same id means the same tokens, and a segment may be longer in one prompt than in another.
@@ -58,7 +58,7 @@ class PromptContent:
         return sum(length for _, length in self.segments)
 
     def shared_prefix_tokens(self, other: PromptContent) -> int:
-        """How many leading tokens are the same in both prompts?"""
+        """Number of leading tokens that both prompts share."""
         shared = 0
         for (mine, my_length), (theirs, their_length) in zip(self.segments, other.segments, strict=False):
             if mine != theirs:
@@ -69,7 +69,7 @@ class PromptContent:
         return shared
 
     def span(self, start: int, stop: int) -> tuple[tuple[SegmentId, int, int], ...]:
-        """What identifies the tokens [start, stop)? Pieces of (segment id, offset in the segment, number of tokens).
+        """Identity of the tokens [start, stop): pieces of (segment id, offset in the segment, number of tokens).
 
         Two prompts hold the same tokens there exactly when their pieces are equal; what a KV block's chained hash is made from.
         """

@@ -1,4 +1,4 @@
-"""Which requests do conversations hold, whose prompts grow by each answer and share system prompts with others?
+"""Conversations whose prompts grow by each answer and share system prompts.
 
 A turn's prompt is the prompt before it, that request's output, and new text; a session's first prompt is a system prompt and new text.
 So caching finds the whole history of a session and, across sessions, the system prompt.
@@ -25,7 +25,7 @@ __all__ = ["Sessions", "SystemPrompts", "sessions_workload", "zipf_shares"]
 
 
 class SystemPrompts(BaseModel):
-    """Which prompts do sessions start with, and how many sessions share one?"""
+    """System prompts that sessions start with, and how many sessions share one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
@@ -37,7 +37,7 @@ class SystemPrompts(BaseModel):
 
 
 class Sessions(BaseModel):
-    """What do sessions look like?"""
+    """Shape of sessions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 

@@ -1,4 +1,4 @@
-"""What does a workload look like in numbers: its rate, its burstiness, its lengths, and how much of its prompts repeat?"""
+"""Statistics of a workload: rate, burstiness, lengths, prefix sharing."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _canonical(store: ContentStore) -> tuple[list[int], list[SegmentId]]:
 
 
 class _Seen:
-    """Which prefixes have been seen so far?
+    """Prefixes seen so far.
 
     A node in `whole` was seen in full, and so were its ancestors; `longest` is the most of a segment that was seen after given tokens.
     """
@@ -135,7 +135,7 @@ class _Seen:
         return self.canon[node] if node != NO_NODE else NO_NODE
 
     def add(self, leaf: int, num_prompt_tokens: int) -> int:
-        """See a prompt; how many of its leading tokens were seen before?"""
+        """Record a prompt; returns how many of its leading tokens were seen before."""
         unseen: list[int] = []
         node = leaf
         while node != NO_NODE and (self.canon[node] not in self.whole or self.depth[node] > num_prompt_tokens):

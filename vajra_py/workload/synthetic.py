@@ -1,4 +1,4 @@
-"""Which requests does a synthetic workload of independent requests, or of users who wait for their answers, hold?
+"""Synthetic workloads of independent requests or of users who wait for their answers.
 
 Every ingredient draws from its own named stream, so that changing one moves no other's numbers.
 """
@@ -32,7 +32,7 @@ RngFor: TypeAlias = Callable[[str], np.random.Generator]
 
 
 class Lengths(BaseModel):
-    """How long are prompts and outputs, and do long prompts have long outputs?"""
+    """Lengths of prompts and outputs, and their correlation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 

@@ -1,4 +1,4 @@
-"""Which requests does a simulation or a benchmark serve, and how is a workload stretched, cut, merged and labelled?
+"""The workload type: scale, cut, merge and label requests.
 
 Invariants: requests are sorted by arrival (ties keep the order of their source), their ids are unique, a request comes after the one it
 follows; an operation returns a new workload and writes itself into `source["operations"]`.
@@ -26,7 +26,7 @@ TooLong = Literal["drop", "clip", "error"]
 
 @dataclass(frozen=True, slots=True)
 class SloClass:
-    """What do the requests of a service class expect?
+    """Expectations (SLOs) of a service class.
 
     `share` is a weight relative to the other classes'; times in seconds as in `RequestSpec`; `priority` None leaves the requests' own.
     """
@@ -326,7 +326,7 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 
 def check_requests(requests: Sequence[RequestSpec], where: str, lines: Sequence[int] | None = None) -> None:
-    """Are these requests a workload: in order, unique, each within its bounds and after the one it follows?
+    """Check that requests form a workload: in order, unique, within bounds, each after the one that it follows.
 
     Raises:
         WorkloadError: at the line (or, without lines, the request's id) of the first that is not.

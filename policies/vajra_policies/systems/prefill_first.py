@@ -1,4 +1,4 @@
-"""How do engines decode that never mix prompts and decodes in a step? In order of admission; the latest admitted gives way."""
+"""Decode phase of engines that never mix prefill and decode: admission order, latest admitted preempted first."""
 
 from __future__ import annotations
 

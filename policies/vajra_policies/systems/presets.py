@@ -1,4 +1,4 @@
-"""What do other systems, and Vajra, ship with? All three layers and the replica's options, by name.
+"""Presets of Vajra and other systems: all three layers and the replica options, by name.
 
 Where a system leaves routing to others (an engine is one replica), its preset takes requests in turn. Sizes that depend on the
 device (KV blocks) are left open. Prefix-cache options and the moment at which blocks become visible are part of a system:

@@ -1,4 +1,4 @@
-"""How is one step's batch computed on a device: weights, paged KV tensors, attention, sampling?
+"""Compute one step's batch on a device: weights, paged KV tensors, attention, sampling.
 
 Importing this package, or its `interface` and `inspect`, loads no tensor library; `load_runner` does.
 """

@@ -1,4 +1,4 @@
-"""Which tokens, positions and KV slots does a step compute, given what the worker remembers?
+"""Tokens, positions and KV slots of a step, derived from what the worker remembers of each request.
 
 Invariants:
     - Decodes come first in the flattened row, then chunks of one token, then longer ones: attention's fast path reads

@@ -1,4 +1,4 @@
-"""What are the logits of a step's rows?
+"""Forward pass: the logits of a step's rows.
 
 Invariants:
     - One flattened row of T tokens with explicit positions; no padding, no Cache object.

@@ -1,4 +1,4 @@
-"""How do a batch's decodes run as one graph that is replayed, instead of hundreds of kernels that are launched one by one?
+"""Decode batches captured as CUDA graphs and replayed.
 
 For each size of a ladder, the forward pass of that many decodes is captured once, on tensors that stay where they are. A
 batch of decodes is padded to the next size; its facts are written into those tensors and the graph is replayed. Whatever
@@ -136,7 +136,7 @@ class DecodeGraphs:
         return self._graphs[size].metadata
 
     def takes(self, batch: HostBatch) -> bool:
-        """Is this a batch of decodes alone, and not too large?"""
+        """Whether this is a batch of decodes alone that is not too large."""
         return batch.num_decodes == len(batch.slots) <= self._shape[0]
 
     def run(self, batch: HostBatch) -> tuple[torch.Tensor, torch.Tensor]:

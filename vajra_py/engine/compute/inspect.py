@@ -1,4 +1,4 @@
-"""Can this directory be a model at all? Answered from file headers, before any tensor library is loaded.
+"""Check a model directory by its file headers, before any tensor library is loaded.
 
 Invariants:
     - Every problem is one line that names the file.
@@ -40,7 +40,7 @@ class ModelFiles:
 
 
 def inspect_model(directory: str | Path, random_weights: bool = False) -> ModelFiles:
-    """What is in a model directory?
+    """Describe a model directory.
 
     Raises:
         ConfigError: it is missing, incomplete or corrupt.

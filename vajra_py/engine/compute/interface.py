@@ -1,4 +1,4 @@
-"""What passes between a controller, which decides, and a worker, which computes?
+"""Messages between the controller, which decides, and a worker, which computes.
 
 The worker remembers what it was told (block tables, sampling parameters, the last sampled token, how far each row is),
 so a step carries only what changed: a request in steady decode costs one small integer.
@@ -23,7 +23,7 @@ from vajra_py.runtime.kv import BlockCopy
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How are a request's tokens chosen, and when does it end? Values are checked where they come in, not here.
+    """How a request's tokens are chosen, and when it ends. Values are checked where they come in, not here.
 
     The order is that of transformers' generation: penalties, temperature, top-k, top-p, min-p.
 
@@ -176,7 +176,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """What is loaded, and where?
+    """What a runner loads, and on which device.
 
     Attributes:
         model: directory of a Hugging Face model.
@@ -280,7 +280,7 @@ class ModelRunner(Protocol):
         """What was loaded."""
 
     def profile_num_blocks(self, memory_fraction: float) -> int:
-        """How many KV blocks fit, leaving room for a step of `max_step_tokens`?
+        """Number of KV blocks that fit beside a step of `max_step_tokens`.
 
         `memory_fraction` in (0, 1] is the share of the device's (on a CPU: of the free) memory that weights, a step's
         buffers and KV memory take together.
@@ -318,5 +318,5 @@ class ForeseeingRunner(ModelRunner, Protocol):
 
 
 def needs_history(sampling: SamplingParams) -> bool:
-    """Must `NewRow` carry the prompt and what was put out before?"""
+    """Whether `NewRow` must carry the prompt and earlier outputs."""
     return sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or sampling.repetition_penalty != 1.0

@@ -1,4 +1,4 @@
-"""Where do keys and values live, on the device and on the host they are swapped to?
+"""KV tensors on the device and the host memory that they are swapped to.
 
 Invariants:
     - All layers use the same block ids; block b of every layer moves together.

@@ -1,4 +1,4 @@
-"""How much memory do KV blocks get?
+"""Memory available for KV blocks.
 
 Invariants:
     - On a CPU: what is free now, by the operating system's account, times the asked-for share. On CUDA: the share of the

@@ -1,4 +1,4 @@
-"""How do tokens that a request has seen change its logits?
+"""Repetition, frequency and presence penalties.
 
 Invariants:
     - The prompt counts for the repetition penalty alone; the output for all three.

@@ -1,4 +1,4 @@
-"""Which token does each row's logits give?
+"""Sample a token from each row's logits.
 
 Invariants:
     - A token depends on its row's logits, its request's parameters, seed and number of tokens so far; not on other rows.

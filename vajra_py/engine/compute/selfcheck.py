@@ -1,4 +1,4 @@
-"""Does a model with paged attention compute what transformers itself computes?
+"""Check that a model with paged attention computes what transformers computes.
 
 Three ragged sequences go through chunks, a mixed step and decodes over shuffled blocks, and are compared with full forward
 passes of each sequence under transformers' plain attention. Windows are narrowed meanwhile, so that the short sequences

@@ -1,4 +1,4 @@
-"""Which part of each layer does a rank of a tensor-parallel group hold, and how are the parts put together?
+"""Tensor parallelism: each rank's share of a layer, and how the shares are combined.
 
 Heads and the MLP's inner width are divided; each rank's attention and MLP give a part of the sum that is added to the
 residual (Megatron-LM, Shoeybi et al. 2019). The residual, the norms and the embedding are on every rank.

@@ -1,4 +1,4 @@
-"""How do small host arrays reach the device, and results the host, without either waiting for the other?
+"""Asynchronous transfers of small host arrays to the device and of results back.
 
 Invariants:
     - Host memory of a copy to or from a GPU is pinned, and comes from torch's own pool, which hands it out again only when

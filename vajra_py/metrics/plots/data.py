@@ -1,4 +1,4 @@
-"""Which few hundred points stand for a run of a million requests?
+"""Reduce a run of a million requests to the few hundred points that a figure shows.
 
 Reductions of the tables to what a figure draws: quantiles, time bins, cumulative service. Times are seconds from the start of the measurement window.
 """

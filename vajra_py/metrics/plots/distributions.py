@@ -1,4 +1,4 @@
-"""How are latencies distributed, and who waits longer than the length of their prompt explains?"""
+"""Latency distributions, and latency against prompt length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which run is drawn in which panel, colour and dash, so that a figure of forty runs stays readable?
+"""Assign panels, colours and dashes to runs, so that a figure of forty runs stays readable.
 
 Up to eight runs share a panel, each with a colour. More runs that form a grid (as sweeps do) get one axis of the grid as panels, one as colours and one
 as dashes; the axis of the load, if there is one, makes the panels, so that what shares a panel shares a load. More runs without such an order: the

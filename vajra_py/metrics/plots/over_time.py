@@ -1,4 +1,4 @@
-"""What happened over time: queues, KV memory, batches, steps, and the service that each tenant got?"""
+"""Time series: queues, KV memory, batches, steps, and service by tenant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do latency, attainment and goodput change with the load, and how do runs of one load deliver?
+"""Latency, attainment and goodput against load.
 
 Load is the offered rate: arrivals per second in the measurement window. Runs that differ in load and seed only are one line; several seeds of one load are
 one point at their mean, with a bar from the least to the greatest value.

@@ -1,4 +1,4 @@
-"""What do all figures have in common: colours, lines, type, axes, units?
+"""Common style of all figures: colours, lines, type, axes, units.
 
 One visual language: a run keeps its colour and dash in every figure of a report; colours are those of Okabe and Ito (readable with any colour vision) without their
 yellow and black, and dashes and markers say the same once more. `INK` and `GRID` are used for nothing but text, frames and grids, so that a report can

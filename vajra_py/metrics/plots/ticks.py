@@ -1,4 +1,4 @@
-"""Where does a logarithmic axis carry numbers, whether it spans a tenth of a decade or eight decades?
+"""Tick positions of logarithmic axes, from a tenth of a decade to eight decades.
 
 Imports matplotlib: imported by functions that draw, never at import of the package.
 """

@@ -1,4 +1,4 @@
-"""Paged KV memory: which blocks does each request hold, what is cached, what is swapped, and on which groups?"""
+"""Paged KV memory: block tables, prefix cache, swapped blocks, KV-parallel groups."""
 
 from __future__ import annotations
 

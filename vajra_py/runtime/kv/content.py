@@ -1,4 +1,4 @@
-"""What identifies the content of a KV block?
+"""Content hashes of KV blocks.
 
 A block's KV depends on every token up to the block's end, so its key does too: two blocks have equal keys exactly when
 all tokens up to the end of the block are equal and both requests carry the same salt (128-bit hashes: equality is as

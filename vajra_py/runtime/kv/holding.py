@@ -1,4 +1,4 @@
-"""What does KV memory keep of one request: its keys, its blocks, and what is known of them?"""
+"""Block table of one request."""
 
 from __future__ import annotations
 

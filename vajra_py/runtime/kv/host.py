@@ -1,4 +1,4 @@
-"""Where does the KV of swapped requests lie in host memory, and which blocks have to be copied?
+"""Host memory for swapped KV blocks, and the copies that swapping needs.
 
 Copies are listed in the order in which they were decided and must be carried out in that order before the step's
 computation: a device block that a swap frees may be handed out again in the same step.

@@ -1,4 +1,4 @@
-"""On which KV-parallel groups does a request's KV lie, and which of them work on its next token?
+"""KV memory spread over KV-parallel groups.
 
 KV parallelism spreads one long request over several groups of workers, each with its own blocks. Token t of a request
 lies in the (t // group_tokens)-th of the request's groups. A request's blocks are reserved whole at admission (several

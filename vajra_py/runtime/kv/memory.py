@@ -1,4 +1,4 @@
-"""Which KV blocks does each request hold, and how much of a prompt is in memory already?
+"""KV memory of a replica: block tables and prefix lookup.
 
 One replica's KV memory: tables of block ids per request, the prefix cache over them, and swap space. Everything is all
 or nothing: what does not fit changes nothing. Refusals that a scheduler meets in normal operation are values; calls

@@ -1,4 +1,4 @@
-"""Which KV blocks are free, who shares the others, and which block holds a given content?
+"""Pool of KV blocks: free list, reference counts, cached contents.
 
 Invariants (`check`): every block is either free or used; a used block has a reference from each table that lists it;
 only blocks that carry a key are shared; a key leads only to blocks that still hold its content. A free block keeps its

@@ -1,4 +1,4 @@
-"""What did the prefix cache hold for a request when it was last asked, and is that still so?"""
+"""Result of a request's last prefix lookup, and whether it still holds."""
 
 from __future__ import annotations
 

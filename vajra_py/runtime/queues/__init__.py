@@ -1,4 +1,4 @@
-"""In which order do waiting requests go, exactly, at any time?
+"""Queues of waiting requests in exact priority order.
 
 One queue per way in which keys can move (`KeyMotion`), behind one protocol. The order is total, (key, arrival, index), and
 equals a plain sort of everything that waits at every time that is asked about; what differs is the cost of keeping it so.
@@ -17,7 +17,7 @@ __all__ = ["ArbitraryQueue", "KineticQueue", "RequestQueue", "SortedQueue", "mak
 
 
 def make_queue(prioritizer: RequestPrioritizer, name: str | None = None) -> RequestQueue:
-    """Which queue keeps this prioritizer's order exact at the least cost? `name`: what errors call it.
+    """Make the cheapest queue that keeps this prioritizer's order exact. `name`: what errors call it.
 
     Raises `PolicyError` when the prioritizer declares no known key motion, or straight lines without saying which.
     """

@@ -1,4 +1,4 @@
-"""How are requests kept in exact order whose keys may move with anything?
+"""Queue for keys that may change with anything: keys are read anew each step.
 
 Every key is read again when a new time is asked about, or a new step begins: O(n), once. From there the order is made as far
 as it is read: a sorted part, and a heap of the rest.

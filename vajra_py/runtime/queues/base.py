@@ -1,4 +1,4 @@
-"""What can be asked of a queue of waiting requests, and what do all queues do alike?
+"""Interface and common behaviour of all queues.
 
 Invariants: a request is in a queue at most once; a key that breaks the contract is refused before anything changes, so that
 the queue and every other request in it stay as they were.

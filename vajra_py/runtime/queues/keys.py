@@ -1,4 +1,4 @@
-"""What are a request's key and line, and do they keep the contract?
+"""Read a request's priority key or line and check it against the contract.
 
 Everything that a queue orders by passes through here: a finite number, or a tuple of finite numbers of one length, or a
 `PolicyError` that names the policy and the request.

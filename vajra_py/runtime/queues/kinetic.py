@@ -1,4 +1,4 @@
-"""How are requests kept in exact order whose keys are straight lines in time?
+"""Exact order for keys that are linear in time.
 
 Requests with the same slope keep their order, so they form a sorted group; a kinetic tournament over the groups knows the
 most urgent request and until when it stays so. The key of a request is intercept + slope * now as computed in floating

@@ -1,4 +1,4 @@
-"""Where does one request stand among those whose mutual order does not change with time?
+"""Rank of a request among those whose mutual order does not change with time.
 
 A rank is a plain tuple, because tuples compare at C speed and comparisons are most of what a queue does.
 """

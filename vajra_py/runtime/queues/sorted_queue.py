@@ -1,4 +1,4 @@
-"""How are requests kept in order whose keys change only with their own progress?
+"""Queue for keys that change only with a request's own progress.
 
 The rank is read when a request comes in or its progress changes, and stands until then: adding, removing and aborting cost
 O(log n), the head O(1).

@@ -1,4 +1,4 @@
-"""Which of many straight lines is the lowest now, and until when does the answer surely hold?
+"""Kinetic tournament: the lowest of many lines, and how long it stays the lowest.
 
 A kinetic tournament (Basch, Guibas and Hershberger, "Data structures for mobile data", SODA 1997) over groups of parallel
 lines. Every match caches its winner and a certificate: the time until which the same group wins. Keys are compared as

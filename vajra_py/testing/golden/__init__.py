@@ -1,4 +1,4 @@
-"""Do policies that follow other systems decide what those systems decided? Comparison with recorded runs."""
+"""Compare policies that follow other systems with those systems' recorded decisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a preset's replica driven by hand: arrivals, one step at a time, given tokens?
+"""Drive a preset's replica by hand: arrivals, single steps, given tokens.
 
 The replica stands behind no door: what a recorded engine took in is taken in, although a run would refuse what may never
 fit. Requests get the index and the arrival that make the trace's own ties.

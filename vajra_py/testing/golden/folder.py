@@ -1,4 +1,4 @@
-"""Which recorded runs does a folder hold, and do ours match them?"""
+"""Find recorded runs in a folder and check each."""
 
 from __future__ import annotations
 

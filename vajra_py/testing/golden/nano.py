@@ -1,4 +1,4 @@
-"""Do `nano_vllm` and `minivllm` decide what nano-vLLM and MinivLLM decided? Traces of format sched-golden/1."""
+"""Check `nano_vllm` and `minivllm` against traces of format sched-golden/1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Could the digits that a table's rounding cut off account for the differences between two simulations?
+"""Test whether rounding of a table explains the differences between two simulations.
 
 Vidur's step times came from tables in full precision; the tables at hand are rounded to some significant digits. If both
 simulators run the same steps, the time of every event differs by the sum, over the steps since the clocks last met, of

@@ -1,4 +1,4 @@
-"""What does a comparison with a recorded run come to? Its result, and the first place where the two part."""
+"""Result of a comparison with a recorded run, with the first difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the `sarathi` preset give every request the times that the Vidur simulator gave it, on the same step times?
+"""Check the `sarathi` preset against request times of the Vidur simulator on the same step times.
 
 A workload is NAME_workload.csv.gz with NAME_requests.csv.gz beside it, and the step-time tables of the folder. Settings are
 those of NAME_settings.json or settings.json where there is one, else what the folder's README says, else Vidur's defaults for

@@ -1,4 +1,4 @@
-"""Does `vllm_v1` decide what vLLM's V1 scheduler decided, step for step? Traces of schema vllm-sched-golden-1."""
+"""Check `vllm_v1` against traces of vLLM's V1 scheduler (schema vllm-sched-golden-1)."""
 
 from __future__ import annotations
 
