@@ -1,1 +1,1 @@
-"""How do replicas and sweeps spread over several machines?"""
+"""Replicas and sweeps on several machines."""
