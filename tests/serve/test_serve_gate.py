@@ -17,8 +17,8 @@ BROKEN: list[tuple[str, Any, str | None]] = [
     ("no prompt", {"model": "puppet"}, "prompt"),
     ("an empty prompt", {"model": "puppet", "prompt": []}, "prompt"),
     ("an empty text", {"model": "puppet", "prompt": ""}, "prompt"),
-    ("an empty prompt among others", {"model": "puppet", "prompt": [[1], []]}, "prompt"),
-    ("a negative token", {"model": "puppet", "prompt": [-1]}, "prompt"),
+    ("an empty prompt among others", {"model": "puppet", "prompt": [[1], []]}, "prompt.1"),
+    ("a negative token", {"model": "puppet", "prompt": [-1]}, "prompt.0"),
     ("a token beyond the vocabulary", {"model": "puppet", "prompt": [1000]}, "prompt"),
     ("too long a prompt", {"model": "puppet", "prompt": [1] * 256}, "prompt"),
     ("too long an output", {"model": "puppet", "prompt": [1], "max_tokens": 256}, "max_tokens"),
@@ -30,7 +30,6 @@ BROKEN: list[tuple[str, Any, str | None]] = [
     ("too many outputs", {"model": "puppet", "prompt": [1], "n": 9}, "n"),
     ("too many prompts", {"model": "puppet", "prompt": [[1]] * 9}, "n"),
     ("a huge n", {"model": "puppet", "prompt": [1], "n": 10**9}, "n"),
-    ("an unknown field", {"model": "puppet", "prompt": [1], "temprature": 1}, "temprature"),
     ("an unknown stop token", {"model": "puppet", "prompt": [1], "stop_token_ids": [1000]}, "stop_token_ids"),
     ("stream options without a stream", {"model": "puppet", "prompt": [1], "stream_options": {}}, None),
     ("an empty stop", {"model": "puppet", "prompt": [1], "stop": ["a", ""]}, None),
@@ -154,3 +153,53 @@ def test_impossible_options_are_refused(given: dict[str, Any], where: str) -> No
     with pytest.raises(ConfigError) as error:
         ServeOptions(**given).check()
     assert error.value.problems[0].where == where
+
+
+NULLS = (
+    "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options", "echo",
+    "ignore_eos", "priority", "user", "metadata", "logit_bias", "tools", "reasoning_effort", "best_of", "suffix",
+)  # fmt: skip
+
+
+def test_null_is_as_if_absent(puppet_server: Callable[..., Any]) -> None:
+    server = puppet_server()
+    plain = server.post().json()["choices"]
+    for name in NULLS:
+        answer = server.post(**{name: None, "max_tokens": 4})
+        assert answer.status_code == 200, (name, answer.text)
+        assert answer.json()["choices"] == plain
+
+
+def test_unknown_fields_are_ignored_with_one_line_in_the_log(
+    puppet_server: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = puppet_server()
+    for _ in range(3):
+        assert server.post(temprature=1, annotations=[], best_of=1).status_code == 200
+    said = [one.getMessage() for one in caplog.records if "unknown field" in one.getMessage()]
+    assert said == ["the unknown field 'temprature' of requests is ignored"]
+
+
+def test_a_strict_server_refuses_unknown_fields_by_name(puppet_server: Callable[..., Any]) -> None:
+    error = puppet_server(strict_fields=True).post(temprature=1).json()["error"]
+    assert (error["param"], error["code"]) == ("temprature", "unknown_field")
+    assert "Did you mean 'temperature'?" in error["message"]
+
+
+def test_ids_are_unlike_in_every_server_and_seeds_repeat_outputs(puppet_server: Callable[..., Any]) -> None:
+    def served(**settings: Any) -> tuple[str, int]:
+        server = puppet_server(settings)
+        seeds: list[int] = []
+        submit = server.service.session.submit
+
+        def watched(tickets: Any) -> None:
+            seeds.extend(ticket.submission.seed for ticket in tickets)
+            submit(tickets)
+
+        server.service.session.submit = watched
+        return server.post().json()["id"], seeds[0]
+
+    first, second, *seeded = (served(), served(), served(seed=5), served(seed=5))
+    assert len({one[0] for one in (first, second, *seeded)}) == 4
+    assert first[1] != second[1]
+    assert seeded[0][1] == seeded[1][1]

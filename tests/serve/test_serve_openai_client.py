@@ -181,6 +181,41 @@ def test_errors_come_as_the_clients_own(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as vocabulary:
         complete(client, prompt=[10**6])
     assert vocabulary.value.param == "prompt"
-    with pytest.raises(openai.BadRequestError) as unknown:
-        complete(client, extra_body={"temprature": 1})
-    assert unknown.value.param == "temprature"
+
+
+def test_a_conversation_goes_on_with_the_servers_own_answers(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Say something"}]
+    answer = chat(client, messages=messages)
+    messages.append(answer.choices[0].message)
+    messages.append({"role": "user", "content": "And again"})
+    assert chat(client, messages=messages).choices[0].message.role == "assistant"
+    refused: dict[str, Any] = {
+        "role": "assistant",
+        "content": None,
+        "refusal": "no",
+        "annotations": [],
+        "audio": None,
+        "tool_calls": None,
+    }
+    assert chat(client, messages=[refused, messages[0]]).choices[0].message.content
+
+
+def test_what_other_servers_do_is_refused_by_name(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    with pytest.raises(openai.BadRequestError) as tools:
+        chat(client, tools=[tool])
+    assert (tools.value.param, tools.value.code) == ("tools", "not_supported")
+    assert "tools is not supported: this server has no tool calls" in tools.value.message
+    with pytest.raises(openai.BadRequestError) as structured:
+        chat(client, response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {}}})
+    assert structured.value.code == "not_supported"
+    part = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
+    with pytest.raises(openai.BadRequestError) as image:
+        chat(client, messages=[{"role": "user", "content": [part]}])
+    assert image.value.code == "not_supported"
+    with pytest.raises(openai.NotFoundError) as embeddings:
+        client.embeddings.create(model=MODEL, input="x")
+    assert (embeddings.value.code, "not supported" in embeddings.value.message) == ("not_supported", True)
+    with pytest.raises(openai.NotFoundError) as responses:
+        client.responses.create(model=MODEL, input="x")
+    assert responses.value.code == "not_supported"

@@ -76,6 +76,9 @@ def _server_options(command: click.Command | Any) -> Any:
             help="Most HTTP requests that generate at once; more are answered 429.",
         ),
         click.option(
+            "--strict-fields", is_flag=True, help="Refuse fields of a request that nobody knows; else they are ignored."
+        ),
+        click.option(
             "--grace",
             "grace_s",
             type=click.FloatRange(min=0),

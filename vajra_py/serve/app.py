@@ -20,7 +20,7 @@ from vajra_py.serve import schema_answers as answers
 from vajra_py.serve.admin import add_admin
 from vajra_py.serve.answers import Answer
 from vajra_py.serve.catalogue import Catalogue
-from vajra_py.serve.errors import ApiError
+from vajra_py.serve.errors import ApiError, bad_request
 from vajra_py.serve.exposition import Exposition
 from vajra_py.serve.gate import Gate
 from vajra_py.serve.live import live
@@ -29,9 +29,10 @@ from vajra_py.serve.options import ServeOptions
 from vajra_py.serve.prepare import Preparer, Wanted, unknown_model
 from vajra_py.serve.reading import documented, read_body, read_headers
 from vajra_py.serve.replies import Exchange, now_s
-from vajra_py.serve.schema import ChatBody, CompletionBody, GenerationBody, SchedulingHeaders
+from vajra_py.serve.schema import ChatBody, CompletionBody, GenerationBody, SchedulingHeaders, unknown_fields
 from vajra_py.serve.session import EngineSession, SessionState
 from vajra_py.serve.stats import ServerStats, time_policies
+from vajra_py.serve.unsupported import UnknownFields
 
 if TYPE_CHECKING:  # needs an extra
     from vajra_py.serve.tracing import RequestTrace, Tracing
@@ -52,6 +53,7 @@ class Service:
         self.num_exchanges = 0
         self.stats: ServerStats | None = None
         self.tracing = tracing
+        self._unknown_fields = UnknownFields(strict=options.strict_fields)
         if tracing is not None:
             tracing.zero_ns = lambda: session.clock_zero_ns
         self.exposition = Exposition(self, options.metric_names)
@@ -101,6 +103,10 @@ class Service:
     async def generate(self, request: Request, body: GenerationBody) -> Response:
         """Answer a request for outputs."""
         headers = read_headers(request.headers)
+        for name in unknown_fields(body):
+            wrong = self._unknown_fields.check(name, type(body).model_fields)
+            if wrong is not None:
+                raise bad_request(wrong, name, "unknown_field")
         trace = None if self.tracing is None else self.tracing.begin(request.headers, body)
         try:
             exchange = await self._exchange(body, headers, trace)

@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from vajra_py.errors import ConfigError
+from vajra_py.serve.unsupported import NOT_SUPPORTED, not_supported, unsupported_path
 
 TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -98,6 +99,10 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
     A value that fits none of several forms is one problem: what each form would want is joined by "or".
     """
+    for error in errors:
+        if error["type"] == NOT_SUPPORTED:
+            param = ".".join(filter(None, (_param(error["loc"]), error["ctx"]["field"])))
+            return bad_request(error["msg"], param, NOT_SUPPORTED)
     by_param: dict[str, list[str]] = {}
     for error in errors:
         text = str(error["msg"]).removeprefix("Value error, ")
@@ -118,6 +123,13 @@ def _param(place: Sequence[Any]) -> str:
     return ".".join(kept)
 
 
+def _no_such_path(path: str) -> ApiError:
+    feature = unsupported_path(path)
+    if feature is not None:
+        return ApiError(404, not_supported(path, feature), code=NOT_SUPPORTED)
+    return ApiError(404, f"there is nothing at {path}", code="not_found")
+
+
 def install(app: FastAPI) -> None:
     """Give every failure of the application OpenAI's shape."""
 
@@ -136,7 +148,7 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         status = error.status_code
         if status == 404:
-            answer = ApiError(404, f"there is nothing at {request.url.path}", code="not_found")
+            answer = _no_such_path(request.url.path)
         elif status == 405:
             answer = ApiError(405, f"{request.method} is not allowed at {request.url.path}", code="method_not_allowed")
         else:

@@ -26,6 +26,7 @@ class ServeOptions:
         max_body_bytes: largest request body.
         max_choices: most outputs of one HTTP request: prompts times `n`.
         max_concurrent: most HTTP requests that generate at once; more are answered 429.
+        strict_fields: whether fields of a body that nobody knows are refused instead of ignored.
         retry_after_s: when a client that got a 429 or 503 should come back, seconds.
         grace_s: how long a shutdown lets requests finish, seconds.
         metric_names: `vajra` (own prefix) or `vllm` (vLLM's names where the thing is the same).
@@ -42,6 +43,7 @@ class ServeOptions:
     max_body_bytes: int = 8 * 2**20
     max_choices: int = 64
     max_concurrent: int = 512
+    strict_fields: bool = False
     retry_after_s: float = 1.0
     grace_s: float = 30.0
     metric_names: Literal["vajra", "vllm"] = "vajra"

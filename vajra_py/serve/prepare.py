@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from uuid import uuid4
 
+from vajra_py.config import ExperimentConfig
 from vajra_py.engine.outputs import Collected, Submission
 from vajra_py.engine.params import PromptLimits, check_prompt, check_sampling
 from vajra_py.engine.prompts import request_seed
@@ -19,6 +23,7 @@ from vajra_py.serve.schema import ChatBody, CompletionBody, GenerationBody, Sche
 from vajra_py.serve.session import EngineSession
 from vajra_py.serve.tickets import Reply, Ticket
 
+_log = logging.getLogger(__name__)
 LONG_TEXT = 20_000
 """Characters from which on a text is tokenised outside the event loop's thread."""
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -48,12 +53,12 @@ class Preparer:
     def __init__(self, session: EngineSession, catalogue: Catalogue) -> None:
         self._session = session
         self._catalogue = catalogue
-        self._run_seed = session.config.seed
+        self._run_seed = _run_seed(session.config)
         self._numbers = count()
 
     def new_id(self, prefix: str) -> str:
-        """The name of the next HTTP request."""
-        return f"{prefix}-{next(self._numbers)}"
+        """A name for an HTTP request that no other request of any server has."""
+        return f"{prefix}-{uuid4().hex}"
 
     async def completion(self, wanted: Wanted, name: str) -> Prepared:
         """Every output of a `/v1/completions` request. Raises `ApiError`."""
@@ -91,11 +96,12 @@ class Preparer:
         self, wanted: Wanted, prompts: Sequence[list[int]], tokenizer: Tokenizer | None, name: str
     ) -> Prepared:
         body = wanted.body
-        reply = Reply(streams=bool(body.stream))
+        reply = Reply(streams=body.stream)
+        drawn = request_seed(self._run_seed, str(next(self._numbers)))
         for prompt in prompts:
             for _ in range(body.n):
                 index = len(reply.tickets)
-                submission = self._submission(wanted, prompt, f"{name}-{index}", index)
+                submission = self._submission(wanted, prompt, f"{name}-{index}", _seed_of(body.seed, drawn, index))
                 if tokenizer is not None:
                     submission.collected.stream = TextStream(tokenizer)
                 elif submission.collected.sampling.stop:
@@ -104,7 +110,7 @@ class Preparer:
                 reply.tickets.append(Ticket(index, submission, reply))
         return Prepared(reply, tokenizer)
 
-    def _submission(self, wanted: Wanted, prompt: list[int], request_id: str, index: int) -> Submission:
+    def _submission(self, wanted: Wanted, prompt: list[int], request_id: str, seed: int) -> Submission:
         session, body = self._session, wanted.body
         facts = request_facts(wanted, request_id, len(prompt))
         replicaset = self._catalogue.replicaset_of(facts)
@@ -112,7 +118,6 @@ class Preparer:
             raise _no_replicaset()
         limits = session.prompt_limits(replicaset)
         max_tokens = _max_tokens(body, prompt, limits)
-        seed = None if body.seed is None else (body.seed + index * _SEED_STRIDE) % 2**63
         sampling = body.sampling(max_tokens, seed)
         try:
             check_sampling(sampling, "request", limits.vocab_size)
@@ -122,9 +127,23 @@ class Preparer:
         return Submission(
             facts=replace(facts, max_tokens=max_tokens),
             prompt_token_ids=prompt,
-            seed=request_seed(self._run_seed, request_id) if seed is None else seed,
+            seed=seed,
             collected=Collected(sampling, frozenset((*eos, *sampling.stop_token_ids))),
         )
+
+
+def _run_seed(config: ExperimentConfig) -> int:
+    """What the outputs of requests without a seed follow from: the experiment's seed if it names one, else a new number."""
+    if "seed" in config.model_fields_set:
+        return config.seed
+    drawn = secrets.randbits(32)
+    _log.info("requests without a seed draw from seed %d; --seed %d repeats their outputs", drawn, drawn)
+    return drawn
+
+
+def _seed_of(wanted: int | None, drawn: int, index: int) -> int:
+    """The seed of the `index`-th output of a request."""
+    return ((drawn if wanted is None else wanted) + index * _SEED_STRIDE) % 2**63
 
 
 async def _tokens(tokenizer: Tokenizer | None, prompt: str | list[int]) -> list[int]:

@@ -1,19 +1,40 @@
 """Request bodies and headers, and their translation to sampling parameters and request facts.
 
 Invariants:
-    - Unknown fields are refused by name; fields that OpenAI knows and this server cannot do are refused unless they ask
-      for nothing.
+    - `null` means absent, in every optional field.
+    - Fields of other servers' APIs that this server cannot honour are refused by name, unless they ask for nothing
+      (`vajra_py.serve.unsupported`); fields that nobody knows are kept apart (`unknown_fields`) and have no effect.
+    - A list that is wrong gives one error, however long it is.
     - Limits that need the model (vocabulary, lengths) are checked where the request is prepared, not here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    Tag,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
 
 from vajra_py.engine.compute import SamplingParams
 from vajra_py.engine.params import MAX_LOGPROBS
+from vajra_py.serve.unsupported import (
+    is_known_elsewhere,
+    refuse_content_part,
+    refuse_unsupported,
+    refuse_unsupported_message,
+)
 
 Count: TypeAlias = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
 Natural: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
@@ -26,26 +47,48 @@ Penalty: TypeAlias = Annotated[float, Field(strict=True, ge=-2, le=2)]
 _MAX_STOPS = 16
 
 
-class Body(BaseModel):
-    """Base of every body: nothing unknown, no NaN."""
+@dataclass(frozen=True, slots=True)
+class NullIs:
+    """Marks a field in which `null` stands for a value, as if the field were absent."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    value: Any
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Replace null before the type itself looks at it."""
+        return core_schema.no_info_before_validator_function(
+            lambda given: self.value if given is None else given, handler(source)
+        )
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Say that null is allowed."""
+        return {"anyOf": [handler(schema), {"type": "null"}]}
+
+
+OffSwitch: TypeAlias = Annotated[Switch, NullIs(False)]
+
+
+class Body(BaseModel):
+    """Base of every body: unknown fields are kept apart, NaN and infinity are refused."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
 
 class StreamOptions(Body):
     """What a stream carries besides its text."""
 
-    include_usage: Switch = Field(False, description="A last chunk without choices says how many tokens it took.")
-    continuous_usage_stats: Switch = Field(False, description="Every chunk says how many tokens it took so far.")
+    include_usage: OffSwitch = Field(False, description="A last chunk without choices says how many tokens it took.")
+    continuous_usage_stats: OffSwitch = Field(False, description="Every chunk says how many tokens it took so far.")
 
 
 class GenerationBody(Body):
     """What both endpoints share: sampling, scheduling, and fields that are understood and mean nothing here."""
 
     model: Name = Field(description="A name that `/v1/models` lists.")
-    n: Count = Field(1, description="Outputs for each prompt.")
+    n: Annotated[Count, NullIs(1)] = Field(1, description="Outputs for each prompt.")
     max_tokens: Count | None = Field(None, description="Most output tokens.")
-    min_tokens: Natural = Field(0, description="The output does not end before it has so many tokens.")
+    min_tokens: Annotated[Natural, NullIs(0)] = Field(
+        0, description="The output does not end before it has so many tokens."
+    )
     temperature: Annotated[float, Field(strict=True, ge=0, le=100)] | None = Field(
         None, description="Logits are divided by it; 0 is greedy; null: 1."
     )
@@ -63,20 +106,20 @@ class GenerationBody(Body):
     repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=100)] | None = Field(
         None, description="Divides the logits of tokens that occurred; null: 1."
     )
-    seed: Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)] | None = Field(
+    seed: Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)] | None = Field(
         None, description="Of the outputs' random streams; the outputs of one request get different ones."
     )
-    stop: Text | Annotated[list[Text], Field(max_length=_MAX_STOPS)] | None = Field(
+    stop: Text | Annotated[list[Text], Field(fail_fast=True, max_length=_MAX_STOPS)] | None = Field(
         None, description=f"Strings that end the output, at most {_MAX_STOPS}; they are not part of it."
     )
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = Field(
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=64)] | None = Field(
         None, description="Tokens that end the output, besides the model's own."
     )
-    ignore_eos: Switch = Field(False, description="The model's own end-of-sequence tokens do not end the output.")
-    stream: Switch | None = Field(False, description="Answer in server-sent events.")
+    ignore_eos: OffSwitch = Field(False, description="The model's own end-of-sequence tokens do not end the output.")
+    stream: OffSwitch = Field(False, description="Answer in server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
-    return_token_ids: Switch | None = Field(None, description="Say the tokens of prompt and output too.")
-    priority: Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)] = Field(
+    return_token_ids: OffSwitch = Field(False, description="Say the tokens of prompt and output too.")
+    priority: Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1), NullIs(0)] = Field(
         0, description="Lower is more urgent."
     )
     slo_class: Name | None = Field(None, description="Class of service; the header `x-slo-class` goes before it.")
@@ -91,11 +134,13 @@ class GenerationBody(Body):
     metadata: Annotated[dict[Name, Name], Field(max_length=16)] | None = Field(
         None, description="Policies see it as the request's metadata."
     )
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = Field(
-        None, description="Not supported: only null or empty."
-    )
-    service_tier: Literal["auto", "default"] | None = Field(None, description="Has no effect.")
-    store: Literal[False] | None = Field(None, description="Nothing is stored.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            refuse_unsupported(given, cls.model_fields)
+        return given
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerationBody:
@@ -112,7 +157,7 @@ class GenerationBody(Body):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to report with each token; None: no log-probabilities."""
+        """How many of the likeliest tokens to report with each token, or None for no log-probabilities."""
         raise NotImplementedError
 
     def wanted_tokens(self) -> int | None:
@@ -140,12 +185,26 @@ class GenerationBody(Body):
         )
 
 
-Prompt: TypeAlias = (
-    Annotated[str, Field(strict=True, min_length=1)]
-    | Annotated[list[TokenId], Field(min_length=1)]
-    | Annotated[list[Annotated[str, Field(strict=True, min_length=1)]], Field(min_length=1)]
-    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
-)
+def _form_of(prompt: Any) -> str:
+    """Which form of a prompt this is, judged by its first element, so that only that form's errors are reported.
+
+    Its name has brackets, which tell it from a field's in the place of an error.
+    """
+    if not isinstance(prompt, list):
+        return "<text>"
+    first = prompt[0] if prompt else 0
+    return "<texts>" if isinstance(first, str) else "<token_lists>" if isinstance(first, list) else "<tokens>"
+
+
+_PromptText: TypeAlias = Annotated[str, Field(strict=True, min_length=1)]
+_PromptTokens: TypeAlias = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+Prompt: TypeAlias = Annotated[
+    Annotated[_PromptText, Tag("<text>")]
+    | Annotated[_PromptTokens, Tag("<tokens>")]
+    | Annotated[list[_PromptText], Field(fail_fast=True, min_length=1), Tag("<texts>")]
+    | Annotated[list[_PromptTokens], Field(fail_fast=True, min_length=1), Tag("<token_lists>")],
+    Discriminator(_form_of),
+]
 """A text, its tokens, or several of either."""
 
 
@@ -153,13 +212,22 @@ class CompletionBody(GenerationBody):
     """Body of `/v1/completions`."""
 
     prompt: Prompt = Field(description="A text, token ids, or a list of either.")
-    max_tokens: Count | None = Field(16, description="Most output tokens; null: as many as fit.")
+    max_tokens: Natural | None = Field(
+        16, description="Most output tokens; null: as many as fit; 0 only with `echo`, for the prompt alone."
+    )
     logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = Field(
         None, description="Report log-probabilities: of the token and so many of the likeliest."
     )
-    echo: Literal[False] | None = Field(None, description="Not supported.")
-    suffix: None = Field(None, description="Not supported.")
-    best_of: Literal[1] | None = Field(None, description="Not supported beyond 1.")
+    echo: OffSwitch = Field(
+        False,
+        description="The prompt comes before the output, with its tokens' log-probabilities if they are asked for.",
+    )
+
+    @model_validator(mode="after")
+    def _some_tokens(self) -> CompletionBody:
+        if self.echo:
+            raise ValueError("echo is not there yet")
+        return self
 
     @property
     def num_logprobs(self) -> int | None:
@@ -176,43 +244,57 @@ class CompletionBody(GenerationBody):
 class TextPart(Body):
     """A piece of a message."""
 
-    type: Literal["text"]
-    text: Text
+    type: Literal["text", "refusal"]
+    text: Annotated[Text, NullIs("")] = Field("", description="With the type `text`.")
+    refusal: Annotated[Text, NullIs("")] = Field("", description="With the type `refusal`.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            refuse_content_part(given.get("type"))
+        return given
+
+    @property
+    def plain(self) -> str:
+        """What it says."""
+        return self.text if self.type == "text" else self.refusal
 
 
 class ChatMessage(Body):
-    """One message of a conversation; which roles there are is the model's chat template's affair."""
+    """One message of a conversation, such as this server's own answers are; the chat template decides which roles exist."""
 
     role: Annotated[str, Field(strict=True, min_length=1, max_length=64)]
-    content: Text | Annotated[list[TextPart], Field(min_length=1)]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True, min_length=1)] | None = None
+    refusal: Text | None = Field(None, description="Stands for the content of a message that has none.")
     name: Name | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            refuse_unsupported_message(given)
+        return given
+
     def plain(self) -> dict[str, str]:
-        """As chat templates take it: parts joined by line breaks."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        """The message as chat templates take it, with its parts joined by line breaks."""
+        given = self.content if self.content is not None else self.refusal or ""
+        content = given if isinstance(given, str) else "\n".join(part.plain for part in given)
         named = {} if self.name is None else {"name": self.name}
         return {"role": self.role, "content": content, **named}
-
-
-class ResponseFormat(Body):
-    """Only plain text."""
-
-    type: Literal["text"]
 
 
 class ChatBody(GenerationBody):
     """Body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] = Field(description="The conversation so far.")
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)] = Field(
+        description="The conversation so far."
+    )
     max_completion_tokens: Count | None = Field(None, description="Most output tokens; goes before `max_tokens`.")
     logprobs: Switch | None = Field(None, description="Report log-probabilities.")
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = Field(
         None, description="With `logprobs`: so many of the likeliest tokens too."
     )
-    response_format: ResponseFormat | None = Field(None, description="Only text.")
-    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Not supported: only empty.")
-    tool_choice: Literal["none", "auto"] | None = Field(None, description="Has no effect.")
-    parallel_tool_calls: Switch | None = Field(None, description="Has no effect.")
 
     @model_validator(mode="after")
     def _logprobs_asked(self) -> ChatBody:
@@ -228,6 +310,17 @@ class ChatBody(GenerationBody):
     def wanted_tokens(self) -> int | None:
         """See `GenerationBody`."""
         return self.max_completion_tokens or self.max_tokens
+
+
+def unknown_fields(body: GenerationBody) -> Iterator[str]:
+    """Names of the body's fields that this server does not know and that say something."""
+    parts: list[Body] = [body] if body.stream_options is None else [body, body.stream_options]
+    if isinstance(body, ChatBody):
+        parts.extend(body.messages)
+    for part in parts:
+        for name, value in (part.model_extra or {}).items():
+            if value is not None and not is_known_elsewhere(name):
+                yield name
 
 
 class SchedulingHeaders(BaseModel):

@@ -1,0 +1,189 @@
+"""Features of OpenAI's and vLLM's APIs that this server does not have, refused by name.
+
+A client that asks for one of them would be answered with something else than it asked for, so the request is refused. A
+value that asks for nothing (null, false, empty, or listed below as neutral) is let through.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+from pydantic_core import PydanticCustomError
+
+from vajra_py.errors import did_you_mean
+
+_log = logging.getLogger(__name__)
+NOT_SUPPORTED: Final = "not_supported"
+"""The code of such a refusal, and its type among validation errors."""
+POINTER = 'vLLM\'s own server does; see "What is not supported" in docs/serving.md'
+
+_TOOLS = "tool calls"
+_STRUCTURED = "structured output"
+_TEMPLATE = "control of the chat template"
+_REASONING = "control of reasoning"
+_MEDIA = "images, audio and other media"
+_TOKENS = "control over which tokens may be sampled"
+_SEARCH = "beam search"
+_FIELDS: Final[Mapping[str, str]] = {
+    "tools": _TOOLS,
+    "tool_choice": _TOOLS,
+    "tool_calls": _TOOLS,
+    "tool_call_id": _TOOLS,
+    "functions": _TOOLS,
+    "function_call": _TOOLS,
+    "response_format": _STRUCTURED,
+    "structured_outputs": _STRUCTURED,
+    "json_schema": _STRUCTURED,
+    "regex": _STRUCTURED,
+    "ebnf": _STRUCTURED,
+    "guided_json": _STRUCTURED,
+    "guided_regex": _STRUCTURED,
+    "guided_choice": _STRUCTURED,
+    "guided_grammar": _STRUCTURED,
+    "guided_decoding_backend": _STRUCTURED,
+    "guided_whitespace_pattern": _STRUCTURED,
+    "chat_template": _TEMPLATE,
+    "chat_template_kwargs": _TEMPLATE,
+    "documents": _TEMPLATE,
+    "continue_final_message": _TEMPLATE,
+    "reasoning_effort": _REASONING,
+    "reasoning": _REASONING,
+    "thinking": _REASONING,
+    "thinking_token_budget": _REASONING,
+    "verbosity": _REASONING,
+    "modalities": _MEDIA,
+    "audio": _MEDIA,
+    "mm_processor_kwargs": _MEDIA,
+    "logit_bias": _TOKENS,
+    "logits_processors": _TOKENS,
+    "allowed_token_ids": _TOKENS,
+    "bad_words": _TOKENS,
+    "use_beam_search": _SEARCH,
+    "length_penalty": _SEARCH,
+    "best_of": _SEARCH,
+    "echo": "echo of a conversation",
+    "suffix": "filling in before a suffix",
+    "prompt_logprobs": "prompt_logprobs (`echo` with `logprobs` says the same)",
+    "prompt_embeds": "embeddings as prompts",
+    "truncate_prompt_tokens": "truncation of prompts",
+    "web_search_options": "web search",
+    "prediction": "predicted outputs",
+    "store": "storing of answers",
+    "lora_path": "adapters (LoRA)",
+    "lora_request": "adapters (LoRA)",
+    "cache_salt": "a salt for the prefix cache (`tenant_salt` of the configuration keeps tenants apart)",
+    "kv_transfer_params": "transfer of KV blocks",
+    "vllm_xargs": "arguments for extensions of vLLM",
+}
+_NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "length_penalty": (1,),
+    "best_of": (1,),
+}
+_MESSAGE_FIELDS: Final = frozenset(("tool_calls", "tool_call_id", "function_call", "audio"))
+NO_EFFECT: Final = frozenset(
+    (
+        "service_tier",
+        "parallel_tool_calls",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "annotations",
+    )
+)
+"""Fields that OpenAI documents and that mean nothing here: they are let through without a word in the log."""
+_MAX_LOGGED = 256
+_PATHS: Final[Mapping[str, str]] = {
+    "/v1/responses": "the Responses API",
+    "/v1/embeddings": "embeddings",
+    "/v1/messages": "Anthropic's Messages API",
+    "/v1/moderations": "moderation",
+    "/v1/audio": "audio",
+    "/v1/images": "images",
+    "/v1/realtime": "the Realtime API",
+    "/v1/files": "files",
+    "/v1/batches": "batches",
+    "/v1/fine_tuning": "fine-tuning",
+    "/v1/assistants": "assistants",
+    "/v1/threads": "assistants",
+    "/v1/vector_stores": "vector stores",
+    "/v1/rerank": "reranking",
+    "/v2/rerank": "reranking",
+    "/rerank": "reranking",
+    "/v1/score": "scoring",
+    "/score": "scoring",
+    "/pooling": "pooling",
+    "/classify": "classification",
+    "/tokenize": "tokenizing",
+    "/detokenize": "tokenizing",
+    "/v1/load_lora_adapter": "adapters (LoRA)",
+    "/v1/unload_lora_adapter": "adapters (LoRA)",
+}
+
+
+def is_known_elsewhere(name: str) -> bool:
+    """Whether a field that asks for nothing is one that other servers have."""
+    return name in _FIELDS or name in NO_EFFECT
+
+
+def refuse_unsupported(given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse fields that ask for a feature of other servers. `known` are the fields that the body has itself.
+
+    Raises `PydanticCustomError`, whose context names the field.
+    """
+    for name, value in given.items():
+        feature = _FIELDS.get(name)
+        if feature is not None and name not in known and value and value not in _NEUTRAL.get(name, ()):
+            raise _refusal(name, feature)
+
+
+def refuse_unsupported_message(given: Mapping[str, Any]) -> None:
+    """Refuse a message that belongs to a feature of other servers. Raises `PydanticCustomError`."""
+    for name in _MESSAGE_FIELDS & given.keys():
+        if given[name]:
+            raise _refusal(name, _FIELDS[name])
+
+
+def refuse_content_part(kind: Any) -> None:
+    """Refuse a part of a message's content that is not text. Raises `PydanticCustomError`."""
+    if isinstance(kind, str) and kind in ("image_url", "input_image", "input_audio", "audio_url", "video_url", "file"):
+        raise _refusal(kind, _MEDIA)
+
+
+def unsupported_path(path: str) -> str | None:
+    """What a path of another server's API would offer, or None for a path that nobody knows."""
+    return next((what for known, what in _PATHS.items() if path == known or path.startswith(f"{known}/")), None)
+
+
+def not_supported(name: str, feature: str) -> str:
+    """The text of a refusal."""
+    return f"{name} is not supported: this server has no {feature}. {POINTER}"
+
+
+def _refusal(name: str, feature: str) -> PydanticCustomError:
+    # the text goes in as a value, so that braces in it mean nothing
+    return PydanticCustomError(NOT_SUPPORTED, "{text}", {"text": not_supported(name, feature), "field": name})
+
+
+class UnknownFields:
+    """What happens to fields that nobody knows: ignored with a line in the log, or refused where the server is strict."""
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+        self._logged: set[str] = set()
+
+    def check(self, name: str, known: Collection[str]) -> str | None:
+        """The text of a refusal, or None where the request may go on. Each name is logged once."""
+        if self._strict:
+            return f"{name}: there is no such field. {did_you_mean(name, known)}"
+        if name not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(name)
+            _log.warning("the unknown field %.80r of requests is ignored", name)
+        return None
