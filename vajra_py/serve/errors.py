@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from vajra_py.errors import ConfigError
-from vajra_py.serve.unsupported import NOT_SUPPORTED, not_supported, unsupported_path
+from vajra_py.serve.unsupported import NOT_SUPPORTED, Unsupported, not_supported, unsupported_path
 
 TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -100,9 +100,10 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     A value that fits none of several forms is one problem: what each form would want is joined by "or".
     """
     for error in errors:
-        if error["type"] == NOT_SUPPORTED:
-            param = ".".join(filter(None, (_param(error["loc"]), error["ctx"]["field"])))
-            return bad_request(error["msg"], param, NOT_SUPPORTED)
+        cause = error.get("ctx", {}).get("error")
+        if isinstance(cause, Unsupported):
+            param = ".".join(filter(None, (_param(error["loc"]), cause.field)))
+            return bad_request(str(cause), param, NOT_SUPPORTED)
     by_param: dict[str, list[str]] = {}
     for error in errors:
         text = str(error["msg"]).removeprefix("Value error, ")

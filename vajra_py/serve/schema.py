@@ -11,21 +11,17 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     Tag,
     model_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, core_schema
 
 from vajra_py.engine.compute import SamplingParams
 from vajra_py.engine.params import MAX_LOGPROBS
@@ -42,29 +38,18 @@ TokenId: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 Switch: TypeAlias = Annotated[bool, Field(strict=True)]
 Text: TypeAlias = Annotated[str, Field(strict=True)]
 Name: TypeAlias = Annotated[str, Field(strict=True, max_length=256)]
+Priority: TypeAlias = Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]
 Milliseconds: TypeAlias = Annotated[float, Field(gt=0, le=1e12)]
 Penalty: TypeAlias = Annotated[float, Field(strict=True, ge=-2, le=2)]
 _MAX_STOPS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class NullIs:
-    """Marks a field in which `null` stands for a value, as if the field were absent."""
-
-    value: Any
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Replace null before the type itself looks at it."""
-        return core_schema.no_info_before_validator_function(
-            lambda given: self.value if given is None else given, handler(source)
-        )
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Say that null is allowed."""
-        return {"anyOf": [handler(schema), {"type": "null"}]}
+def _null_is(value: Any, kind: Any) -> BeforeValidator:
+    """`null` stands for a value in a field of this kind, as if the field were absent."""
+    return BeforeValidator(lambda given: value if given is None else given, json_schema_input_type=kind | None)
 
 
-OffSwitch: TypeAlias = Annotated[Switch, NullIs(False)]
+OffSwitch: TypeAlias = Annotated[bool, Field(strict=True), _null_is(False, bool)]
 
 
 class Body(BaseModel):
@@ -84,9 +69,9 @@ class GenerationBody(Body):
     """What both endpoints share: sampling, scheduling, and fields that are understood and mean nothing here."""
 
     model: Name = Field(description="A name that `/v1/models` lists.")
-    n: Annotated[Count, NullIs(1)] = Field(1, description="Outputs for each prompt.")
+    n: Annotated[Count, _null_is(1, Count)] = Field(1, description="Outputs for each prompt.")
     max_tokens: Count | None = Field(None, description="Most output tokens.")
-    min_tokens: Annotated[Natural, NullIs(0)] = Field(
+    min_tokens: Annotated[Natural, _null_is(0, Natural)] = Field(
         0, description="The output does not end before it has so many tokens."
     )
     temperature: Annotated[float, Field(strict=True, ge=0, le=100)] | None = Field(
@@ -119,9 +104,7 @@ class GenerationBody(Body):
     stream: OffSwitch = Field(False, description="Answer in server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
     return_token_ids: OffSwitch = Field(False, description="Say the tokens of prompt and output too.")
-    priority: Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1), NullIs(0)] = Field(
-        0, description="Lower is more urgent."
-    )
+    priority: Annotated[Priority, _null_is(0, Priority)] = Field(0, description="Lower is more urgent.")
     slo_class: Name | None = Field(None, description="Class of service; the header `x-slo-class` goes before it.")
     ttft_slo_ms: Milliseconds | None = Field(None, description="Promised time to the first token; as `x-slo-ttft-ms`.")
     tpot_slo_ms: Milliseconds | None = Field(None, description="Promised time per further token; as `x-slo-tpot-ms`.")
@@ -245,8 +228,8 @@ class TextPart(Body):
     """A piece of a message."""
 
     type: Literal["text", "refusal"]
-    text: Annotated[Text, NullIs("")] = Field("", description="With the type `text`.")
-    refusal: Annotated[Text, NullIs("")] = Field("", description="With the type `refusal`.")
+    text: Annotated[Text, _null_is("", Text)] = Field("", description="With the type `text`.")
+    refusal: Annotated[Text, _null_is("", Text)] = Field("", description="With the type `refusal`.")
 
     @model_validator(mode="before")
     @classmethod

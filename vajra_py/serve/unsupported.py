@@ -10,13 +10,11 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
-from pydantic_core import PydanticCustomError
-
 from vajra_py.errors import did_you_mean
 
 _log = logging.getLogger(__name__)
 NOT_SUPPORTED: Final = "not_supported"
-"""The code of such a refusal, and its type among validation errors."""
+"""The code of such a refusal."""
 POINTER = 'vLLM\'s own server does; see "What is not supported" in docs/serving.md'
 
 _TOOLS = "tool calls"
@@ -128,6 +126,14 @@ _PATHS: Final[Mapping[str, str]] = {
 }
 
 
+class Unsupported(ValueError):
+    """A request asks for a feature that this server does not have."""
+
+    def __init__(self, name: str, feature: str) -> None:
+        self.field = name
+        super().__init__(not_supported(name, feature))
+
+
 def is_known_elsewhere(name: str) -> bool:
     """Whether a field that asks for nothing is one that other servers have."""
     return name in _FIELDS or name in NO_EFFECT
@@ -136,25 +142,25 @@ def is_known_elsewhere(name: str) -> bool:
 def refuse_unsupported(given: Mapping[str, Any], known: Collection[str]) -> None:
     """Refuse fields that ask for a feature of other servers. `known` are the fields that the body has itself.
 
-    Raises `PydanticCustomError`, whose context names the field.
+    Raises `Unsupported`.
     """
     for name, value in given.items():
         feature = _FIELDS.get(name)
         if feature is not None and name not in known and value and value not in _NEUTRAL.get(name, ()):
-            raise _refusal(name, feature)
+            raise Unsupported(name, feature)
 
 
 def refuse_unsupported_message(given: Mapping[str, Any]) -> None:
-    """Refuse a message that belongs to a feature of other servers. Raises `PydanticCustomError`."""
+    """Refuse a message that belongs to a feature of other servers. Raises `Unsupported`."""
     for name in _MESSAGE_FIELDS & given.keys():
         if given[name]:
-            raise _refusal(name, _FIELDS[name])
+            raise Unsupported(name, _FIELDS[name])
 
 
 def refuse_content_part(kind: Any) -> None:
-    """Refuse a part of a message's content that is not text. Raises `PydanticCustomError`."""
+    """Refuse a part of a message's content that is not text. Raises `Unsupported`."""
     if isinstance(kind, str) and kind in ("image_url", "input_image", "input_audio", "audio_url", "video_url", "file"):
-        raise _refusal(kind, _MEDIA)
+        raise Unsupported(kind, _MEDIA)
 
 
 def unsupported_path(path: str) -> str | None:
@@ -165,11 +171,6 @@ def unsupported_path(path: str) -> str | None:
 def not_supported(name: str, feature: str) -> str:
     """The text of a refusal."""
     return f"{name} is not supported: this server has no {feature}. {POINTER}"
-
-
-def _refusal(name: str, feature: str) -> PydanticCustomError:
-    # the text goes in as a value, so that braces in it mean nothing
-    return PydanticCustomError(NOT_SUPPORTED, "{text}", {"text": not_supported(name, feature), "field": name})
 
 
 class UnknownFields:
