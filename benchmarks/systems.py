@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import vajra_py.api as vajra
+import vajra_py as vajra
 from vajra_py.config import config_from_mapping
 from vajra_py.metrics import RunData
 

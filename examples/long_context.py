@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import vajra_py.api as vajra
+import vajra_py as vajra
 from vajra_py.metrics import RunData
 
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import vajra_py.api as vajra
+import vajra_py as vajra
 from vajra_py.contract import BatchBuilder, KeyMotion, ReplicaState, RequestView, fill
 from vajra_py.testing import Harness, HarnessOptions
 

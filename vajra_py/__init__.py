@@ -1,7 +1,8 @@
 """Vajra: scheduling policies for LLM inference, written once, simulated and run unchanged.
 
-Importing this package is cheap: it loads nothing beyond the standard library, and the public packages are imported when first used
-(`vajra_py.workload` after a bare `import vajra_py` works, and costs then what it costs).
+`import vajra_py as vajra` is the front door: experiments (`load`, `run`, `sweep`, `compare`, `open_runs`, `report`, `plots`), generation (`LLM`,
+`AsyncLLM`, `SamplingParams`) and the names of the contract for authors of policies. Everything is imported on first use: importing this
+package loads nothing beyond the standard library. `__init__.pyi` lists the names for type checkers.
 """
 
 from __future__ import annotations
@@ -12,47 +13,40 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_LAZY_MODULES = frozenset(
-    {
-        "api",
-        "cluster",
-        "config",
-        "contract",
-        "engine",
-        "errors",
-        "experiment",
-        "latency",
-        "metrics",
-        "plugins",
-        "runtime",
-        "serve",
-        "sim",
-        "testing",
-        "workload",
-    }
-)
-
-_LAZY_NAMES = {
-    "LLM": "engine",
+_HOME = {
     "AsyncLLM": "engine",
+    "Comparison": "api",
+    "ExperimentConfig": "api",
+    "LLM": "engine",
+    "RunData": "api",
     "SamplingParams": "engine",
+    "SweepResult": "api",
+    "compare": "api",
+    "load": "api",
+    "load_workload": "api",
+    "open_runs": "api",
+    "plots": "api",
+    "report": "api",
+    "run": "api",
+    "sweep": "api",
 }
-"""What may be asked of this package itself, by the public package that has it."""
+"""Names offered here, by the package that defines them; the contract's own list comes on top."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public package, or one of its names, the first time it is asked for (PEP 562)."""
-    if name in _LAZY_NAMES:
-        return getattr(importlib.import_module(f"{__name__}.{_LAZY_NAMES[name]}"), name)
-    if name in _LAZY_MODULES and _exists(name):
-        return importlib.import_module(f"{__name__}.{name}")
+    """Import a name, or a subpackage, the first time it is asked for (PEP 562)."""
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    if not name.startswith("_"):
+        if importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            return importlib.import_module(f"{__name__}.{name}")
+        contract = importlib.import_module(f"{__name__}.contract")
+        if name in contract.__all__:
+            return getattr(contract, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """What tab completion offers: the loaded names and the packages that would load on use."""
-    return sorted(set(globals()) | set(_LAZY_NAMES) | {name for name in _LAZY_MODULES if _exists(name)})
-
-
-def _exists(name: str) -> bool:
-    return importlib.util.find_spec(f"{__name__}.{name}") is not None
+    """What tab completion offers: the front door and nothing else."""
+    contract = importlib.import_module(f"{__name__}.contract")
+    return sorted({*_HOME, *contract.__all__, "__version__"})

@@ -1,6 +1,6 @@
 """Drive experiments from Python: build, run, sweep, compare and plot what YAML describes.
 
-import vajra_py.api as vajra
+import vajra_py as vajra
 
 config = vajra.load("experiment.yaml", {"workload.rate": 8})
 run = vajra.run(config)

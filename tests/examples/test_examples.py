@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import vajra_py.api as vajra
+import vajra_py as vajra
 from vajra_py.cli.main import main
 from vajra_py.config import ExperimentConfig, expand_sweep, load_config
 from vajra_py.contract import Layer

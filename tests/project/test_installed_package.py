@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import json
 import subprocess
@@ -78,10 +79,28 @@ def test_unknown_attribute_is_an_attribute_error() -> None:
         vajra_py.simulator  # noqa: B018
 
 
-def test_tab_completion_offers_only_what_exists(repository_root: Path) -> None:
-    public = {name for name in dir(vajra_py) if not name.startswith("_")}
-    modules = {path.stem for path in (repository_root / "vajra_py").glob("[a-z]*.py")}
-    packages = {path.parent.name for path in (repository_root / "vajra_py").glob("[a-z]*/__init__.py")}
-    assert public >= {"contract", "errors", "runtime", "sim"}
-    names = {name for name in public if name not in vars(vajra_py)} - modules - packages
-    assert names == {"LLM", "AsyncLLM", "SamplingParams"}
+def test_the_front_door_offers_what_it_lists_and_nothing_else(repository_root: Path) -> None:
+    stub = ast.parse((repository_root / "vajra_py" / "__init__.pyi").read_text(encoding="utf-8"))
+    imported = {alias.asname for node in ast.walk(stub) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    named = {name for name in imported if name is not None}
+    offered = {name for name in dir(vajra_py) if not name.startswith("_")}
+    assert offered == named | set(vajra_py.contract.__all__)
+    assert named >= {
+        "load",
+        "run",
+        "sweep",
+        "compare",
+        "open_runs",
+        "report",
+        "plots",
+        "LLM",
+        "AsyncLLM",
+        "SamplingParams",
+    }
+    for name in sorted(offered):
+        assert getattr(vajra_py, name) is not None
+
+
+def test_the_front_door_loads_no_tensor_library_before_it_is_needed(tmp_path: Path) -> None:
+    code = "import sys, vajra_py as vajra; vajra.load, vajra.run, vajra.KeyMotion; print('torch' in sys.modules)"
+    assert run_python(code, tmp_path).strip() == "False"
