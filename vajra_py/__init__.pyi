@@ -10,7 +10,7 @@ from vajra_py.api import plots as plots
 from vajra_py.api import report as report
 from vajra_py.api import run as run
 from vajra_py.api import sweep as sweep
-from vajra_py.contract import *
+from vajra_py.contract import *  # noqa: F403
 from vajra_py.engine import LLM as LLM
 from vajra_py.engine import AsyncLLM as AsyncLLM
 from vajra_py.engine import SamplingParams as SamplingParams
