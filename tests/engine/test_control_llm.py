@@ -252,13 +252,13 @@ def test_an_engine_that_ends_tells_its_readers(hollow_model: Path, monkeypatch: 
 class Words:
     """A tokenizer of bytes."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, is_rendered: bool = False) -> list[int]:
         return list(text.encode())
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode("utf-8", "replace")
 
-    def apply_chat_template(self, messages: Any) -> list[int]:
+    def render_chat(self, messages: Any) -> str:
         raise NotImplementedError
 
 

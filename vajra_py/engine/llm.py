@@ -198,7 +198,7 @@ class RequestMaker:
         """The prompt of a conversation. Raises `ConfigError`."""
         if self._tokenizer is None:
             raise ConfigError(Problem("messages", "need a tokenizer, and the model has none", "Give token ids"))
-        return self._tokenizer.apply_chat_template(messages)
+        return self._tokenizer.encode(self._tokenizer.render_chat(messages), is_rendered=True)
 
     def _tokens(self, prompt: Prompt, where: str) -> Sequence[int]:
         if not isinstance(prompt, str):

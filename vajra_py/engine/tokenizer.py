@@ -20,14 +20,14 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.j
 class Tokenizer(Protocol):
     """What the engine asks of a tokenizer."""
 
-    def encode(self, text: str) -> list[int]:
-        """The text's tokens, with the special tokens that the model expects around it."""
+    def encode(self, text: str, *, is_rendered: bool = False) -> list[int]:
+        """The text's tokens, with the special tokens that the model expects around it, unless a template wrote them."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The tokens' text, without special tokens."""
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The tokens of a conversation, up to where the model's answer begins. Raises `ConfigError`."""
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a conversation, up to where the model's answer begins. Raises `ConfigError`."""
 
 
 class HubTokenizer:
@@ -47,25 +47,23 @@ class HubTokenizer:
             raise ConfigError(Problem(f"model {folder}", f"its tokenizer cannot be loaded ({reason})")) from error
         self._decode = _decoder(self._tokenizer)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, is_rendered: bool = False) -> list[int]:
         """See `Tokenizer`."""
-        return list(self._tokenizer.encode(text))
+        return list(self._tokenizer.encode(text, add_special_tokens=not is_rendered))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """See `Tokenizer`."""
         return self._decode(token_ids)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """See `Tokenizer`."""
         if getattr(self._tokenizer, "chat_template", None) is None:
             raise ConfigError(Problem("messages", "the model has no chat template", "Give a prompt instead"))
         try:
-            tokens = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+            text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates raise what they like
             raise ConfigError(Problem("messages", f"do not fit the model's chat template ({error})")) from error
-        return list(tokens)
+        return str(text)
 
 
 def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:

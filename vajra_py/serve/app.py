@@ -27,11 +27,12 @@ from vajra_py.serve.live import live
 from vajra_py.serve.openapi import true_document
 from vajra_py.serve.options import ServeOptions
 from vajra_py.serve.prepare import Preparer, Wanted, unknown_model
-from vajra_py.serve.reading import documented, read_body, read_headers
+from vajra_py.serve.reading import BodyReader, documented, read_headers
 from vajra_py.serve.replies import Exchange, now_s
 from vajra_py.serve.schema import ChatBody, CompletionBody, GenerationBody, SchedulingHeaders, unknown_fields
 from vajra_py.serve.session import EngineSession, SessionState
 from vajra_py.serve.stats import ServerStats, time_policies
+from vajra_py.serve.tokenizing import Tokenizing
 from vajra_py.serve.unsupported import UnknownFields
 
 if TYPE_CHECKING:  # needs an extra
@@ -48,7 +49,9 @@ class Service:
         self.session = session
         self.options = options
         self.catalogue = Catalogue(session.config, options.served_names)
-        self.preparer = Preparer(session, self.catalogue)
+        self.bodies = BodyReader(options)
+        self.tokenizing = Tokenizing()
+        self.preparer = Preparer(session, self.catalogue, self.tokenizing)
         self.created = now_s()
         self.num_exchanges = 0
         self.stats: ServerStats | None = None
@@ -150,6 +153,8 @@ def create_app(service: Service) -> FastAPI:
         try:
             yield
         finally:
+            service.bodies.close()
+            service.tokenizing.close()
             await session.close()
             if service.tracing is not None:
                 await asyncio.to_thread(service.tracing.close)
@@ -185,7 +190,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     )
     async def completions(request: Request) -> Response:
         """Continue a text, or several."""
-        return await service.generate(request, await read_body(request, CompletionBody))
+        return await service.generate(request, await service.bodies.read(request, CompletionBody))
 
     @app.post(
         "/v1/chat/completions",
@@ -196,7 +201,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation, in the model's own chat template."""
-        return await service.generate(request, await read_body(request, ChatBody))
+        return await service.generate(request, await service.bodies.read(request, ChatBody))
 
 
 def _add_numbers(app: FastAPI, service: Service) -> None:

@@ -24,6 +24,9 @@ class ServeOptions:
         api_key: what every request but those for `/health` and `/metrics` has to carry; None: nothing.
         served_names: names of the model, the first one being what answers say; empty: the model directory's name.
         max_body_bytes: largest request body.
+        max_body_values: most JSON values of a request body; each token id of a prompt is one.
+        max_body_containers: most JSON arrays and objects of a request body; each message is one.
+        max_buffered_bytes: most bytes of request bodies above 64 KiB that are read at once; more are answered 429.
         max_choices: most outputs of one HTTP request: prompts times `n`.
         max_concurrent: most HTTP requests that generate at once; more are answered 429.
         strict_fields: whether fields of a body that nobody knows are refused instead of ignored.
@@ -41,6 +44,9 @@ class ServeOptions:
     api_key: str | None = field(default=None, repr=False)
     served_names: tuple[str, ...] = ()
     max_body_bytes: int = 8 * 2**20
+    max_body_values: int = 2**19
+    max_body_containers: int = 2**13
+    max_buffered_bytes: int = 64 * 2**20
     max_choices: int = 64
     max_concurrent: int = 512
     strict_fields: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
@@ -22,10 +21,9 @@ from vajra_py.serve.errors import ApiError, bad_request, of_config_error
 from vajra_py.serve.schema import ChatBody, CompletionBody, GenerationBody, SchedulingHeaders
 from vajra_py.serve.session import EngineSession
 from vajra_py.serve.tickets import Reply, Ticket
+from vajra_py.serve.tokenizing import Tokenizing
 
 _log = logging.getLogger(__name__)
-LONG_TEXT = 20_000
-"""Characters from which on a text is tokenised outside the event loop's thread."""
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 """Odd, so that the seeds of one request's outputs differ; 2^64 over the golden ratio."""
 
@@ -50,8 +48,9 @@ class Prepared:
 class Preparer:
     """Makes requests of one session ready."""
 
-    def __init__(self, session: EngineSession, catalogue: Catalogue) -> None:
+    def __init__(self, session: EngineSession, catalogue: Catalogue, tokenizing: Tokenizing) -> None:
         self._session = session
+        self._tokenizing = tokenizing
         self._catalogue = catalogue
         self._run_seed = _run_seed(session.config)
         self._numbers = count()
@@ -66,8 +65,13 @@ class Preparer:
         assert isinstance(body, CompletionBody)
         given = body.prompts()
         _check_choices(len(given) * body.n, wanted.max_choices)
-        tokenizer = self._tokenizer(wanted)
-        return self._prepared(wanted, [await _tokens(tokenizer, one) for one in given], tokenizer, name)
+        tokenizer, longest = self._tokenizer(wanted), self._longest(wanted)
+        prompts = []
+        for one in given:
+            if isinstance(one, str):
+                one = await self._tokenizing.tokens(_needed(tokenizer, "prompt"), one, longest, param="prompt")
+            prompts.append(one)
+        return self._prepared(wanted, prompts, tokenizer, name)
 
     async def chat(self, wanted: Wanted, name: str) -> Prepared:
         """Every output of a `/v1/chat/completions` request. Raises `ApiError`."""
@@ -75,15 +79,12 @@ class Preparer:
         assert isinstance(body, ChatBody)
         _check_choices(body.n, wanted.max_choices)
         messages = [message.plain() for message in body.messages]
-        tokenizer = _needed(self._tokenizer(wanted), "messages")
-        size = sum(len(message["content"]) for message in messages)
+        tokenizer, longest = _needed(self._tokenizer(wanted), "messages"), self._longest(wanted)
         try:
-            if size >= LONG_TEXT:
-                prompt = await asyncio.to_thread(tokenizer.apply_chat_template, messages)
-            else:
-                prompt = tokenizer.apply_chat_template(messages)
+            text = await self._tokenizing.render(tokenizer, messages)
         except ConfigError as error:
             raise of_config_error(error) from None
+        prompt = await self._tokenizing.tokens(tokenizer, text, longest, param="messages", is_rendered=True)
         return self._prepared(wanted, [prompt], tokenizer, name)
 
     def _tokenizer(self, wanted: Wanted) -> Tokenizer | None:
@@ -92,6 +93,11 @@ class Preparer:
             raise _no_replicaset()
         return self._session.tokenizers[replicaset]
 
+    def _longest(self, wanted: Wanted) -> int:
+        """Most tokens of a request, prompt and output, wherever it may run."""
+        behind = self._catalogue.behind(wanted.body.model)
+        return max(self._session.prompt_limits(name).max_request_tokens for name in behind)
+
     def _prepared(
         self, wanted: Wanted, prompts: Sequence[list[int]], tokenizer: Tokenizer | None, name: str
     ) -> Prepared:
@@ -99,9 +105,11 @@ class Preparer:
         reply = Reply(streams=body.stream)
         drawn = request_seed(self._run_seed, str(next(self._numbers)))
         for prompt in prompts:
+            replicaset, facts = self._checked(wanted, prompt)
             for _ in range(body.n):
                 index = len(reply.tickets)
-                submission = self._submission(wanted, prompt, f"{name}-{index}", _seed_of(body.seed, drawn, index))
+                one = replace(facts, request_id=f"{name}-{index}")
+                submission = self._submission(body, prompt, replicaset, one, _seed_of(body.seed, drawn, index))
                 if tokenizer is not None:
                     submission.collected.stream = TextStream(tokenizer)
                 elif submission.collected.sampling.stop:
@@ -110,22 +118,28 @@ class Preparer:
                 reply.tickets.append(Ticket(index, submission, reply))
         return Prepared(reply, tokenizer)
 
-    def _submission(self, wanted: Wanted, prompt: list[int], request_id: str, seed: int) -> Submission:
-        session, body = self._session, wanted.body
-        facts = request_facts(wanted, request_id, len(prompt))
+    def _checked(self, wanted: Wanted, prompt: list[int]) -> tuple[str, RequestFacts]:
+        """The replicaset of a prompt's outputs and what they have in common. Raises `ApiError`."""
+        facts = request_facts(wanted, "", len(prompt))
         replicaset = self._catalogue.replicaset_of(facts)
         if replicaset is None:
             raise _no_replicaset()
-        limits = session.prompt_limits(replicaset)
-        max_tokens = _max_tokens(body, prompt, limits)
-        sampling = body.sampling(max_tokens, seed)
+        max_tokens = _max_tokens(wanted.body, prompt, self._session.prompt_limits(replicaset))
+        return replicaset, replace(facts, max_tokens=max_tokens)
+
+    def _submission(
+        self, body: GenerationBody, prompt: list[int], replicaset: str, facts: RequestFacts, seed: int
+    ) -> Submission:
+        session = self._session
+        assert facts.max_tokens is not None
+        sampling = body.sampling(facts.max_tokens, seed)
         try:
-            check_sampling(sampling, "request", limits.vocab_size)
+            check_sampling(sampling, "request", session.prompt_limits(replicaset).vocab_size)
         except ConfigError as error:
             raise of_config_error(error) from None
         eos = () if sampling.ignore_eos else session.model(replicaset).eos_token_ids
         return Submission(
-            facts=replace(facts, max_tokens=max_tokens),
+            facts=facts,
             prompt_token_ids=prompt,
             seed=seed,
             collected=Collected(sampling, frozenset((*eos, *sampling.stop_token_ids))),
@@ -144,15 +158,6 @@ def _run_seed(config: ExperimentConfig) -> int:
 def _seed_of(wanted: int | None, drawn: int, index: int) -> int:
     """The seed of the `index`-th output of a request."""
     return ((drawn if wanted is None else wanted) + index * _SEED_STRIDE) % 2**63
-
-
-async def _tokens(tokenizer: Tokenizer | None, prompt: str | list[int]) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    tokenizer = _needed(tokenizer, "prompt")
-    if len(prompt) >= LONG_TEXT:
-        return await asyncio.to_thread(tokenizer.encode, prompt)
-    return tokenizer.encode(prompt)
 
 
 def _needed(tokenizer: Tokenizer | None, param: str) -> Tokenizer:

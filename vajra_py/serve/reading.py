@@ -1,4 +1,4 @@
-"""Read generation requests: body and gateway headers.
+"""Read a request for outputs: its JSON body, within bounds, and its gateway's headers.
 
 Read here and not by FastAPI, which takes longer for that than for everything else about a request; its OpenAPI document is
 told.
@@ -6,15 +6,19 @@ told.
 
 from __future__ import annotations
 
-import json
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
+from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
-from vajra_py.serve.errors import bad_request, not_json, of_validation
+from vajra_py.serve.body_scan import JsonLimits, check_structure
+from vajra_py.serve.errors import ApiError, bad_request, not_json, of_validation
+from vajra_py.serve.options import ServeOptions
 from vajra_py.serve.schema import GenerationBody, SchedulingHeaders
 
 B = TypeVar("B", bound=GenerationBody)
@@ -22,21 +26,69 @@ _FIELDS = {name.replace("_", "-"): name for name in SchedulingHeaders.model_fiel
 _NOTHING = SchedulingHeaders()
 
 
-async def read_body(request: Request, kind: type[B]) -> B:
-    """The body. Raises `ApiError`."""
-    media_type = request.headers.get("content-type", "")
-    if not _is_json(media_type):
-        raise not_json(media_type)
+SMALL_BODY = 2**16
+"""Bytes up to which a body is read at once: whatever is in it, that takes a few milliseconds."""
+_MOST_FIELDS = 256
+"""Of a body, known or not."""
+
+
+class BodyReader:
+    """Reads bodies: small ones at once, large ones one after the other in a thread of their own, and few at a time."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._limits = JsonLimits(options.max_body_values, options.max_body_containers)
+        self._most_bytes = options.max_buffered_bytes
+        self._retry_after_s = options.retry_after_s
+        self._num_bytes = 0
+        """Of large bodies in memory."""
+        self._thread = ThreadPoolExecutor(1, "vajra-bodies")
+
+    def close(self) -> None:
+        """Read nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def read(self, request: Request, kind: type[B]) -> B:
+        """The body. Raises `ApiError`."""
+        media_type = request.headers.get("content-type", "")
+        if not _is_json(media_type):
+            raise not_json(media_type)
+        held = 0
+        try:
+            body = bytearray()
+            async for piece in request.stream():
+                body += piece
+                if len(body) > SMALL_BODY:
+                    self._num_bytes += len(body) - held
+                    held = len(body)
+                    self._check_room()
+            if not held:
+                return parsed(body, kind)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, parsed, body, kind, self._limits)
+        except ClientDisconnect:
+            raise bad_request("the body is not complete", code="not_json") from None
+        finally:
+            self._num_bytes -= held
+
+    def _check_room(self) -> None:
+        if self._num_bytes > self._most_bytes:
+            message = f"large requests are being read ({self._most_bytes} bytes at once are allowed); try again"
+            raise ApiError(429, message, code="too_many_large_requests", retry_after_s=self._retry_after_s)
+
+
+def parsed(body: bytearray, kind: type[B], limits: JsonLimits | None = None) -> B:
+    """What a body says; its structure is checked first where there are limits. Raises `ApiError`."""
+    if limits is not None:
+        check_structure(body, limits)
     try:
-        given = json.loads(await request.body())
-    except json.JSONDecodeError as error:
+        given = from_json(body, allow_inf_nan=False, cache_strings=False)
+    except ValueError as error:
         raise bad_request(f"the body is not JSON ({error})", code="not_json") from None
-    except (ClientDisconnect, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request(f"the body cannot be read ({type(error).__name__})", code="not_json") from None
+    if isinstance(given, dict) and len(given) > _MOST_FIELDS:
+        raise bad_request(f"the body has {len(given)} fields. Allowed: up to {_MOST_FIELDS}", code="too_complex")
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        raise of_validation(error.errors()) from None
+        raise of_validation(error.errors(include_url=False, include_input=False)) from None
 
 
 def _is_json(media_type: str) -> bool:

@@ -42,11 +42,23 @@ Priority: TypeAlias = Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 
 Milliseconds: TypeAlias = Annotated[float, Field(gt=0, le=1e12)]
 Penalty: TypeAlias = Annotated[float, Field(strict=True, ge=-2, le=2)]
 _MAX_STOPS = 16
+_MAX_METADATA = 16
 
 
 def _null_is(value: Any, kind: Any) -> BeforeValidator:
     """`null` stands for a value in a field of this kind, as if the field were absent."""
     return BeforeValidator(lambda given: value if given is None else given, json_schema_input_type=kind | None)
+
+
+def _few_entries() -> BeforeValidator:
+    """Checks how many entries a mapping has before it looks at any: a body has few errors whatever its size."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > _MAX_METADATA:
+            raise ValueError(f"has {len(given)} entries. Allowed: up to {_MAX_METADATA}")
+        return given
+
+    return BeforeValidator(check)
 
 
 OffSwitch: TypeAlias = Annotated[bool, Field(strict=True), _null_is(False, bool)]
@@ -114,7 +126,7 @@ class GenerationBody(Body):
     )
     session_id: Name | None = Field(None, description="The conversation it belongs to; as `x-session-id`.")
     user: Name | None = Field(None, description="The tenant, where no header names one.")
-    metadata: Annotated[dict[Name, Name], Field(max_length=16)] | None = Field(
+    metadata: Annotated[dict[Name, Name], Field(max_length=_MAX_METADATA), _few_entries()] | None = Field(
         None, description="Policies see it as the request's metadata."
     )
 
