@@ -28,6 +28,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 DISTRIBUTION_OF = {
     "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
+    "pydantic_core": "pydantic",  # which pins it exactly
     "ruamel": "ruamel.yaml",
 }
 # Imported by parts that say what to install when it is absent; no extra carries them.
