@@ -19,10 +19,13 @@ value of the contract, not one of these.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import inspect
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from types import TracebackType
+from typing import Any, ClassVar
 
 __all__ = [
     "ConfigError",
@@ -36,6 +39,7 @@ __all__ = [
     "VajraError",
     "WorkloadError",
     "did_you_mean",
+    "place_of_definition",
 ]
 
 
@@ -134,35 +138,96 @@ class UnknownNameError(VajraError):
 class PolicyError(VajraError):
     """A policy broke the contract: a non-finite key, more tokens than remain, an unknown request, an exception of its own.
 
-    `policy` is the registered name; `request_id` and `step` say where, None when the breach is not tied to one.
+    `policy` is the registered name; `replica_id`, `request_id` and `step` say where in the run, None when the breach is not
+    tied to one; `place` says where in the policy's code (`fair.py:41 in key`), None when that is not known.
     """
 
     exit_code: ClassVar[int] = 3
 
     def __init__(
-        self, policy: str, message: str, *, request_id: str | int | None = None, step: int | None = None
+        self,
+        policy: str,
+        message: str,
+        *,
+        request_id: str | int | None = None,
+        step: int | None = None,
+        place: str | None = None,
     ) -> None:
         self.policy = policy
         self.message = message
+        self.replica_id: int | None = None
         self.request_id = request_id
         self.step = step
+        self.place = place
         super().__init__(policy, message)
 
     @classmethod
     def caused_by(
-        cls, policy: str, error: Exception, *, request_id: str | int | None = None, step: int | None = None
+        cls,
+        policy: str,
+        error: Exception,
+        *,
+        message: str | None = None,
+        request_id: str | int | None = None,
+        step: int | None = None,
     ) -> PolicyError:
-        """The error for an exception that escaped from a policy; raise it `from` that exception."""
-        return cls(policy, f"{type(error).__name__}: {error}", request_id=request_id, step=step)
+        """The error for an exception that escaped from a policy; raise it `from` that exception. `message`: in place of its own."""
+        if message is None:
+            message = f"{type(error).__name__}: {error}"
+        return cls(policy, message, request_id=request_id, step=step, place=_place_in_policy(error.__traceback__))
+
+    def at(self, replica_id: int, step: int) -> PolicyError:
+        """The same error, with the replica and the step in which it came up, unless it has a step already."""
+        if self.step is None:
+            self.replica_id, self.step = replica_id, step
+        return self
 
     def __str__(self) -> str:
-        """The policy, where it happened, and what it did."""
+        """The policy, where it happened, what it did, and where in its code."""
         places = [f"policy {self.policy}"]
+        if self.replica_id is not None:
+            places.append(f"replica {self.replica_id}")
         if self.request_id is not None:
             places.append(f"request {self.request_id}")
         if self.step is not None:
             places.append(f"step {self.step}")
-        return f"{', '.join(places)}: {self.message}"
+        code = "" if self.place is None else f" ({self.place})"
+        return f"{', '.join(places)}: {self.message}{code}"
+
+
+_FRAMEWORK = "vajra_py"
+
+
+def _place_in_policy(traceback: TracebackType | None) -> str | None:
+    """The line of the policy's own package at which an exception left it.
+
+    A policy may call others (numpy, the shared fill loop): the last line of the package that the mechanism called counts.
+    """
+    package: str | None = None
+    found: TracebackType | None = None
+    while traceback is not None:
+        root = str(traceback.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package is None and root != _FRAMEWORK:
+            package = root
+        if package is None or root == package:
+            found = traceback
+        traceback = traceback.tb_next
+    if found is None:
+        return None
+    code = found.tb_frame.f_code
+    return f"{_short_path(code.co_filename)}:{found.tb_lineno} in {code.co_name}"
+
+
+def place_of_definition(method: Callable[..., Any]) -> str | None:
+    """Where a method is written (`fair.py:38 in key`); None for what is not written in Python."""
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    return None if code is None else f"{_short_path(code.co_filename)}:{code.co_firstlineno} in {code.co_name}"
+
+
+def _short_path(path: str) -> str:
+    """The path from the working directory where it lies below it, else in full."""
+    below = os.path.join(os.getcwd(), "")
+    return path.removeprefix(below)
 
 
 class ExecutorError(VajraError):

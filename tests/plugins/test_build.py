@@ -5,9 +5,16 @@ from typing import Any
 
 import pytest
 
-from vajra_py.contract import Layer
+from vajra_py.contract import KeyMotion, Layer
 from vajra_py.errors import ConfigError, PluginError, UnknownNameError
-from vajra_py.plugins import Truth, build_latency_model, build_observer, build_output_lengths, build_policy
+from vajra_py.plugins import (
+    Truth,
+    build_latency_model,
+    build_observer,
+    build_output_lengths,
+    build_policy,
+    check_policy_shape,
+)
 
 PRIORITIZER, ROUTER, SCHEDULER = Layer
 CONTEXT: Any = SimpleNamespace()
@@ -68,6 +75,27 @@ def test_a_policy_is_built_from_validated_parameters(site: Any) -> None:
     assert policy.config.slope == 2.5
 
 
+def test_names_of_its_own_are_a_policys_business(site: Any) -> None:
+    """Near a hook's name, with the hook there too; or near it, and begun with an underscore."""
+    own = "    def lines(self): pass\n    def _on_arrival(self): pass\n    is_late = property(lambda self: 1 / 0)\n"
+    registry = install(site, GOOD + own)
+    assert build_policy(PRIORITIZER, "mine", {}, CONTEXT, registry)
+
+
+def test_one_object_may_serve_several_layers() -> None:
+    class Both:
+        key_motion = KeyMotion.STATIC
+        repeats_decodes = frozenset[object]()
+
+        def key(self, request: Any, now: float) -> float:
+            return 0.0
+
+        def schedule(self, replica: Any, batch: Any, now: float) -> None: ...
+
+    for layer in (PRIORITIZER, SCHEDULER):
+        check_policy_shape(layer, Both(), "it", "here")
+
+
 def test_wrong_parameters_say_where(site: Any) -> None:
     registry = install(site, GOOD)
     with pytest.raises(ConfigError) as caught:
@@ -99,6 +127,22 @@ def test_wrong_parameters_say_where(site: Any) -> None:
         (GOOD.replace("def key", "async def key"), PRIORITIZER, "'key' is a coroutine"),
         (GOOD + "    on_arrivals = 3\n", PRIORITIZER, "something that cannot be called as 'on_arrivals'"),
         (GOOD + "    def on_step_end(self): pass\n", PRIORITIZER, "on_step_end.*wrong signature"),
+        (
+            GOOD + "    def on_arrival(self, request, now): pass\n",
+            PRIORITIZER,
+            "asks for 'on_arrival'. Did you mean 'on_arrivals'",
+        ),
+        (GOOD + "    def on_token(self, request): pass\n", PRIORITIZER, "asks for 'on_token'.*Allowed: key,"),
+        (
+            GOOD + "    def schedule(self, replica, batch, now): pass\n    repeat_decodes = frozenset()\n",
+            SCHEDULER,
+            "asks for 'repeat_decodes'. Did you mean 'repeats_decodes'",
+        ),
+        (
+            GOOD + "    def refuses(self, request): return None\n",
+            PRIORITIZER,
+            "'refuses' is never asked of a request prioritizer. It is for a replica scheduler",
+        ),
         (GOOD + "    def assign(self, request, replicas, now): return 0\n", ROUTER, "no method 'pull'"),
         (GOOD, SCHEDULER, "no method 'schedule'"),
     ],

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from vajra_py.contract import EndReason, Observer
+from vajra_py.contract import EndedStep, EndReason, Observer
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.controller import Controller
 from vajra_py.runtime.executor import StepResult
-from vajra_py.runtime.listening import NamedListener
+from vajra_py.runtime.listening import listeners_among
 from vajra_py.runtime.request import RequestFacts, RequestState
 from vajra_py.testing import ByArrival, Harness, HarnessOptions, InTurn, PlainChunks, Shared
 
@@ -131,12 +131,21 @@ class Listening(ByArrival):
 
     def __init__(self) -> None:
         self.told: list[tuple[str, list[str], float]] = []
+        self.steps: list[EndedStep] = []
 
     def on_arrivals(self, requests: Sequence[Any], now: float) -> None:
         self.told.append(("arrivals", [one.request_id for one in requests], now))
 
-    def on_step_end(self, requests: Sequence[Any], now: float) -> None:
-        self.told.append(("step", [f"{one.request_id}:{one.num_output_tokens}" for one in requests], now))
+    def on_admission(self, request: Any, replica_id: int, now: float) -> None:
+        self.told.append(("admission", [f"{request.request_id}@{replica_id}"], now))
+
+    def on_preemption(self, request: Any, replica_id: int, now: float) -> None:
+        self.told.append(("preemption", [f"{request.request_id}@{replica_id}"], now))
+
+    def on_step_end(self, step: EndedStep) -> None:
+        self.steps.append(step)
+        names = [f"{one.request_id}:{one.num_output_tokens}" for one in step.requests]
+        self.told.append(("step", names, step.ended_at))
 
     def on_departures(self, requests: Sequence[Any], now: float) -> None:
         self.told.append(("departures", [one.request_id for one in requests], now))
@@ -157,6 +166,8 @@ def test_listening_policies_hear_of_arrivals_steps_and_departures() -> None:
         ("arrivals", ["b"]),
         ("arrivals", ["c"]),
         ("departures", ["c"]),
+        ("admission", ["a@0"]),
+        ("admission", ["b@0"]),
         ("step", ["a:1", "b:1"]),
         ("departures", ["b"]),
         ("step", ["a:2"]),
@@ -164,6 +175,34 @@ def test_listening_policies_hear_of_arrivals_steps_and_departures() -> None:
     ]
     times = [now for _, _, now in listening.told]
     assert times == sorted(times)
+    first = listening.steps[0]
+    assert (first.replica_id, first.step_index, list(first.num_tokens)) == (0, 0, [4, 4])
+    assert first.duration_s == first.ended_at - first.formed_at > 0
+
+
+def test_a_listener_hears_who_gives_way() -> None:
+    listening = Listening()
+    bench = Harness(listening, InTurn(), PlainChunks(), HarnessOptions(num_blocks=2, block_size=4))
+    bench.submit("a", 4, 4)
+    bench.submit("b", 3, 4)
+    bench.steps_until_idle()
+    kinds = [(kind, names) for kind, names, _ in listening.told if kind in ("admission", "preemption")]
+    assert kinds == [
+        ("admission", ["a@0"]),
+        ("admission", ["b@0"]),
+        ("preemption", ["b@0"]),
+        ("admission", ["b@0"]),
+    ]
+
+
+@pytest.mark.parametrize("hook", ["on_arrivals", "on_admission", "on_step_end", "on_departures"])
+def test_one_listening_method_is_enough_to_be_told(hook: str) -> None:
+    told: list[str] = []
+    kind = type("OnlyOne", (ByArrival,), {hook: lambda self, *facts: told.append(hook)})
+    bench = harness(kind())
+    bench.submit("a", 4, 1)
+    bench.step()
+    assert told == [hook]
 
 
 def test_a_listener_that_fails_is_named() -> None:
@@ -172,7 +211,7 @@ def test_a_listener_that_fails_is_named() -> None:
             raise LookupError("who?")
 
     bench = harness()
-    bench.replicaset.listeners = (NamedListener(Forgetful(), "forgetful"),)
+    bench.replicaset.listeners = listeners_among([(Forgetful(), "forgetful")])
     bench.submit("a", 4, 1)
     with pytest.raises(PolicyError, match=r"policy forgetful, request a: LookupError: who\?"):
         bench.step()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from vajra_py.contract import KeyMotion
-from vajra_py.errors import PolicyError
+from vajra_py.errors import PolicyError, place_of_definition
 from vajra_py.runtime.queues import ArbitraryQueue, KineticQueue, SortedQueue, make_queue
 
 
@@ -115,7 +115,10 @@ def test_the_message_says_what_was_given_and_what_is_allowed() -> None:
     )
     with pytest.raises(PolicyError) as caught:
         queue.add(Waiting(1, 3.0), 0.0)
-    assert str(caught.value) == expected
+    place = place_of_definition(Quirky.key)
+    assert place is not None
+    assert place.startswith("tests/runtime/test_queues_bad_keys.py:")
+    assert str(caught.value) == f"{expected} ({place})"
     with pytest.raises(PolicyError, match=r"key\(\) raised ZeroDivisionError: no deadline") as caught:
         queue.add(Waiting(2, boom), 0.0)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)

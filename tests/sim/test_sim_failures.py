@@ -80,12 +80,6 @@ class NotANumber(ByArrival):
 
 
 class ForgetsWhoLeft(ByArrival):
-    def on_arrivals(self, requests: Any, now: float) -> None:
-        """Nothing."""
-
-    def on_step_end(self, requests: Any, now: float) -> None:
-        """Nothing."""
-
     def on_departures(self, requests: Any, now: float) -> None:
         for request in requests:
             if request.index == 8:

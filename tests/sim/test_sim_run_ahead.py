@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vajra_py.contract import Layer, StepRun
+from vajra_py.contract import KeyMotion, Layer, StepRun
 from vajra_py.contract.observer import Observer
 from vajra_py.latency import AffineModel, Variation, factors_among
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.sim.simulator import SimulationOptions
-from vajra_py.testing import Harness, HarnessOptions, policies_under_test
+from vajra_py.testing import ByArrival, Harness, HarnessOptions, InTurn, PlainChunks, policies_under_test
 from vajra_py.testing.scenarios import (
+    ALL_AT_ONCE,
     LEAVING,
     LIGHT,
     LONG_AND_SHORT,
@@ -214,3 +215,60 @@ def test_most_steps_of_a_long_answer_come_in_runs(
     harness.simulator(SimulationOptions()).run([RequestSpec(f"r{index}", 0.0, 50, 400) for index in range(4)])
     assert len(rows.steps) >= 400
     assert (rows.num_in_runs > 0.9 * len(rows.steps)) == in_runs
+
+
+class LeastServedOfAll(ByArrival):
+    """Told when requests come and go, it looks at all that run anywhere: at figures that repeated steps keep moving."""
+
+    key_motion = KeyMotion.STATIC
+
+    def __init__(self) -> None:
+        self._alive: dict[Any, None] = {}
+        self._seen = 0
+
+    def on_arrivals(self, requests: Sequence[Any], now: float) -> None:
+        self._alive.update(dict.fromkeys(requests))
+        self._look()
+
+    def on_departures(self, requests: Sequence[Any], now: float) -> None:
+        for request in requests:
+            del self._alive[request]
+        self._look()
+
+    def key(self, request: Any, now: float) -> float:
+        return request.index * self._seen % 7
+
+    def _look(self) -> None:
+        self._seen += 1 + sum(one.num_output_tokens + one.num_computed_tokens for one in self._alive)
+
+
+@pytest.mark.parametrize("scenario", [LIGHT, OVERLOADED, STARVED, LEAVING, ALL_AT_ONCE], ids=lambda one: one.name)
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_policies_told_of_arrivals_and_ends_see_the_same_figures(scenario: Scenario, num_replicas: int) -> None:
+    policies = Policies(lambda context: LeastServedOfAll(), InTurn(), lambda context: PlainChunks())
+    both_ways(scenario, policies, num_replicas)
+
+
+def test_arrivals_and_ends_are_told_without_forming_every_step_by_itself() -> None:
+    def num_asked(prioritizer: Any) -> int:
+        scheduler = PlainChunks()
+        asked = 0
+
+        class Counted:
+            repeats_decodes = scheduler.repeats_decodes
+
+            def schedule(self, replica: Any, batch: Any, now: float) -> None:
+                nonlocal asked
+                asked += 1
+                scheduler.schedule(replica, batch, now)
+
+        harness = Harness(prioritizer, InTurn(), Counted(), HarnessOptions(num_blocks=64, check_conservation=False))
+        harness.controller.watch(())
+        harness.run([RequestSpec("a", 0.0, 16, 200)])
+        return asked
+
+    class ToldOfSteps(ByArrival):
+        def on_step_end(self, step: Any) -> None: ...
+
+    assert num_asked(LeastServedOfAll()) == num_asked(ByArrival()) < 20
+    assert num_asked(ToldOfSteps()) == 200

@@ -29,10 +29,6 @@ class WholePrompts:
     def schedule(self, replica: Any, batch: Any, now: float) -> None:
         fill(replica, batch, everything)
 
-    def on_arrivals(self, requests: Any, now: float) -> None: ...
-
-    def on_step_end(self, requests: Any, now: float) -> None: ...
-
     def on_departures(self, requests: Any, now: float) -> None:
         self.departed.extend(request.request_id for request in requests)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vajra_py.contract.batch import BatchBuilder, DecodeStop, PreemptionMode, Refusal
 from vajra_py.contract.context import PolicyConfig, PolicyContext, RandomStream
-from vajra_py.contract.fill import ChunkRule, fill
+from vajra_py.contract.fill import ChunkRule, add_all_decodes, fill
 from vajra_py.contract.hookspecs import (
     LatencyModelSpec,
     ObserverSpec,
@@ -23,6 +23,7 @@ from vajra_py.contract.latency import (
 from vajra_py.contract.observer import EndReason, Observer, PolicySwap, ScheduledChunk, StepEnd, StepRecord, StepRun
 from vajra_py.contract.policies import (
     ChunksLonePrompts,
+    EndedStep,
     Key,
     KeyMotion,
     Layer,
@@ -48,6 +49,7 @@ __all__ = [
     "ChunksLonePrompts",
     "DecodeStop",
     "EndReason",
+    "EndedStep",
     "Key",
     "KeyMotion",
     "LatencyModel",
@@ -90,6 +92,7 @@ __all__ = [
     "StepRun",
     "TimeLinearPrioritizer",
     "WorkConserving",
+    "add_all_decodes",
     "fill",
     "hookimpl",
 ]

@@ -8,6 +8,7 @@ Policies read views, get `now` as an argument (seconds on the run's clock) and n
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -156,18 +157,48 @@ class WorkConserving(Protocol):
         """Whether the claim is made."""
 
 
-@runtime_checkable
+@dataclass(frozen=True, slots=True)
+class EndedStep:
+    """A step that has come back, as listening policies are told of it. The requests' counters have moved already."""
+
+    replica_id: ReplicaId
+    step_index: int
+    """Steps that this replica had run before."""
+    formed_at: float
+    ended_at: float
+    """Seconds on the run's clock."""
+    requests: Sequence[RequestView]
+    """Who took part, in batch order; some of them may have ended with this step."""
+    num_tokens: Sequence[int]
+    """Query tokens that the step computed for each of `requests`."""
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from forming the step to its end."""
+        return self.ended_at - self.formed_at
+
+
 class ListensToRequests(Protocol):
-    """What any policy may add to keep state per request (attained service, fairness counters); all optional, batched."""
+    """What any policy may add to keep state per request (attained service, fairness counters).
+
+    Each method is optional by itself: a policy is told of exactly what it has a method for. All but `on_step_end` leave a
+    simulator free to work out repeated steps at once (`RepeatsDecodes`); `on_step_end` has every step formed by itself.
+    """
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Requests that have just been accepted."""
+        """Requests that have just been accepted, before they are assigned or queued."""
 
-    def on_step_end(self, requests: Sequence[RequestView], now: float) -> None:
-        """Requests that took part in the step that has just ended, their counters already moved."""
+    def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """A waiting request has just got its memory, at once while the step is being formed: for the first time or again."""
+
+    def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+        """A running request has just lost its memory or was swapped out (`is_swapped`), and waits again."""
+
+    def on_step_end(self, step: EndedStep) -> None:
+        """A step of a replica has come back."""
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Requests that have left for good: finished, aborted or expired."""
+        """Requests that have left for good: finished, aborted, expired, rejected by a scheduler while waiting, or failed."""
 
 
 SchedulingPolicy: TypeAlias = RequestPrioritizer | ReplicasetScheduler | ReplicaScheduler

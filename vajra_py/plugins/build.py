@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,9 +22,9 @@ from vajra_py.contract import (
     PolicyContext,
     SchedulingPolicy,
 )
-from vajra_py.errors import ConfigError, PluginError, Problem, VajraError
+from vajra_py.errors import ConfigError, PluginError, Problem, VajraError, did_you_mean
 from vajra_py.plugins.discovery import load_registry
-from vajra_py.plugins.registry import Offer, Registry
+from vajra_py.plugins.registry import Offer, Registry, kind_of
 
 LAYER_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REQUEST_PRIORITIZER: {"key": 2},
@@ -32,14 +33,31 @@ LAYER_METHODS: Mapping[Layer, Mapping[str, int]] = {
 }
 """What each layer's Protocol demands: methods and how many arguments each is called with."""
 
-OPTIONAL_METHODS: Mapping[str, int] = {
+LISTENING_METHODS: Mapping[str, int] = {
     "on_arrivals": 2,
-    "on_step_end": 2,
+    "on_admission": 3,
+    "on_preemption": 3,
+    "on_step_end": 1,
     "on_departures": 2,
-    "lone_chunk": 2,
-    "refuses": 1,
 }
-"""What a policy may add; wrong when present and not callable in this way."""
+"""What a policy of any layer may have, to be told about requests."""
+
+OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
+    Layer.REQUEST_PRIORITIZER: {"line": 1},
+    Layer.REPLICASET_SCHEDULER: {},
+    Layer.REPLICA_SCHEDULER: {"lone_chunk": 2, "refuses": 1},
+}
+"""What a policy may add in its layer; wrong when present and not callable in this way."""
+
+DECLARATIONS: Mapping[Layer, frozenset[str]] = {
+    Layer.REQUEST_PRIORITIZER: frozenset({"key_motion"}),
+    Layer.REPLICASET_SCHEDULER: frozenset({"reads_load", "is_work_conserving"}),
+    Layer.REPLICA_SCHEDULER: frozenset({"repeats_decodes", "is_work_conserving"}),
+}
+"""What a policy may declare in its layer."""
+
+_NEAR = 0.9
+"""How like a hook's name (0 to 1) another name has to be to be taken for a misspelling of it."""
 
 
 def build_policy(
@@ -124,10 +142,37 @@ def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> 
     if isinstance(policy, type):
         raise PluginError(plugin, f"{what}: build returned the class {policy.__name__}; expected an instance")
     _check_methods(policy, LAYER_METHODS[layer], what, plugin)
-    present = {name: count for name, count in OPTIONAL_METHODS.items() if getattr(policy, name, None) is not None}
+    optional = {**LISTENING_METHODS, **OPTIONAL_METHODS[layer]}
+    present = {name: count for name, count in optional.items() if getattr(policy, name, None) is not None}
     _check_methods(policy, present, what, plugin)
+    _check_names(layer, policy, what, plugin)
     if layer is Layer.REQUEST_PRIORITIZER:
         _check_key_motion(policy, what, plugin)
+
+
+def hooks_of(layer: Layer) -> frozenset[str]:
+    """Every name of a policy of the layer that the mechanism reads or calls."""
+    return DECLARATIONS[layer].union(LAYER_METHODS[layer], OPTIONAL_METHODS[layer], LISTENING_METHODS)
+
+
+def _check_names(layer: Layer, policy: object, what: str, plugin: str) -> None:
+    """Refuse names that are meant for the mechanism and would never be asked for: misspelt, or of another layer.
+
+    A name near a hook's is taken for a misspelling unless the policy has that hook too.
+    """
+    hooks, everywhere = hooks_of(layer), frozenset().union(*map(hooks_of, Layer))
+    served = [other for other in Layer if all(hasattr(policy, name) for name in LAYER_METHODS[other])]
+    own = frozenset().union(*map(hooks_of, served))  # one object may serve several layers
+    for name in dir(policy):
+        if name.startswith("_") or name in own or name in hooks:
+            continue
+        if name in everywhere:
+            layers = ", ".join(kind_of(other) for other in Layer if name in hooks_of(other))
+            raise PluginError(plugin, f"{what}: {name!r} is never asked of a {kind_of(layer)}. It is for a {layers}")
+        near = difflib.get_close_matches(name, hooks, n=1, cutoff=_NEAR)
+        if name.startswith("on_") or (near and not hasattr(policy, near[0])):
+            allowed = did_you_mean(name, hooks)
+            raise PluginError(plugin, f"{what}: nothing ever asks for {name!r}. {allowed}. Other names begin with '_'")
 
 
 def _check_key_motion(policy: object, what: str, plugin: str) -> None:

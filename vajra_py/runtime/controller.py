@@ -112,8 +112,8 @@ class Controller:
         request.keys = make_keys(replica.limits.block_size)
         for observer in self._observers:
             observer.on_arrival(request, seconds)
-        for listener in replicaset.listeners:
-            listener.on_arrivals((request,), seconds)
+        for tell in replicaset.listeners.arrivals:
+            tell((request,), seconds)
         return request, replicaset, replicaset.accept(request, now)
 
     def _length_room(self, replica: Replica, facts: RequestFacts) -> int:
@@ -177,8 +177,8 @@ class Controller:
             _, replicaset = self._alive.pop(request.request_id)
             replicaset.forget(request)
             self.num_ended[reason] += 1
-            for listener in replicaset.listeners:
-                listener.on_departures((request,), to_seconds(now))
+            for tell in replicaset.listeners.departures:
+                tell((request,), to_seconds(now))
 
     def stall(self, now: int) -> PolicyError | None:
         """Whose policy leaves requests standing when no step runs and none was formed; None when no request is left."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from vajra_py.contract import EndReason, Observer, PreemptionMode
 from vajra_py.runtime.clock import to_seconds
+from vajra_py.runtime.listening import NOBODY
 from vajra_py.runtime.request import Request, RequestState
 from vajra_py.runtime.residents import Residents
 
@@ -17,6 +18,7 @@ class Lifecycle:
         self.replica_id = replica_id
         self._residents = residents
         self.observers: Sequence[Observer] = ()
+        self.listeners = NOBODY
 
     def admitted(self, request: Request, num_done_tokens: int, now: float) -> str:
         """A waiting request has got memory; returns "admitted" or "resumed"."""
@@ -36,6 +38,8 @@ class Lifecycle:
             request.num_cached_tokens = num_done_tokens
         for observer in self.observers:
             observer.on_admitted(request, self.replica_id, now)
+        for tell in self.listeners.admissions:
+            tell(request, self.replica_id, now)
         return "resumed" if resumed else "admitted"
 
     def preempt(self, request: Request, mode: PreemptionMode, now: float) -> int:
@@ -59,6 +63,8 @@ class Lifecycle:
         residents.queue.add(request, now)
         for observer in self.observers:
             observer.on_preempted(request, mode.value, now)
+        for tell in self.listeners.preemptions:
+            tell(request, self.replica_id, now)
         return num_moved
 
     def first_token(self, request: Request, now: int) -> None:

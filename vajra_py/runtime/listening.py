@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
-from vajra_py.contract import ListensToRequests, RequestView
 from vajra_py.errors import PolicyError, VajraError
 
+Told = Callable[..., None]
+"""A listening method of `ListensToRequests`, under its policy's name."""
 
-class NamedListener:
-    """A listening policy under its registered name: what it raises becomes a `PolicyError`."""
 
-    __slots__ = ("_name", "_policy")
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Methods to call by event, in the order of the policies' layers; see `vajra_py.contract.ListensToRequests`."""
 
-    def __init__(self, policy: ListensToRequests, name: str) -> None:
-        self._policy = policy
-        self._name = name
+    arrivals: tuple[Told, ...] = ()
+    admissions: tuple[Told, ...] = ()
+    preemptions: tuple[Told, ...] = ()
+    step_ends: tuple[Told, ...] = ()
+    departures: tuple[Told, ...] = ()
 
-    def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Requests that have just been accepted."""
-        self._tell(self._policy.on_arrivals, requests, now)
 
-    def on_step_end(self, requests: Sequence[RequestView], now: float) -> None:
-        """Requests that took part in the step that has just ended."""
-        self._tell(self._policy.on_step_end, requests, now)
+NOBODY = Listeners()
 
-    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Requests that have left for good."""
-        self._tell(self._policy.on_departures, requests, now)
 
-    def _tell(
-        self, method: Callable[[Sequence[RequestView], float], None], requests: Sequence[RequestView], now: float
-    ) -> None:
+def listeners_among(policies: Iterable[tuple[Any, str]]) -> Listeners:
+    """The listening methods that these policies have, each policy with the name that errors call it."""
+    named = list(policies)
+
+    def of(method: str) -> tuple[Told, ...]:
+        found = ((getattr(policy, method, None), name) for policy, name in named)
+        return tuple(_under_name(tell, name) for tell, name in found if tell is not None)
+
+    return Listeners(of("on_arrivals"), of("on_admission"), of("on_preemption"), of("on_step_end"), of("on_departures"))
+
+
+def _under_name(method: Told, name: str) -> Told:
+    def tell(about: Any, *facts: Any) -> None:
         try:
-            method(requests, now)
+            method(about, *facts)
         except VajraError:
             raise
         except Exception as error:
-            request_id = requests[0].request_id if len(requests) == 1 else None
-            raise PolicyError.caused_by(self._name, error, request_id=request_id) from error
+            one = about[0] if isinstance(about, tuple | list) and len(about) == 1 else about
+            request_id = getattr(one, "request_id", None)
+            raise PolicyError.caused_by(name, error, request_id=request_id) from error
+
+    return tell

@@ -7,21 +7,19 @@ predictions, random streams by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any, cast
 
 from vajra_py.config import PolicyChoice
 from vajra_py.contract import (
     ChunksLonePrompts,
     Layer,
-    ListensToRequests,
     PrefillTime,
     ReplicaLimits,
     ReplicaScheduler,
     ReplicasetScheduler,
     RequestPrioritizer,
 )
-from vajra_py.runtime.listening import NamedListener
+from vajra_py.runtime.listening import Listeners, listeners_among
 from vajra_py.runtime.queues import RequestQueue, make_queue
 
 MakePolicy = Callable[[Layer, PolicyChoice], Any]
@@ -103,21 +101,14 @@ class Policies:
 
     # Listeners
 
-    def listening(self, layer: Layer, policies: Sequence[Any], name: str) -> list[tuple[ListensToRequests, ...]]:
-        """For each of these policies: itself, if it wants to be told about requests."""
-        return [(NamedListener(one, name),) if isinstance(one, ListensToRequests) else () for one in policies]
-
-    def listeners(self) -> Sequence[ListensToRequests]:
+    def listeners(self) -> Listeners:
         """Everyone who is told of arrivals and departures."""
-        return tuple(chain.from_iterable(chain.from_iterable(self._listening(layer) for layer in Layer)))
+        return listeners_among((one, self.name(layer)) for layer in Layer for one in self._made[layer])
 
-    def listeners_of(self, replica_id: int) -> Sequence[ListensToRequests]:
-        """Who is told of a replica's steps."""
-        shared, chooser, own = map(self._listening, Layer)
-        return (*shared[0], *chooser[0], *own[replica_id])
-
-    def _listening(self, layer: Layer) -> list[tuple[ListensToRequests, ...]]:
-        return self.listening(layer, self._made[layer], self.name(layer))
+    def listeners_of(self, replica_id: int) -> Listeners:
+        """Who is told of what happens on a replica."""
+        own = [(self._made[layer][0], self.name(layer)) for layer in Layer if layer is not Layer.REPLICA_SCHEDULER]
+        return listeners_among([*own, (self.schedulers[replica_id], self.name(Layer.REPLICA_SCHEDULER))])
 
 
 def lone_chunk_rule(scheduler: ReplicaScheduler, limits: ReplicaLimits) -> Callable[[int, int], int]:

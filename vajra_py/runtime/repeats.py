@@ -30,7 +30,9 @@ class Repeats:
         parts = self._replica.parts
         policy = parts.policy
         steady = policy.repeats_decodes if isinstance(policy, RepeatsDecodes) else frozenset()
-        may_repeat = parts.limits.pipeline_stages == 1 and not parts.listeners and parts.memory.num_groups == 1
+        may_repeat = (
+            parts.limits.pipeline_stages == 1 and not parts.listeners.step_ends and parts.memory.num_groups == 1
+        )
         self._repeats_alone = may_repeat and SteadyState.NOTHING_WAITS in steady
         self._repeats_full = may_repeat and SteadyState.BATCH_FULL in steady
 

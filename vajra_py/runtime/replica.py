@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 from vajra_py.contract import (
+    EndedStep,
     EndReason,
     LatencyModel,
     Layer,
-    ListensToRequests,
     Observer,
     PreemptionMode,
     ReplicaLimits,
@@ -24,9 +24,10 @@ from vajra_py.errors import PolicyError, VajraError
 from vajra_py.runtime.builder import Builder
 from vajra_py.runtime.builder_options import BuilderOptions, IllegalPlan
 from vajra_py.runtime.clock import to_seconds
-from vajra_py.runtime.executor import Executor, StepPlan, StepResult
+from vajra_py.runtime.executor import Executor, PlannedChunk, StepPlan, StepResult
 from vajra_py.runtime.kv import AnyKvMemory, TokenKeys
 from vajra_py.runtime.lifecycle import Lifecycle
+from vajra_py.runtime.listening import NOBODY, Listeners
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.repeats import Repeats
 from vajra_py.runtime.request import Request, RequestState
@@ -56,7 +57,7 @@ class ReplicaParts:
     latency: LatencyModel
     options: BuilderOptions
     executor: Executor
-    listeners: Sequence[ListensToRequests] = ()
+    listeners: Listeners = NOBODY
 
 
 class Replica:
@@ -97,6 +98,7 @@ class Replica:
             self._inherited = [*self.residents.running(), *self.residents.in_flight]
         self.parts = parts
         self.queue = self.residents.queue = parts.queue
+        self.lifecycle.listeners = parts.listeners
         schedule = parts.policy.schedule
         around, name = self.around, parts.policy_name
         self._schedule = (
@@ -195,7 +197,8 @@ class Replica:
                 plan.num_preempted_before = num_preempted
                 return plan
             num_preempted += len(plan.preempted)
-        raise PolicyError(self.parts.policy_name, "preempts without ever running anything", step=self.num_steps)
+        stuck = PolicyError(self.parts.policy_name, "preempts without ever running anything")
+        raise stuck.at(self.replica_id, self.num_steps)
 
     def _give_way(self, now: int) -> bool:
         """The policy does nothing: of what it did not admit itself, let the latest give its memory up; whether there was any."""
@@ -208,24 +211,22 @@ class Replica:
 
     def form_step(self, now: int) -> StepPlan | None:
         """Ask the policy once. None: it did nothing; a plan without entries: it only preempted."""
-        seconds = to_seconds(now)
-        builder = self.builder
+        seconds, builder, name = to_seconds(now), self.builder, self.parts.policy_name
         builder.start(seconds)
         self.residents.settle()
         self.queue.begin_step()
         try:
             self._schedule(self._view.at(seconds), builder, seconds)
         except PolicyError as error:
-            if error.step is None:
-                error.step = self.num_steps
+            error.at(self.replica_id, self.num_steps)
             raise
         except VajraError:
             raise
         except IllegalPlan as error:
-            name, request_id = self.parts.policy_name, error.request_id
-            raise PolicyError(name, str(error), request_id=request_id, step=self.num_steps) from error
+            breach = PolicyError.caused_by(name, error, message=str(error), request_id=error.request_id)
+            raise breach.at(self.replica_id, self.num_steps) from error
         except Exception as error:
-            raise PolicyError.caused_by(self.parts.policy_name, error, step=self.num_steps) from error
+            raise PolicyError.caused_by(name, error).at(self.replica_id, self.num_steps) from error
         if not builder.num_requests and not builder.preempted:
             builder.finish()
             return None
@@ -333,8 +334,8 @@ class Replica:
     def complete_step(self, plan: StepPlan, result: StepResult, now: int) -> list[tuple[Request, EndReason]]:
         """Apply what came back; returns the requests that ended, in order of admission."""
         self.num_in_flight -= 1
-        listeners = self.parts.listeners
-        took_part = [entry.request for entry in plan.entries()] if listeners else []
+        listeners = self.parts.listeners.step_ends
+        entries = list(plan.entries()) if listeners else []
         if result.tokens is not None:
             self._append_tokens(result.tokens)
         done = plan.pool.emit(now) if plan.pool is not None else []
@@ -345,8 +346,10 @@ class Replica:
         if result.stopped:
             done.extend(one for one in result.stopped if one not in done)
         finished = self._finish_all(done, result, to_seconds(now)) if done else []
-        for listener in listeners:
-            listener.on_step_end(took_part, to_seconds(now))
+        if listeners:
+            step = _as_told(plan, entries, to_seconds(now))
+            for tell in listeners:
+                tell(step)
         if self._to_abort:
             finished.extend(self._abort_pending(to_seconds(now)))
         if self._end_watchers:
@@ -459,6 +462,18 @@ class Replica:
         )
         for observer in self._end_watchers:
             observer.on_step_end(end)
+
+
+def _as_told(plan: StepPlan, entries: Sequence[PlannedChunk], now: float) -> EndedStep:
+    """A step that has come back, as policies are told of it."""
+    return EndedStep(
+        plan.replica_id,
+        plan.step_index,
+        to_seconds(plan.formed_at),
+        now,
+        [entry.request for entry in entries],
+        [entry.num_tokens for entry in entries],
+    )
 
 
 def _is_current(request: Request, admitted_index: int) -> bool:

@@ -10,16 +10,16 @@ from typing import cast
 from vajra_py.contract import (
     EndReason,
     Layer,
-    ListensToRequests,
     Observer,
     RefusesRequests,
     ReplicasetScheduler,
     ReplicaView,
     RequestView,
 )
-from vajra_py.errors import PolicyError, VajraError
+from vajra_py.errors import PolicyError, VajraError, place_of_definition
 from vajra_py.runtime.clock import to_seconds
 from vajra_py.runtime.lifecycle import end_request
+from vajra_py.runtime.listening import NOBODY
 from vajra_py.runtime.load import LiveLoad, SnapshotLoad
 from vajra_py.runtime.policies import Policies
 from vajra_py.runtime.queues import RequestQueue
@@ -100,7 +100,7 @@ class Replicaset:
         self.admission = admission
         self.replicas: list[Replica] = []
         self.observers: Sequence[Observer] = ()
-        self.listeners: Sequence[ListensToRequests] = ()
+        self.listeners = NOBODY
         self._view_interval_s = view_interval_s
         self._live: list[LiveLoad] = []
         self._views: list[LiveLoad] | list[SnapshotLoad] = []
@@ -230,8 +230,7 @@ class Replicaset:
         try:
             detail = self._refuses(request)
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-            raise PolicyError(name, message, request_id=request.request_id) from error
+            raise PolicyError.caused_by(name, error, request_id=request.request_id) from error
         return None if detail is None else f"{name}: {detail}"
 
     @property
@@ -285,7 +284,8 @@ class Replicaset:
         known = isinstance(answer, Integral) and 0 <= int(answer) < len(self.replicas)
         if not known or not self._live[chosen].is_up:
             message = f"assigned a request to replica {chosen!r}. Replicas that are up: {self._up()}"
-            raise PolicyError(self.scheduler_name, message, request_id=request.request_id)
+            place = place_of_definition(self.scheduler.assign)
+            raise PolicyError(self.scheduler_name, message, request_id=request.request_id, place=place)
         return int(chosen)
 
     def _up(self) -> list[int]:
@@ -298,7 +298,8 @@ class Replicaset:
                 request = self._queued_by_id.get(request_id)
                 if request is None or request not in self.shared:
                     message = "pulled a request that is not in the shared queue"
-                    raise PolicyError(self.scheduler_name, message, request_id=request_id)
+                    place = place_of_definition(self.scheduler.pull)
+                    raise PolicyError(self.scheduler_name, message, request_id=request_id, place=place)
                 yield request
         except VajraError:
             raise

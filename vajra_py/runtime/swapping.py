@@ -18,6 +18,7 @@ from vajra_py.contract import Layer, PolicySwap, RefusesRequests, RequestView
 from vajra_py.errors import ConfigError, PolicyError, Problem, VajraError
 from vajra_py.plugins import kind_of
 from vajra_py.runtime.clock import to_seconds
+from vajra_py.runtime.listening import listeners_among
 from vajra_py.runtime.policies import Policies
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.replica import Replica
@@ -80,9 +81,8 @@ _Done = tuple[Sequence[tuple[Request, Replica | None]], int]
 def _greet(policies: Policies, change: PolicyChange, made: Sequence[Any], alive: Sequence[Request], now: float) -> None:
     """Tell new listeners of the requests that are there: to them they arrive now."""
     if alive:
-        for listeners in policies.listening(change.layer, made, change.choice.policy):
-            for listener in listeners:
-                listener.on_arrivals(alive, now)
+        for tell in listeners_among((one, change.choice.policy) for one in made).arrivals:
+            tell(alive, now)
 
 
 def _swap_prioritizer(replicaset: Replicaset, policies: Policies, change: PolicyChange, given: _Given) -> _Done:

@@ -35,9 +35,11 @@ from vajra_py.workload import RequestSpec, Workload
 _STEP_END, _FORM, _ARRIVAL = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL
 
 
-def _reads_load(replicaset: Replicaset) -> bool:
+def _looks_at_arrivals(replicaset: Replicaset) -> bool:
+    """Whether some policy may look at running requests or loads when a request arrives."""
     scheduler = replicaset.scheduler
-    return scheduler.reads_load if isinstance(scheduler, ReadsNoLoad) else True
+    reads_load = scheduler.reads_load if isinstance(scheduler, ReadsNoLoad) else True
+    return reads_load or bool(replicaset.listeners.arrivals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class Simulator:
         self._clocks: dict[Replica, ReplicaClock] = {}
         self._idle: dict[str, SortedDict[int, ReplicaClock]] = {}
         self._running_ahead: dict[str, dict[int, ReplicaClock]] = {}
-        self._reads_load = any(_reads_load(one) for one in controller.replicasets.values())
+        self._read_claims()
         self._followers: dict[str, list[RequestSpec]] = {}
         self._offers: set[str] = set()
         self._all_arrived = False
@@ -109,6 +111,12 @@ class Simulator:
                 clock = ReplicaClock(replica, replicaset, timer, free_at, runs, rank, ahead)
                 self._clocks[replica] = clock
                 self._idle[name][replica.replica_id] = clock
+
+    def _read_claims(self) -> None:
+        """The policies are there, or others: read when they may look at replicas that run ahead."""
+        replicasets = self.controller.replicasets.values()
+        self._looks_at_arrivals = any(map(_looks_at_arrivals, replicasets))
+        self._looks_at_departures = any(one.listeners.departures for one in replicasets)
 
     # The loop
 
@@ -204,7 +212,7 @@ class Simulator:
         self._arrive(payload)
 
     def _arrive(self, spec: RequestSpec, arrived_at: float | None = None) -> None:
-        if self._reads_load:
+        if self._looks_at_arrivals:
             self._catch_up_all(goes_on=True)
         salt = spec.tenant if self._options.tenant_salt else ""
         facts = facts_of(spec)
@@ -235,6 +243,8 @@ class Simulator:
         if request is None:
             return
         replica = self.controller.replica_of(request)
+        if self._looks_at_departures:
+            self._catch_up_all(goes_on=True)
         if replica is not None:
             self._catch_up(self._clocks[replica], goes_on=False)
         try:
@@ -286,7 +296,7 @@ class Simulator:
         replicaset = self.controller.replicasets[change.replicaset]
         self._catch_up_set(replicaset)
         self.controller.swap_policy(change, self.now)
-        self._reads_load = any(_reads_load(one) for one in self.controller.replicasets.values())
+        self._read_claims()
         for replica in replicaset.replicas:
             self._wake(self._clocks[replica])
 
@@ -412,8 +422,11 @@ class Simulator:
         clock.stage_free_at[0] = end
         self._events.push(end, _STEP_END, (clock, None, clock.version), clock.rank)
 
-    def _catch_up(self, clock: ReplicaClock, *, goes_on: bool) -> None:
-        """Apply the steps of a run that ended before now. Unless it goes on, the step in flight is its last."""
+    def _catch_up(self, clock: ReplicaClock, *, goes_on: bool, up_to_now: bool = True) -> None:
+        """Apply the steps of a run that ended before now. Unless it goes on, the step in flight is its last.
+
+        `up_to_now`: also the one that ends now, which precedes what happens now.
+        """
         ends, plan = clock.run_ends, clock.plan
         if ends is None or plan is None:
             return
@@ -423,7 +436,7 @@ class Simulator:
             replica.repeats.apply(plan, ends[:num_done])
             self.num_steps += num_done
             del ends[:num_done]
-        if len(ends) > 1 and ends[0] == self.now:  # its end precedes what happens now, and the next one follows it
+        if up_to_now and len(ends) > 1 and ends[0] == self.now:  # the next one follows what happens now
             clock.version += 1
             del ends[1:]
             clock.stage_free_at[0] = self.now
@@ -443,6 +456,12 @@ class Simulator:
             for clock in list(running.values()):
                 self._catch_up(clock, goes_on=goes_on)
 
+    def _catch_up_others(self, clock: ReplicaClock) -> None:
+        """Bring every other replica to the end of this one's step: of ends at one tick the lower rank's goes first."""
+        for running in self._running_ahead.values():
+            for other in list(running.values()):
+                self._catch_up(other, goes_on=True, up_to_now=other.rank < clock.rank)
+
     def _stage_ended(self, clock: ReplicaClock, plan: StepPlan) -> None:
         clock.replica.first_stage_completed(plan)
         self._wake(clock)
@@ -458,6 +477,8 @@ class Simulator:
                 clock.run_ends = None
             plan, clock.plan = clock.plan, None
             assert plan is not None
+        if self._looks_at_departures:
+            self._catch_up_others(clock)
         try:
             ended = replica.complete_step(plan, self._executor.result(plan), self.now)
             if ended:

@@ -18,7 +18,6 @@ from typing import Any, TypeAlias, cast
 from vajra_py.contract import (
     LatencyModel,
     Layer,
-    ListensToRequests,
     Observer,
     OutputLengthPredictor,
     PolicyContext,
@@ -37,6 +36,7 @@ from vajra_py.runtime.content_of import facts_of, keys_of
 from vajra_py.runtime.controller import Controller
 from vajra_py.runtime.executor import StepResult
 from vajra_py.runtime.kv import AnyKvMemory, KvGroups, KvMemory, KvParallelMemory, PrefixCacheOptions
+from vajra_py.runtime.listening import Listeners, listeners_among
 from vajra_py.runtime.policies import LatePrefillTime, lone_chunk_rule
 from vajra_py.runtime.queues import make_queue
 from vajra_py.runtime.replica import Replica, ReplicaParts
@@ -238,12 +238,10 @@ class Harness:
         self.prioritizer = self._policy(Layer.REQUEST_PRIORITIZER, prioritizer)
         self.replicaset_scheduler = self._policy(Layer.REPLICASET_SCHEDULER, replicaset_scheduler)
         self.replica_schedulers: list[Any] = schedulers
-        policies = {id(one): one for one in (self.prioritizer, self.replicaset_scheduler, *schedulers)}
-        listening = [one for one in policies.values() if isinstance(one, ListensToRequests)]
         self.replicaset = Replicaset(
             _NAME, self.replicaset_scheduler, "replicaset scheduler", make_queue(self.prioritizer), AdmissionLimits()
         )
-        self.replicaset.listeners = listening
+        self.replicaset.listeners = _listeners(self.prioritizer, self.replicaset_scheduler, *schedulers)
         for replica_id in range(options.num_replicas):
             self.replicaset.add_replica(lambda shared, i=replica_id: self._replica(i, shared))  # type: ignore[misc]
         self.controller = Controller({_NAME: self.replicaset}, lambda request: _NAME)
@@ -255,16 +253,14 @@ class Harness:
             return build_policy(layer, source, {}, self.context)
         if isinstance(source, tuple):
             return build_policy(layer, source[0], source[1], self.context)
-        if not isinstance(source, type) and hasattr(source, _QUESTION[layer]):
-            return source
-        policy = cast(Callable[[PolicyContext], Any], source)(self.context)
+        is_object = not isinstance(source, type) and hasattr(source, _QUESTION[layer])
+        policy = source if is_object else cast(Callable[[PolicyContext], Any], source)(self.context)
         check_policy_shape(layer, policy, f"{layer.value} {policy!r}", _NAME)
         return policy
 
     def _replica(self, replica_id: int, shared: SharedAccess) -> Replica:
         options = self.options
         scheduler = self.replica_schedulers[replica_id]
-        candidates = {id(one): one for one in (self.prioritizer, self.replicaset_scheduler, scheduler)}
         return Replica(
             ReplicaParts(
                 replicaset=_NAME,
@@ -282,7 +278,7 @@ class Harness:
                     publish_at_schedule=options.publish_at_schedule,
                 ),
                 executor=self._executor,
-                listeners=[one for one in candidates.values() if isinstance(one, ListensToRequests)],
+                listeners=_listeners(self.prioritizer, self.replicaset_scheduler, scheduler),
             )
         )
 
@@ -384,3 +380,9 @@ class Harness:
         simulator.run(list(workload))
         self._now = simulator.now
         return self.steps[first:]
+
+
+def _listeners(*policies: Any) -> Listeners:
+    """Who is told of requests, each object once, whatever layers it serves."""
+    distinct = {id(one): one for one in policies}
+    return listeners_among((one, type(one).__name__) for one in distinct.values())

@@ -7,6 +7,7 @@ stands for one request throughout, so that identity means what it means to the m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from vajra_py.contract import (
@@ -16,6 +17,7 @@ from vajra_py.contract import (
     PriorityKey,
     QueueView,
     Refusal,
+    ReplicaId,
     ReplicaState,
     ReplicaView,
     RequestView,
@@ -31,6 +33,8 @@ _METHODS = (
     "lone_chunk",
     "refuses",
     "on_arrivals",
+    "on_admission",
+    "on_preemption",
     "on_step_end",
     "on_departures",
 )
@@ -95,8 +99,11 @@ class StrictViews:
         def schedule(replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
             policy.schedule(StrictReplicaState(self, replica), StrictBatch(self, batch), now)
 
-        def telling(name: str) -> Callable[[Sequence[RequestView], float], None]:
+        def batched(name: str) -> Callable[[Sequence[RequestView], float], None]:
             return lambda requests, now: getattr(policy, name)(self.requests(requests), now)
+
+        def one(name: str) -> Callable[[RequestView, ReplicaId, float], None]:
+            return lambda request, replica_id, now: getattr(policy, name)(self.request(request), replica_id, now)
 
         return interpose(
             policy,
@@ -107,9 +114,11 @@ class StrictViews:
                 "pull": pull,
                 "schedule": schedule,
                 "refuses": lambda request: policy.refuses(self.request(request)),
-                "on_arrivals": telling("on_arrivals"),
-                "on_step_end": telling("on_step_end"),
-                "on_departures": telling("on_departures"),
+                "on_arrivals": batched("on_arrivals"),
+                "on_admission": one("on_admission"),
+                "on_preemption": one("on_preemption"),
+                "on_step_end": lambda step: policy.on_step_end(replace(step, requests=self.requests(step.requests))),
+                "on_departures": batched("on_departures"),
             },
         )
 

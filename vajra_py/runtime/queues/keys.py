@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from typing import Any, NoReturn
 
 from vajra_py.contract import RequestPrioritizer, RequestView, TimeLinearPrioritizer
-from vajra_py.errors import PolicyError
+from vajra_py.errors import PolicyError, place_of_definition
 
 _NUMBER = 0
 """Stands for the length of a key that is a number."""
@@ -36,7 +36,7 @@ class KeyReader:
         except PolicyError:
             raise
         except Exception as error:
-            _blame(self._policy, request, f"key() raised {type(error).__name__}: {error}", error)
+            raise _raised(self._policy, request, "key", error) from error
         if self._length == _NUMBER and ((type(key) is float and math.isfinite(key)) or type(key) is int):
             return key
         return self._checked(key, request)
@@ -45,14 +45,18 @@ class KeyReader:
         parts = [_number(part) for part in (key if isinstance(key, tuple) else (key,))]
         if not parts or None in parts:
             allowed = "Allowed: a finite number, or a tuple of finite numbers."
-            _blame(self._policy, request, f"key() is not finite numbers (got {key!r}). {allowed}")
+            self._blame(request, f"key() is not finite numbers (got {key!r}). {allowed}")
         length = len(parts) if isinstance(key, tuple) else _NUMBER
         if self._length is None:
             self._length = length
         elif self._length != length:
             allowed = f"Allowed: {_shape(self._length)}, as its first key here."
-            _blame(self._policy, request, f"key() changed its shape (got {_shape(length)}: {key!r}). {allowed}")
+            self._blame(request, f"key() changed its shape (got {_shape(length)}: {key!r}). {allowed}")
         return parts[0] if length == _NUMBER else tuple(parts)
+
+    def _blame(self, request: RequestView, message: str) -> NoReturn:
+        place = place_of_definition(self._key)
+        raise PolicyError(self._policy, message, request_id=request.request_id, place=place)
 
 
 class LineReader:
@@ -71,7 +75,7 @@ class LineReader:
         except PolicyError:
             raise
         except Exception as error:
-            _blame(self._policy, request, f"line() raised {type(error).__name__}: {error}", error)
+            raise _raised(self._policy, request, "line", error) from error
         if type(line) is tuple and len(line) == 2:
             intercept, slope = line
             if type(intercept) is float and type(slope) is float and math.isfinite(intercept) and math.isfinite(slope):
@@ -85,12 +89,16 @@ class LineReader:
                 with contextlib.suppress(OverflowError):  # an integer beyond the range of floats
                     return float(intercept), float(slope)
         allowed = "Allowed: (intercept, slope), two finite numbers."
-        _blame(self._policy, request, f"line() is no line (got {line!r}). {allowed}")
+        self._blame(request, f"line() is no line (got {line!r}). {allowed}")
 
     def reject(self, request: RequestView, key: float, now: float) -> NoReturn:
         """The line has left the range of floating-point numbers."""
         message = f"its key is not finite at {now!r} s (got {key!r}). Allowed: a line that stays finite while the request waits."
-        _blame(self._policy, request, message)
+        self._blame(request, message)
+
+    def _blame(self, request: RequestView, message: str) -> NoReturn:
+        place = place_of_definition(self._line)
+        raise PolicyError(self._policy, message, request_id=request.request_id, place=place)
 
 
 def _number(part: object) -> float | int | None:
@@ -111,5 +119,6 @@ def _shape(length: int) -> str:
     return "a number" if length == _NUMBER else f"a tuple of length {length}"
 
 
-def _blame(policy: str, request: RequestView, message: str, cause: Exception | None = None) -> NoReturn:
-    raise PolicyError(policy, message, request_id=request.request_id) from cause
+def _raised(policy: str, request: RequestView, method: str, error: Exception) -> PolicyError:
+    message = f"{method}() raised {type(error).__name__}: {error}"
+    return PolicyError.caused_by(policy, error, message=message, request_id=request.request_id)

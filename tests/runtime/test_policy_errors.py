@@ -1,0 +1,118 @@
+"""A policy's mistake is named with its file and line, wherever it comes up."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vajra_py.contract import fill
+from vajra_py.errors import PolicyError
+from vajra_py.testing import ByArrival, Harness, InTurn, PlainChunks, Shared
+
+HERE = str(Path(__file__).relative_to(Path.cwd()))
+
+
+class Counting(ByArrival):
+    def key(self, request: Any, now: float) -> float:
+        return {}[""]  # key
+
+
+class Told(ByArrival):
+    def on_admission(self, request: Any, replica_id: int, now: float) -> None:
+        raise LookupError(request.tenant)  # on_admission
+
+
+class Routing(InTurn):
+    def assign(self, request: Any, replicas: Any, now: float) -> int:
+        return replicas[7].replica_id  # assign
+
+
+class Pulling(Shared):
+    def pull(self, replica: Any, queued: Any, now: float) -> Any:
+        yield [request.request_id for request in queued][7]  # pull
+
+
+class Scheduling(PlainChunks):
+    def schedule(self, replica: Any, batch: Any, now: float) -> None:
+        self._share(replica)
+
+    def _share(self, replica: Any) -> None:
+        return {}[""]  # _share
+
+
+class Filling(PlainChunks):
+    """Fails in what the shared fill loop calls."""
+
+    def schedule(self, replica: Any, batch: Any, now: float) -> None:
+        fill(replica, batch, self._rule)
+
+    def _rule(self, request: Any, batch: Any, replica: Any) -> int:
+        return int(np.concatenate([]))  # _rule
+
+
+class Asking(PlainChunks):
+    """Asks the builder for what makes no sense."""
+
+    def schedule(self, replica: Any, batch: Any, now: float) -> None:
+        batch.add(next(replica.waiting()), 0)  # schedule
+
+
+class Refusing(PlainChunks):
+    def refuses(self, request: Any) -> str:
+        return request.metadata["adapter"]  # refuses
+
+
+def line_of(policy: Any, method: str) -> str:
+    """The line that is marked by a comment with the method's name."""
+    lines, first = inspect.getsourcelines(type(policy))
+    (number,) = [first + at for at, line in enumerate(lines) if line.rstrip().endswith(f"# {method}")]
+    return f"({HERE}:{number} in {method})"
+
+
+@pytest.mark.parametrize(
+    ("policies", "failing", "method"),
+    [
+        ((Counting(), InTurn(), PlainChunks()), 0, "key"),
+        ((Told(), InTurn(), PlainChunks()), 0, "on_admission"),
+        ((ByArrival(), Routing(), PlainChunks()), 1, "assign"),
+        ((ByArrival(), Pulling(), PlainChunks()), 1, "pull"),
+        ((ByArrival(), InTurn(), Scheduling()), 2, "_share"),
+        ((ByArrival(), InTurn(), Filling()), 2, "_rule"),
+        ((ByArrival(), InTurn(), Asking()), 2, "schedule"),
+        ((ByArrival(), InTurn(), Refusing()), 2, "refuses"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_line_of_the_policy_stands_in_the_error(policies: Any, failing: int, method: str) -> None:
+    harness = Harness(*policies)
+
+    def serve() -> None:
+        harness.submit("a", 10, 3)
+        harness.step()
+
+    with pytest.raises(PolicyError) as caught:
+        serve()
+    assert str(caught.value).endswith(line_of(policies[failing], method))
+
+
+def test_a_wrong_answer_is_blamed_on_the_method_that_gave_it() -> None:
+    class Nowhere(InTurn):
+        def assign(self, request: Any, replicas: Any, now: float) -> int:
+            return 7
+
+    harness = Harness(ByArrival(), Nowhere(), PlainChunks())
+    with pytest.raises(
+        PolicyError, match=r"assigned a request to replica 7\. .* \(.*test_policy_errors\.py:\d+ in assign\)"
+    ):
+        harness.submit("a", 10, 3)
+
+
+def test_the_replica_is_named() -> None:
+    harness = Harness(ByArrival(), InTurn(), Scheduling())
+    harness.submit("a", 10, 3)
+    with pytest.raises(PolicyError, match=r"^policy Scheduling, replica 0, step 0: KeyError: '' \("):
+        harness.step()
