@@ -7,12 +7,12 @@ through preemptions; when slots run short, one that is not in the step loses its
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vajra_py.engine.compute import Chunk, NewRow, StepInput, StepOutput, TableUpdate
 from vajra_py.engine.compute.interface import needs_history
-from vajra_py.engine.outputs import Submission
+from vajra_py.engine.outputs import Collected, Submission
 from vajra_py.runtime.executor import PlannedChunk, StepPlan, StepResult
 from vajra_py.runtime.kv import AnyKvMemory
 from vajra_py.runtime.request import Request
@@ -51,6 +51,8 @@ class EngineExecutor:
         self._free = list(range(num_slots))
         self._freed: list[int] = []
         self._by_slot: dict[int, Request] = {}
+        self._scored: dict[int, tuple[Collected, int]] = {}
+        """By slot, whose prompt tokens this step scores, and the place of the first of them among the scored ones."""
 
     # What the mechanism asks
 
@@ -86,6 +88,7 @@ class EngineExecutor:
         members = plan.pool or ()
         self._make_room(plan)
         self._by_slot = {}
+        self._scored = {}
         for entry in plan.chunks:
             self._add_chunk(entry, memory, changes)
         for request in members:
@@ -126,6 +129,9 @@ class EngineExecutor:
             tokens.append((request, token))
             if self._submissions[request].collected.append(token, logprobs.get(slot)):
                 stopped.append(request)
+        for slot, entries in output.prompt_logprobs.items():
+            collected, start = self._scored[slot]
+            collected.prompt_logprobs[start:] = entries
         return StepResult(tokens, frozenset(stopped))
 
     # Inside
@@ -138,10 +144,22 @@ class EngineExecutor:
         self._tell_table(request, row, memory, changes)
         end = start + num_tokens
         samples = end == request.num_known_tokens
-        changes.chunks.append(Chunk(row.slot, self._tokens(request, start, end), start, samples))
+        followers = self._followers(request, row.slot, start, end)
+        changes.chunks.append(Chunk(row.slot, self._tokens(request, start, end), start, samples, followers))
         row.goes_on = samples
         if samples:
             self._by_slot[row.slot] = request
+
+    def _followers(self, request: Request, slot: int, start: int, end: int) -> Sequence[int]:
+        """Prompt tokens whose log-probabilities a chunk of positions `start` .. `end` - 1 gives and somebody wants."""
+        submission = self._submissions[request]
+        collected = submission.collected
+        if collected.sampling.prompt_logprobs is None or len(collected.prompt_logprobs) >= min(
+            end, len(submission.prompt_token_ids) - 1
+        ):
+            return ()
+        self._scored[slot] = (collected, start)
+        return list(submission.prompt_token_ids[start + 1 : end + 1])
 
     def _tokens(self, request: Request, start: int, end: int) -> list[int]:
         """Known tokens of a request at positions `start` .. `end` - 1."""

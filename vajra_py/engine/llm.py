@@ -100,6 +100,7 @@ class RequestOutput:
         detail: why, for the last four.
         stopped_by: the stop string or token that ended it.
         logprobs: of each token, when asked for.
+        prompt_logprobs: of each token of the prompt, when asked for; None for the first, which nothing goes before.
         metrics: when it happened.
     """
 
@@ -111,6 +112,7 @@ class RequestOutput:
     detail: str
     stopped_by: str | int | None
     logprobs: Sequence[TokenLogprobs] | None
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None
     metrics: RequestMetrics
 
 
@@ -126,6 +128,7 @@ def output_of(submission: Submission, request: Request, reason: EndReason) -> Re
         detail=request.detail,
         stopped_by=collected.stopped_by,
         logprobs=None if collected.sampling.logprobs is None else collected.logprobs,
+        prompt_logprobs=None if collected.sampling.prompt_logprobs is None else [None, *collected.prompt_logprobs],
         metrics=RequestMetrics.of(request),
     )
 
@@ -192,6 +195,7 @@ class RequestMaker:
             prompt_token_ids=tokens,
             seed=request_seed(self._seed, name) if params.seed is None else params.seed,
             collected=Collected(params, frozenset((*eos, *params.stop_token_ids)), stream),
+            shares=params.prompt_logprobs is None,
         )
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:

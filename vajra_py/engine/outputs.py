@@ -26,6 +26,7 @@ class Collected:
     Attributes:
         token_ids: every token, the one that ended it included.
         logprobs: of each token, for requests that asked.
+        prompt_logprobs: of the prompt's tokens from the second on, for requests that asked.
         text: what a client may see: without the stop string that ended it; complete once the request has ended.
         stopped_by: the stop string or token that ended it.
     """
@@ -35,6 +36,7 @@ class Collected:
     stream: TextStream | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     text: str = ""
     stopped_by: str | int | None = None
     _held: str = ""

@@ -67,11 +67,12 @@ def _wrong_counts(params: SamplingParams, where: str) -> list[Problem]:
         ("min_tokens", params.min_tokens, 0, None),
         ("top_k", params.top_k, 1, None),
         ("logprobs", params.logprobs, 0, MAX_LOGPROBS),
+        ("prompt_logprobs", params.prompt_logprobs, 0, MAX_LOGPROBS),
         ("seed", params.seed, 0, 2**63 - 1),
     )
     problems = []
     for name, value, low, high in wanted:
-        if value is None and name in ("top_k", "logprobs", "seed"):
+        if value is None and name in ("top_k", "logprobs", "prompt_logprobs", "seed"):
             continue
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         if not is_whole or value < low or (high is not None and value > high):  # type: ignore[operator]

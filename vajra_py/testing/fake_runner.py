@@ -142,7 +142,12 @@ class FakeRunner:
             for slot, token in sampled
             if self._slots[slot].wants_logprobs
         }
-        return StepOutput([slot for slot, _ in sampled], [token for _, token in sampled], 1e-6, logprobs)
+        scores = {
+            chunk.slot: [TokenLogprobs(-0.5, 1, ((token, -0.5),)) for token in chunk.followers]
+            for chunk in step.chunks
+            if chunk.followers
+        }
+        return StepOutput([slot for slot, _ in sampled], [token for _, token in sampled], 1e-6, logprobs, scores)
 
     def close(self) -> None:
         """Nothing to give back."""

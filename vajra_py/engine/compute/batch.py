@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +40,7 @@ class HostBatch:
         write_slots: where every token's K and V go (block * block_size + offset).
         table: int32 [sequences, blocks of the longest].
         sampled: the sequences that are sampled, in the order in which the step lists them (decodes, then chunks).
+        followers: by sequence, the tokens to score by the logits of its first tokens; only of sequences that have any.
     """
 
     slots: Ints
@@ -51,6 +52,7 @@ class HostBatch:
     write_slots: Ints
     table: npt.NDArray[np.int32]
     sampled: Ints
+    followers: Mapping[int, Sequence[int]]
 
     @property
     def sampled_slots(self) -> Ints:
@@ -147,6 +149,7 @@ class BatchState:
             write_slots=blocks * self.block_size + positions % self.block_size,
             table=table,
             sampled=np.array([*range(num_decodes), *(sequence for _, sequence in sampled)], np.int64),
+            followers={num_decodes + place: one.followers for place, one in enumerate(chunks) if one.followers},
         )
 
     def _check_slots(self, slots: Ints) -> None:

@@ -38,6 +38,8 @@ class SamplingParams:
         repetition_penalty: positive logits of tokens in prompt or output are divided by it, negative ones multiplied.
         seed: of the request's own random stream; None lets the controller draw one.
         logprobs: how many of the most likely tokens to report with each token (0: the token alone), or None for none.
+        prompt_logprobs: the same for the prompt's tokens from the second on; its request shares no cached prefix, since
+            what is not computed has no logits.
         stop: strings that end the request. The controller's business.
         stop_token_ids: tokens that end the request, besides the model's own.
         min_tokens: no token that would end the request is sampled before this many output tokens.
@@ -54,6 +56,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
@@ -99,12 +102,15 @@ class Chunk:
         token_ids: one or more.
         num_computed: position of the first of them: tokens of this request that are in KV memory already.
         samples: whether the last token's logits give a token (the chunk reaches the end of what is known).
+        followers: the tokens that follow the chunk's first ones, as many as are to be scored: the k-th gets its
+            log-probability from the logits of the k-th token. For requests with `prompt_logprobs`.
     """
 
     slot: int
     token_ids: Sequence[int]
     num_computed: int
     samples: bool
+    followers: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +172,14 @@ class StepOutput:
         token_ids: their tokens.
         duration_s: from the step's start on the device to its sampled tokens on the host.
         logprobs: by slot, for the requests that asked.
+        prompt_logprobs: by slot, of the `followers` of its chunk.
     """
 
     slots: Sequence[int]
     token_ids: Sequence[int]
     duration_s: float
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

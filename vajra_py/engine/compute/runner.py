@@ -13,10 +13,12 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 
+import numpy as np
 import torch
 
-from vajra_py.engine.compute.batch import BatchState, HostBatch, Ints
+from vajra_py.engine.compute.batch import BatchInputs, BatchState, HostBatch, Ints
 from vajra_py.engine.compute.exclusion import LOADING
 from vajra_py.engine.compute.graphs import Capture, CudaCapture, DecodeGraphs
 from vajra_py.engine.compute.interface import (
@@ -48,6 +50,7 @@ class TorchStep:
     slots: Ints
     tokens: torch.Tensor
     logprobs: dict[int, TokenLogprobs]
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
     started: float | torch.cuda.Event
     done: torch.cuda.Event | None
     duration_s: float = 0.0
@@ -61,7 +64,9 @@ class TorchStep:
             except RuntimeError as error:
                 raise ExecutorError(f"the device failed in a step ({error})") from error
             self.duration_s = self.started.elapsed_time(self.done) / 1000
-        return StepOutput(self.slots.tolist(), self.tokens.tolist(), self.duration_s, self.logprobs)
+        return StepOutput(
+            self.slots.tolist(), self.tokens.tolist(), self.duration_s, self.logprobs, self.prompt_logprobs
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +225,12 @@ class TorchRunner:
         self._take_changes(step, memory)
         batch = self._state.take(step)
         slots = batch.sampled_slots
-        tokens, logprobs = self._compute(batch, slots, memory)
+        scores: dict[int, list[TokenLogprobs]] = {}
+        tokens, logprobs = self._compute(batch, slots, memory, scores)
         tokens = to_host(tokens)
         if isinstance(started, float):
-            return TorchStep(slots, tokens, logprobs, started, None, time.perf_counter() - started)
-        return TorchStep(slots, tokens, logprobs, started, _marked())
+            return TorchStep(slots, tokens, logprobs, scores, started, None, time.perf_counter() - started)
+        return TorchStep(slots, tokens, logprobs, scores, started, _marked())
 
     def _take_changes(self, step: StepInput, memory: KvMemory) -> None:
         for slot in step.freed:
@@ -242,7 +248,7 @@ class TorchRunner:
             raise ExecutorError(f"step: no such slot ({new.slot}). Slots are 0 to {self._options.max_requests - 1}.")
 
     def _compute(
-        self, batch: HostBatch, slots: Ints, memory: KvMemory
+        self, batch: HostBatch, slots: Ints, memory: KvMemory, scores: dict[int, list[TokenLogprobs]]
     ) -> tuple[torch.Tensor, dict[int, TokenLogprobs]]:
         state, likeliest = self._state, None
         if self._graphs is not None and self._graphs.takes(batch):
@@ -250,14 +256,53 @@ class TorchRunner:
             places = None
         else:
             inputs = state.tensors(batch)
-            metadata, places = inputs.metadata, inputs.slots
-            logits = self._model.forward(inputs.token_ids, inputs.positions, inputs.rows, metadata, memory.caches)
+            places = inputs.slots
+            if batch.followers:
+                logits = self._scored(batch, inputs, memory, scores)
+            else:
+                logits = self._logits(inputs, inputs.rows, memory)
         if not slots.size:
             return torch.empty(0, dtype=torch.int64), {}
         tokens, logprobs = self._sampler.sample(logits, slots, likeliest)
         if tokens is not likeliest:
             state.last_tokens.index_copy_(0, to_device(slots, self._model.device) if places is None else places, tokens)
         return tokens, logprobs
+
+    def _logits(self, inputs: BatchInputs, rows: torch.Tensor, memory: KvMemory) -> torch.Tensor:
+        return self._model.forward(inputs.token_ids, inputs.positions, rows, inputs.metadata, memory.caches)
+
+    def _scored(
+        self, batch: HostBatch, inputs: BatchInputs, memory: KvMemory, scores: dict[int, list[TokenLogprobs]]
+    ) -> torch.Tensor:
+        """Logits of the sampled rows; prompt tokens that are to be scored get their log-probabilities besides.
+
+        Logits of every token of a long chunk would not fit where only those of sampled rows were reckoned with: what is too
+        much at once is computed again with other rows, which writes the same K and V into the same places.
+        """
+        ends = np.cumsum(batch.query_lens)
+        starts = ends - batch.query_lens
+        sampled = ends[batch.sampled] - 1
+        wanted = [(int(starts[k]) + i, k, one) for k, ones in batch.followers.items() for i, one in enumerate(ones)]
+        most = 2 * min(
+            self._options.max_requests, self._options.max_step_tokens
+        )  # of six copies that are left room for
+        found: torch.Tensor | None = None
+        for begin in range(0, len(wanted), most):
+            piece = wanted[begin : begin + most]
+            rows = np.union1d(sampled, [row for row, _, _ in piece]).astype(
+                np.int64
+            )  # in order, as forward passes like them
+            logits = self._logits(inputs, to_device(rows, self._model.device), memory)
+            if found is None:
+                found = logits[to_device(np.searchsorted(rows, sampled), self._model.device)]
+            for sequence, group in groupby(piece, key=lambda one: one[1]):
+                given = list(group)
+                places = to_device(np.searchsorted(rows, [row for row, _, _ in given]), self._model.device)
+                slot = int(batch.slots[sequence])
+                entries = self._sampler.score(logits[places], [token for _, _, token in given], slot)
+                scores.setdefault(slot, []).extend(entries)
+        assert found is not None
+        return found
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

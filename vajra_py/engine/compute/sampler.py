@@ -149,6 +149,13 @@ class Sampler:
             if row is not None and row.history is not None:
                 row.history.add(tokens[place])
 
+    def score(self, logits: torch.Tensor, tokens: Sequence[int], slot: int) -> list[TokenLogprobs]:
+        """Log-probabilities of given tokens [N] under logits [N, vocab], as the slot's `prompt_logprobs` asks for them."""
+        row = self._rows[slot]
+        count = 0 if row is None or row.sampling.prompt_logprobs is None else row.sampling.prompt_logprobs
+        chosen = torch.tensor(tokens, device=logits.device)
+        return _token_logprobs(logits.float(), chosen, [min(count, self._vocab_size)] * len(tokens))
+
     def _logprobs(self, raw: torch.Tensor, tokens: torch.Tensor, slots: Ints) -> dict[int, TokenLogprobs]:
         asked: dict[int, int] = {}
         for place, slot in enumerate(slots.tolist()):
@@ -158,15 +165,21 @@ class Sampler:
         if not asked:
             return {}
         places = torch.tensor(list(asked), device=raw.device)
-        rows = torch.log_softmax(raw[places], -1)
-        chosen = rows.gather(1, tokens[places].unsqueeze(-1))
-        ranks = (rows > chosen).sum(-1) + 1
-        values, ids = rows.topk(max(asked.values()), -1)
-        facts = zip(asked.items(), chosen[:, 0].tolist(), ranks.tolist(), values.tolist(), ids.tolist(), strict=True)
-        return {
-            int(slots[place]): TokenLogprobs(logprob, rank, tuple(zip(best[:count], top[:count], strict=True)))
-            for (place, count), logprob, rank, top, best in facts
-        }
+        found = _token_logprobs(raw[places], tokens[places], list(asked.values()))
+        return {int(slots[place]): one for place, one in zip(asked, found, strict=True)}
+
+
+def _token_logprobs(raw: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Log-probabilities of tokens [N] under float32 logits [N, vocab], with so many of the likeliest tokens each."""
+    rows = torch.log_softmax(raw, -1)
+    chosen = rows.gather(1, tokens.unsqueeze(-1))
+    ranks = (rows > chosen).sum(-1) + 1
+    values, ids = rows.topk(max(counts), -1)
+    facts = zip(counts, chosen[:, 0].tolist(), ranks.tolist(), values.tolist(), ids.tolist(), strict=True)
+    return [
+        TokenLogprobs(logprob, rank, tuple(zip(best[:count], top[:count], strict=True)))
+        for count, logprob, rank, top, best in facts
+    ]
 
 
 def uniform_numbers(seeds: npt.NDArray[np.uint64], counters: Ints) -> npt.NDArray[np.float64]:
