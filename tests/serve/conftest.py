@@ -227,11 +227,9 @@ PUPPET_CONFIG: dict[str, Any] = {
 @pytest.fixture
 def puppet_server(tmp_path: Path) -> Iterator[Callable[..., PuppetServer]]:
     """Start a server over a puppet; `settings` go into the experiment, the rest are `ServeOptions`."""
-    import uvicorn
-
     from vajra_py.config import config_from_mapping
     from vajra_py.engine.llm import NO_WORKLOAD
-    from vajra_py.serve.app import Service, create_app
+    from vajra_py.serve.app import Service
     from vajra_py.serve.options import ServeOptions
     from vajra_py.serve.recording import RunRecording
     from vajra_py.serve.server import DrainingServer, bind
@@ -255,8 +253,7 @@ def puppet_server(tmp_path: Path) -> Iterator[Callable[..., PuppetServer]]:
         session = EngineSession(SessionParts(config, registry, recording=recording, replaced={"load": load}))
         service = Service(session, options, tracing)
         bound = bind(options.host, options.port)
-        uvicorn_config = uvicorn.Config(create_app(service), log_config=None, access_log=False, ws="none")
-        server = DrainingServer(uvicorn_config, service)
+        server = DrainingServer(service)
         thread = threading.Thread(target=lambda: server.run(sockets=[bound]), daemon=True)
         thread.start()
         url = "http://{}:{}".format(*bound.getsockname())

@@ -48,6 +48,39 @@ def _flags(command: click.Command | Any) -> Any:
     return command
 
 
+_LIMITS = {
+    "--max-body-bytes": "Largest request body; larger ones are answered 413.",
+    "--max-body-values": "Most JSON values of a request body; each token id of a prompt is one.",
+    "--max-body-containers": "Most JSON arrays and objects of a request body; each message is one.",
+    "--max-buffered-bytes": "Most bytes of large request bodies that are read at once; more are answered 429.",
+    "--max-header-bytes": "Largest head of a request; larger ones are answered 431.",
+    "--max-connections": "Most connections at once.",
+    "--max-connections-per-client": "Most connections from one address.",
+}
+_TIMEOUTS = {
+    "--header-timeout": "Seconds that a client may take to send the head of a request.",
+    "--body-timeout": "Seconds that it may take to send the body.",
+    "--idle-timeout": "Seconds that a connection stays open between two requests.",
+    "--send-timeout": "Seconds that a client may take nothing of what was sent to it.",
+}
+
+
+def _limits(command: click.Command | Any) -> Any:
+    """What one client may cost the others."""
+    from vajra_py.serve.options import ServeOptions
+
+    default = ServeOptions()
+    for flag, says in reversed(_TIMEOUTS.items()):
+        name, kind = flag[2:].replace("-", "_") + "_s", click.FloatRange(min=0, min_open=True)
+        command = click.option(flag, name, type=kind, default=getattr(default, name), show_default=True, help=says)(
+            command
+        )
+    for flag, says in reversed(_LIMITS.items()):
+        value = getattr(default, flag[2:].replace("-", "_"))
+        command = click.option(flag, type=_COUNT, default=value, show_default=True, help=says)(command)
+    return command
+
+
 def _server_options(command: click.Command | Any) -> Any:
     """What is said about the server itself."""
     from vajra_py.serve.options import ServeOptions
@@ -60,7 +93,6 @@ def _server_options(command: click.Command | Any) -> Any:
             "--api-key", help=f"Bearer key that requests must carry; better: the variable {API_KEY_VARIABLE}."
         ),
         click.option("--served-model-name", "served_names", multiple=True, help="Name of the model. May be repeated."),
-        click.option("--max-body-bytes", type=_COUNT, default=default.max_body_bytes, show_default=True),
         click.option(
             "--max-choices",
             type=_COUNT,
@@ -100,6 +132,7 @@ def _server_options(command: click.Command | Any) -> Any:
         click.option(
             "--admin", is_flag=True, help="Let policies be swapped while the server serves: POST /admin/policy."
         ),
+        click.option("--guard-health", is_flag=True, help="Ask for the key at /health and /ready too."),
         click.option("--save-run", type=click.Path(path_type=Path), help="Keep the session as a run in this folder."),
     )
     for option in reversed(options):
@@ -112,6 +145,7 @@ def _server_options(command: click.Command | Any) -> Any:
 @overrides_option
 @_flags
 @_server_options
+@_limits
 def serve(file: Path | None, overrides: tuple[str, ...], **given: Any) -> None:
     """Serve the engine of FILE (or of --model DIR) over HTTP, as OpenAI's API does, under its policies."""
     from vajra_py.plugins import load_registry

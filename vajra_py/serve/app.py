@@ -22,7 +22,7 @@ from vajra_py.serve.answers import Answer
 from vajra_py.serve.catalogue import Catalogue
 from vajra_py.serve.errors import ApiError, bad_request
 from vajra_py.serve.exposition import Exposition
-from vajra_py.serve.gate import Gate
+from vajra_py.serve.gate import Gate, open_paths
 from vajra_py.serve.live import live
 from vajra_py.serve.openapi import true_document
 from vajra_py.serve.options import ServeOptions
@@ -175,8 +175,8 @@ def create_app(service: Service) -> FastAPI:
     if service.options.admin:
         add_admin(app, session)
     app.add_middleware(Gate, options=service.options)
-    has_key = service.options.api_key is not None
-    app.openapi = lambda: true_document(app, service.names, has_key=has_key)  # type: ignore[method-assign]
+    needs_no_key = None if service.options.api_key is None else open_paths(service.options)
+    app.openapi = lambda: true_document(app, service.names, open_paths=needs_no_key)  # type: ignore[method-assign]
     return app
 
 

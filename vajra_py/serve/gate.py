@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vajra_py.serve.errors import ApiError
 from vajra_py.serve.options import ServeOptions
 
-OPEN_PATHS = frozenset({"/health", "/metrics"})
-"""Paths that need no key."""
+HEALTH_PATHS = frozenset({"/health", "/ready"})
+"""Paths that probes ask for; they need no key unless the server is told otherwise."""
 BROWSER_PATHS = frozenset({"/dashboard", "/dashboard/data"})
 """Paths where the key may be a password, which a browser asks its user for."""
 
@@ -36,12 +36,18 @@ def _given_key(header: str, basic: bool) -> bytes:
     return b""
 
 
+def open_paths(options: ServeOptions) -> frozenset[str]:
+    """Paths that need no key."""
+    return frozenset({"/metrics"}) if options.guard_health else HEALTH_PATHS | {"/metrics"}
+
+
 class Gate:
     """Key and size of every HTTP request."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
         self._app = app
         self._key = None if options.api_key is None else options.api_key.encode("latin-1")
+        self._open_paths = open_paths(options)
         self._max_bytes = options.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,7 +58,7 @@ class Gate:
         scope[DIRECT_SEND] = send
         headers = Headers(scope=scope)
         path = scope["path"]
-        if self._key is not None and path not in OPEN_PATHS:
+        if self._key is not None and path not in self._open_paths:
             given = _given_key(headers.get("authorization", ""), basic=path in BROWSER_PATHS)
             if not hmac.compare_digest(given, self._key):
                 error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from vajra_py.serve.gate import BROWSER_PATHS, OPEN_PATHS
+from vajra_py.serve.gate import BROWSER_PATHS
 from vajra_py.serve.schema import ChatBody, CompletionBody
 
 BODIES = (CompletionBody, ChatBody)
 
 
-def true_document(app: FastAPI, names: Sequence[str], *, has_key: bool) -> dict[str, Any]:
+def true_document(app: FastAPI, names: Sequence[str], *, open_paths: Collection[str] | None) -> dict[str, Any]:
     """The document: no 422 (wrong input is 400 here), the models' names, and the key where one is asked for."""
     if app.openapi_schema is not None:
         return app.openapi_schema
@@ -35,10 +35,10 @@ def true_document(app: FastAPI, names: Sequence[str], *, has_key: bool) -> dict[
     for path, operations in document["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)
-            if has_key and path not in OPEN_PATHS:
+            if open_paths is not None and path not in open_paths:
                 basic: list[dict[str, list[str]]] = [{"basic": []}] if path in BROWSER_PATHS else []
                 operation["security"] = [{"bearer": []}, *basic]
-    if has_key:
+    if open_paths is not None:
         schemes = {name: {"type": "http", "scheme": name} for name in ("bearer", "basic")}
         document["components"]["securitySchemes"] = schemes
     app.openapi_schema = document

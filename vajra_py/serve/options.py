@@ -13,6 +13,19 @@ from vajra_py.errors import ConfigError, Problem
 OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
+_COUNTS = (
+    "max_body_bytes",
+    "max_body_values",
+    "max_body_containers",
+    "max_buffered_bytes",
+    "max_connections",
+    "max_connections_per_client",
+    "max_header_bytes",
+    "max_choices",
+    "max_concurrent",
+    "max_labels",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
@@ -21,12 +34,20 @@ class ServeOptions:
     Attributes:
         host: address to listen on; loopback unless told otherwise.
         port: 0 takes a free one.
-        api_key: what every request but those for `/health` and `/metrics` has to carry; None: nothing.
+        api_key: what every request but those for `/health`, `/ready` and `/metrics` has to carry; None: nothing.
         served_names: names of the model, the first one being what answers say; empty: the model directory's name.
         max_body_bytes: largest request body.
         max_body_values: most JSON values of a request body; each token id of a prompt is one.
         max_body_containers: most JSON arrays and objects of a request body; each message is one.
         max_buffered_bytes: most bytes of request bodies above 64 KiB that are read at once; more are answered 429.
+        max_connections: most connections at once; fewer where the process may not open so many files.
+        max_connections_per_client: most of them from one address.
+        max_header_bytes: largest head of a request: its line and its headers.
+        header_timeout_s: how long a client may take to send a request's head, seconds, from its first byte or from connecting.
+        body_timeout_s: how long it may take to send the body, seconds.
+        idle_timeout_s: how long a connection stays open between two requests, seconds.
+        send_timeout_s: how long a client may take nothing of what was sent to it, seconds; then its connection is closed.
+        guard_health: whether `/health` and `/ready` need the key too.
         max_choices: most outputs of one HTTP request: prompts times `n`.
         max_concurrent: most HTTP requests that generate at once; more are answered 429.
         strict_fields: whether fields of a body that nobody knows are refused instead of ignored.
@@ -47,6 +68,14 @@ class ServeOptions:
     max_body_values: int = 2**19
     max_body_containers: int = 2**13
     max_buffered_bytes: int = 64 * 2**20
+    max_connections: int = 4096
+    max_connections_per_client: int = 1024
+    max_header_bytes: int = 2**16
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    idle_timeout_s: float = 75.0
+    send_timeout_s: float = 60.0
+    guard_health: bool = False
     max_choices: int = 64
     max_concurrent: int = 512
     strict_fields: bool = False
@@ -71,13 +100,18 @@ class ServeOptions:
         """Raises `ConfigError` with everything that cannot be."""
         problems = [
             Problem(name, f"is too small ({getattr(self, name)})", "Allowed: 1 or more")
-            for name in ("max_body_bytes", "max_choices", "max_concurrent", "max_labels")
+            for name in _COUNTS
             if getattr(self, name) < 1
         ]
         problems += [
             Problem(name, f"is out of range ({getattr(self, name)})", "Allowed: 0 or more seconds")
             for name in ("grace_s", "retry_after_s")
             if not 0 <= getattr(self, name) < float("inf")
+        ]
+        problems += [
+            Problem(name, f"is out of range ({getattr(self, name)})", "Allowed: above 0 seconds")
+            for name in ("header_timeout_s", "body_timeout_s", "idle_timeout_s", "send_timeout_s")
+            if not 0 < getattr(self, name) < float("inf")
         ]
         if not 0 <= self.port <= 65535:
             problems.append(Problem("port", f"is no port ({self.port})", "Allowed: 0 to 65535; 0 takes a free one"))

@@ -11,11 +11,13 @@ import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.serve.app import Service, create_app
+from vajra_py.serve.connections import Connections
 from vajra_py.serve.session import SessionState
 
 _log = logging.getLogger(__name__)
@@ -27,8 +29,9 @@ _LAST_BYTES_S = 5.0
 class DrainingServer(uvicorn.Server):
     """uvicorn, except that a signal first lets the session drain."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        super().__init__(config)
+    def __init__(self, service: Service) -> None:
+        self.connections = Connections(service.options)
+        super().__init__(_config(service, self.connections))
         self._service = service
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
@@ -54,6 +57,11 @@ class DrainingServer(uvicorn.Server):
         if self.on_listening is not None:
             self.on_listening()
 
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: connections that take too long are closed."""
+        self.connections.end_late(asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
+
     async def _until_engine_ends(self) -> None:
         """An engine that fails takes the server with it: whoever runs it starts it again."""
         await self._service.session.ended()
@@ -73,6 +81,20 @@ class DrainingServer(uvicorn.Server):
         while service.num_exchanges and loop.time() < deadline:
             await asyncio.sleep(0.01)
         self.should_exit = True
+
+
+def _config(service: Service, connections: Connections) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_app(service),
+        http=cast(Any, connections.make),  # what uvicorn calls for each connection; it need not be a class
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=service.options.idle_timeout_s,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=int(_LAST_BYTES_S),
+        ws="none",
+        lifespan="on",
+    )
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -100,17 +122,7 @@ def serve(service: Service, on_listening: Callable[[str, int], None]) -> None:
     options = service.options
     options.check()
     bound = bind(options.host, options.port)
-    config = uvicorn.Config(
-        create_app(service),
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=int(_LAST_BYTES_S),
-        ws="none",
-        lifespan="on",
-    )
-    server = DrainingServer(config, service)
+    server = DrainingServer(service)
     host, port = bound.getsockname()[:2]
     server.on_listening = lambda: on_listening(host, port)
     try:

@@ -1,0 +1,185 @@
+"""Connections are bounded before the key: how many, how large a head is, how long each part may take."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+@contextmanager
+def connected(server: Any) -> Iterator[socket.socket]:
+    address = httpx.URL(server.url)
+    with socket.create_connection((address.host, address.port), timeout=60) as connection:
+        yield connection
+
+
+def received(connection: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    found = bytearray()
+    try:
+        while piece := connection.recv(65536):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return bytes(found)
+
+
+def error_of(answer: bytes) -> dict[str, Any]:
+    error: dict[str, Any] = json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]
+    return error
+
+
+SLOW = [
+    ("nothing at all", b"", None),
+    ("an empty line", b"\r\n", 408),
+    ("half a head", HEAD, 408),
+    ("half a body", HEAD + b"content-length: 100\r\n\r\n{", 408),
+    ("half a chunk", HEAD + b"transfer-encoding: chunked\r\n\r\n5\r\n{", 408),
+]
+
+
+@pytest.mark.parametrize(("what", "sent", "status"), SLOW)
+def test_a_client_that_does_not_go_on_is_closed(
+    what: str, sent: bytes, status: int | None, puppet_server: Callable[..., Any], until: Callable[..., None]
+) -> None:
+    server = puppet_server(api_key="sesame", header_timeout_s=0.2, body_timeout_s=0.2)
+    with connected(server) as connection:
+        connection.sendall(sent)
+        answer = received(connection)
+    if what == "half a body" or what == "half a chunk":  # the key is missed before the body is
+        assert answer.startswith(b"HTTP/1.1 401 ")
+    elif status is None:
+        assert answer == b""
+    else:
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert error_of(answer)["code"] == "request_timeout"
+    until(lambda: not server.server.connections.alive, "it is forgotten")
+    assert not server.server.connections.per_client
+
+
+def test_a_body_that_does_not_come_is_answered_408(
+    puppet_server: Callable[..., Any], until: Callable[..., None]
+) -> None:
+    server = puppet_server(body_timeout_s=0.2)
+    with connected(server) as connection:
+        connection.sendall(HEAD + b"content-length: 100\r\n\r\n{")
+        answer = received(connection)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert "0.2 s" in error_of(answer)["message"]
+    assert server.post().status_code == 200
+    until(lambda: server.service.num_exchanges == 0, "nothing is left of it")
+
+
+def test_an_idle_connection_is_closed_and_a_request_on_it_may_take_long(
+    puppet_server: Callable[..., Any], until: Callable[..., None]
+) -> None:
+    server = puppet_server(header_timeout_s=0.2, body_timeout_s=0.2, idle_timeout_s=0.3)
+    server.strings.hold()
+    body = b'{"model":"puppet","prompt":[1,2,3],"max_tokens":2}'
+    with connected(server) as connection:
+        connection.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        until(lambda: server.service.num_exchanges == 1, "it is let in")
+        since = server.server.connections
+        loop_time = next(iter(since.alive)).loop.time
+        began = loop_time()
+        until(lambda: loop_time() > began + 0.7, "more than every limit has passed")
+        server.strings.let_go()
+        answer = received(connection)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    until(lambda: not since.alive, "it is closed, being idle")
+
+
+@pytest.mark.parametrize("sent", [b"x-filler: ", b"GET /", b"a:b\r\n"])
+def test_a_head_has_a_largest_size(sent: bytes, puppet_server: Callable[..., Any]) -> None:
+    server = puppet_server(api_key="sesame", max_header_bytes=4096)
+    with connected(server) as connection:
+        if not sent.startswith(b"GET"):
+            connection.sendall(HEAD)
+        connection.sendall(sent)
+        try:
+            for _ in range(4096):
+                connection.sendall((sent if sent.endswith(b"\n") else b"y" * 4) * 4096)
+        except OSError:
+            pass
+        else:
+            pytest.fail("the server took 64 MiB of head")
+        answer = received(connection)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 431 ")  # where the kernel has not thrown it away
+    assert server.server.connections.num_refused == 1
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_head_that_comes_at_once_is_measured_too(puppet_server: Callable[..., Any]) -> None:
+    server = puppet_server(max_header_bytes=4096)
+    answer = httpx.get(f"{server.url}/health", headers={"x-filler": "y" * 5000})
+    assert answer.status_code == 431
+    assert answer.json()["error"]["code"] == "header_too_large"
+    with connected(server) as connection:
+        connection.sendall(
+            b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 200
+            + b"GET /health HTTP/1.1\r\nconnection: close\r\nhost: x\r\n\r\n"
+        )
+        assert received(connection).count(b"HTTP/1.1 200 ") == 201
+
+
+def test_connections_are_counted_for_each_client_and_in_all(
+    puppet_server: Callable[..., Any], until: Callable[..., None]
+) -> None:
+    server = puppet_server(max_connections_per_client=3, max_connections=5)
+    address = httpx.URL(server.url)
+    held = [socket.create_connection((address.host, address.port), timeout=60) for _ in range(3)]
+    try:
+        until(lambda: len(server.server.connections.alive) == 3, "they are connected")
+        refused = httpx.get(f"{server.url}/health")
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "too_many_connections"
+        other = httpx.HTTPTransport(local_address="127.0.0.2")
+        with httpx.Client(transport=other) as client:
+            assert client.get(f"{server.url}/health").status_code == 200
+            held += [socket.create_connection((address.host, address.port), 60, ("127.0.0.3", 0)) for _ in range(1)]
+            until(lambda: len(server.server.connections.alive) == 5, "they are connected")
+            with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.4")) as late:
+                assert late.get(f"{server.url}/health").status_code == 503
+    finally:
+        for one in held:
+            one.close()
+    until(lambda: not server.server.connections.alive, "all are gone")
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_client_that_reads_nothing_loses_its_place(
+    puppet_server: Callable[..., Any], until: Callable[..., None]
+) -> None:
+    server = puppet_server(
+        {"replica": {"max_batch_size": 32, "memory": {"num_blocks": 1024}}}, send_timeout_s=0.3, max_concurrent=1
+    )
+    asked = {"n": 32, "max_tokens": 200, "stream": True, "return_token_ids": True, "logprobs": 5}
+    body = json.dumps({"model": "puppet", "prompt": [1, 2, 3], **asked}).encode()
+    address = httpx.URL(server.url)
+    for listener in server.server.servers[0].sockets:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(60)
+        connection.connect((address.host, address.port))
+        connection.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        until(lambda: server.service.num_exchanges == 1, "it is let in")
+        until(lambda: server.service.num_exchanges == 0, "it has lost its place")
+        assert server.server.connections.num_late == 1
+        assert server.post().status_code == 200
+        assert b"[DONE]" not in received(connection)
+
+
+def test_probes_need_no_key_unless_they_shall(puppet_server: Callable[..., Any]) -> None:
+    server = puppet_server(api_key="sesame")
+    assert [httpx.get(server.url + path).status_code for path in ("/health", "/ready")] == [200, 200]
+    server = puppet_server(api_key="sesame", guard_health=True)
+    assert [httpx.get(server.url + path).status_code for path in ("/health", "/ready")] == [401, 401]
