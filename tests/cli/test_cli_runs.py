@@ -88,11 +88,30 @@ def test_a_sweep_keeps_going_and_says_what_failed(vajra: Vajra, small: Path) -> 
     assert "results: runs/small/" in said.out
 
 
-def test_compare_in_three_formats(vajra: Vajra, small: Path) -> None:
+def test_a_class_is_a_scope_by_its_name_alone_in_every_format(vajra: Vajra, small: Path) -> None:
+    vajra("run", small, "-q", "--set", "workload.slo_classes=[{name: strict, share: 1}, {name: loose, share: 1}]")
+    for scope in ("strict", "slo_class strict"):
+        assert "SLO class strict" in vajra("compare", "runs", "--scope", scope).out
+        rows = vajra("compare", "runs", "--scope", scope, "--format", "csv").out.splitlines()
+        assert [row.split(",")[0] for row in rows] == ["scope", "slo_class strict"]
+    scopes = {row.split(",")[0] for row in vajra("compare", "runs", "--format", "csv").out.splitlines()[1:]}
+    assert {"overall", "slo_class loose", "slo_class strict"} <= scopes
+    assert "mean 'strict'" in vajra("compare", "runs", "--scope", "stricd").err
+
+
+def test_a_workload_that_comes_at_another_rate_than_asked_for_says_so(vajra: Vajra, small: Path) -> None:
+    sessions = "workload={type: profile, profile: mooncake_conversation_sessions, num_requests: 200, rate: 6}"
+    said = vajra("run", small, "--set", sessions, "--set", "replica.max_model_len=131072")
+    assert "The workload was asked for 6 requests/s and arrived at " in said.err
+    assert "was asked for" not in vajra("run", small, "--set", "name=steady").err
+
+
+def test_compare_in_every_format(vajra: Vajra, small: Path) -> None:
     small.write_text(small.read_text() + "sweep: {scheduling.request_prioritizer: [fcfs, lrs]}\n")
     vajra("run", small, "-q", "--workers", "1")
     assert "fcfs" in vajra("compare", "runs").out
     assert vajra("compare", "runs", "--format", "markdown").out.startswith("|")
+    assert r"\begin{tabular}{lrr}" in vajra("compare", "runs", "--format", "latex").out
     csv = vajra("compare", "runs", "--format", "csv").out
     assert "lrs" in csv
     assert "," in csv.splitlines()[0]

@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from vajra_py.errors import RunError
-from vajra_py.metrics.comparison import METRICS, Comparison, compare, metric_text, significant
+from vajra_py.metrics.comparison import Comparison, compare
+from vajra_py.metrics.comparison_metrics import METRICS, metric_text, significant
 from vajra_py.metrics.run_data import RunData
 
 Make = Callable[..., RunData]

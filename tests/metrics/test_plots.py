@@ -164,7 +164,7 @@ def test_runs_of_one_system_are_a_line(make_run: Make) -> None:
         for seed in (0, 1)
     ]
     series, _ = series_by_system(runs)
-    assert [len(one.runs) for one in series] == [4]
+    assert [[setting.seeds for setting in one.settings] for one in series] == [[("0", "1"), ("0", "1")]]
     assert plots.has_rate_sweep(runs)
     assert not plots.has_rate_sweep(runs[:1])
     figure = plots.latency_by_rate(runs)

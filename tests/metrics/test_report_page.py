@@ -168,3 +168,32 @@ def test_a_broken_run_writes_no_page(make_run: Make, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"steps\.parquet"):
         write_report([RunData.load(folder)], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
+
+
+def test_slos_are_spoken_of_where_there_are_some(make_run: Make) -> None:
+    def words(text: str) -> str:
+        return re.sub(r"<svg.*?</svg>|<details>.*?</details>", "", text[text.index("<main>") :], flags=re.DOTALL)
+
+    rates = (4.0, 12.0)
+    without = render_report(
+        [make_run(name=f"n{rate}", rate_per_s=rate, ttft_slo_s=None, classes=("",)) for rate in rates]
+    )
+    assert "SLO" not in words(without)
+    assert "goodput" not in words(without).lower()
+    assert "Goodput is that of the requests that met their SLOs." in words(
+        render_report([make_run(name=f"w{rate}", rate_per_s=rate) for rate in rates])
+    )
+
+
+def test_no_table_is_wider_than_the_page(make_run: Make) -> None:
+    runs = [
+        make_run(name=f"a rather long name of a run {chunk}", num_requests=25, chunk_tokens=chunk)
+        for chunk in range(64, 64 * 9, 64)
+    ]
+    text = render_report(runs)
+    tables = re.findall(r"<table.*?</table>", text[: text.index('id="configurations"')], re.DOTALL)
+    assert len(tables) > 2
+    for table in tables:
+        for row in re.findall(r"<tr.*?</tr>", table, re.DOTALL):
+            cells = [re.sub("<.*?>", "", cell) for cell in re.findall(r"<td.*?</td>|<th scope=\"row\".*?</th>", row)]
+            assert sum(len(cell) + 2 for cell in cells) <= 140

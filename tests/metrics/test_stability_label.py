@@ -130,3 +130,22 @@ def test_a_single_server_below_its_capacity_is_stable(load: float) -> None:
     none, tokens = np.zeros(5000, dtype=bool), np.full(5000, 10)
     own = Lifetimes(arrived_at, admitted_at, admitted_at + service_s, tokens, tokens, ~none, none, none)
     assert judge(own).label is StabilityLabel.STABLE
+
+
+def test_a_burst_at_the_start_is_a_backlog_although_it_is_worked_off() -> None:
+    # 700 requests in the first tenth, one every 0.1 s served; then a trickle that is served at once. On average over the whole run few wait.
+    bursts, trickle = np.linspace(0.0, 10.0, 700), np.linspace(110.0, 1000.0, 300)
+    arrived_at = np.concatenate([bursts, trickle])
+    admitted_at = np.concatenate([np.maximum(bursts, 0.14 * np.arange(700)), trickle])
+    none, tokens = np.zeros(1000, dtype=bool), np.full(1000, 10)
+    own = Lifetimes(arrived_at, admitted_at, admitted_at + 20.0, tokens, tokens, ~none, none, none)
+    found = judge(own)
+    assert found.mean_waiting < 5 * found.mean_in_service
+    assert found.label is StabilityLabel.BACKLOGGED
+    assert found.reason.startswith("in the first quarter")
+    assert found.waiting_by_quarter[0] > 50 > found.waiting_by_quarter[1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_short_wait_now_and_then_is_no_backlog(seed: int) -> None:
+    assert judge(queue(0.8, 2000, seed)).label is StabilityLabel.STABLE

@@ -1,4 +1,4 @@
-"""`vajra compare`: put the results of several runs side by side."""
+"""`vajra compare`: runs side by side."""
 
 from __future__ import annotations
 
@@ -10,31 +10,37 @@ import click
 @click.command(no_args_is_help=True)
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--report", type=click.Path(path_type=Path), help="Write one self-contained HTML report here.")
-@click.option("--format", "form", type=click.Choice(["table", "markdown", "csv"]), default="table", show_default=True)
 @click.option(
-    "--scope", default="overall", show_default=True, help="`overall`, or a class or tenant named in the output."
+    "--format", "form", type=click.Choice(["table", "markdown", "latex", "csv"]), default="table", show_default=True
 )
-def compare(runs: tuple[Path, ...], report: Path | None, form: str, scope: str) -> None:
+@click.option(
+    "--scope", help="A class or tenant named in the output, in place of all requests. CSV holds every scope without it."
+)
+@click.option(
+    "--each-run", is_flag=True, help="Show every run; without it, runs that differ in their seed only are one."
+)
+def compare(runs: tuple[Path, ...], report: Path | None, form: str, scope: str | None, each_run: bool) -> None:
     """Compare RUNS: folders of runs, or folders that hold runs (such as a sweep's)."""
-    from vajra_py.errors import RunError, did_you_mean
     from vajra_py.experiment.folder import find_runs
+    from vajra_py.metrics.comparison import OVERALL
     from vajra_py.metrics.comparison import compare as compare_runs
     from vajra_py.metrics.run_data import load_runs
 
     loaded = load_runs([path for given in runs for path in find_runs(given)])
-    comparison = compare_runs(loaded)
-    if scope not in comparison.scopes:
-        raise RunError(f"--scope: nothing has that name ({scope!r}). {did_you_mean(scope, comparison.scopes)}")
+    comparison = compare_runs(loaded, each_run=each_run)
+    only = None if scope is None else comparison.scope(scope)
     if form == "csv":
-        click.echo(comparison.to_csv(), nl=False)
+        click.echo(comparison.to_csv(only), nl=False)
     elif form == "markdown":
-        click.echo(comparison.to_markdown(scope))
+        click.echo(comparison.to_markdown(only or OVERALL))
+    elif form == "latex":
+        click.echo(comparison.to_latex(only or OVERALL), nl=False)
     else:
         from vajra_py.cli.options import say_warnings, wide_console
 
-        wide_console().print(comparison.render(scope))
+        wide_console().print(comparison.render(only or OVERALL))
         say_warnings(loaded)
-        if len(comparison.scopes) > 1 and scope == "overall":
+        if len(comparison.scopes) > 1 and only is None:
             click.echo(f"also by --scope: {', '.join(comparison.scopes[1:])}")
     if report is not None:
         from vajra_py.metrics.report import write_report

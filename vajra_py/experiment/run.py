@@ -14,6 +14,7 @@ from vajra_py.metrics.changes import Changes
 from vajra_py.metrics.definitions import Window
 from vajra_py.metrics.recorder import Recorder
 from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.run_warnings import rate_warnings
 from vajra_py.metrics.summary import summarise
 from vajra_py.metrics.tables import write_parquet
 from vajra_py.plugins import Registry, build_observer, load_registry
@@ -125,7 +126,9 @@ class _Attempt:
         write_parquet(recorder.tbt, path / "tbt.parquet")
         requests, steps, tbt = recorder.requests.to_table(), recorder.steps.to_table(), recorder.tbt.to_table()
         window = self._window(requests.column("arrived_at").to_numpy(), seconds)
-        (path / "summary.json").write_text(summarise(requests, steps, tbt, window).to_json())
+        summary = summarise(requests, steps, tbt, window)
+        summary = summary.with_warnings(rate_warnings(summary.data, _asked_rate(self._run.config)))
+        (path / "summary.json").write_text(summary.to_json())
 
     def _window(self, arrived_at: Sequence[float], ended_at: float) -> Window | None:
         settings = self._run.config.backend.settings
@@ -136,6 +139,14 @@ class _Attempt:
         if warmup_requests:
             start = max(start, float(arrived_at[min(warmup_requests, len(arrived_at) - 1)]))
         return Window(start, max(start, ended_at))
+
+
+def _asked_rate(config: ExperimentConfig) -> float | None:
+    """Requests per second that the workload was asked to come at: its `rate`, or that of the arrivals of single requests."""
+    asked = config.workload.rate
+    if asked is None and config.workload.type == "synthetic" and config.workload.time_scale is None:
+        asked = getattr(config.workload.arrivals, "rate", None)
+    return asked
 
 
 def _said(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Metrics of runs: definitions, tables, comparison, figures, report.
+"""What runs achieved, in numbers and pictures.
 
 From raw rows to pictures: `RequestsBuilder`, `StepsBuilder`, `TbtBuilder` and `write_parquet` keep the tables; `summarise` makes the numbers;
 `RunData` opens a run's folder; `compare`, `plots`, `write_report` and `write_timeline` show what is in it. Every definition is in
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vajra_py.metrics import plots
-    from vajra_py.metrics.comparison import METRICS, Comparison, Metric, compare
+    from vajra_py.metrics.comparison import Comparison, compare
+    from vajra_py.metrics.comparison_metrics import METRICS, Metric
     from vajra_py.metrics.definitions import (
         UNFINISHED,
         GapStatistics,
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
     from vajra_py.metrics.timeline import TimelineOptions, write_timeline
 
 _PLACES = {
-    "comparison": ("METRICS", "Comparison", "Metric", "compare"),
+    "comparison": ("Comparison", "compare"),
+    "comparison_metrics": ("METRICS", "Metric"),
     "definitions": (
         "UNFINISHED",
         "GapStatistics",

@@ -1,4 +1,4 @@
-"""Differences between the configurations of several runs, and the axes along which they form a grid.
+"""What the configurations of several runs differ in, and the axes along which the runs form a grid.
 
 Configurations are compared as flat `dotted.path -> text` mappings. A path whose value follows from other paths' values (a parameter that only one policy
 has, an output folder) is no axis of its own.
@@ -40,12 +40,14 @@ class Axis:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """A nested configuration as one text per dotted path; lists stay whole, as JSON."""
+    """A nested configuration as one text per dotted path; lists stay whole, as JSON, unless they hold mappings."""
     flat: dict[str, str] = {}
     for key, value in config.items():
         path = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, Mapping) and value:
             flat |= flatten(value, path)
+        elif isinstance(value, list) and value and all(isinstance(item, Mapping) and item for item in value):
+            flat |= flatten({str(index): item for index, item in enumerate(value)}, path)
         else:
             flat[path] = value if isinstance(value, str) else json.dumps(value, default=str)
     return flat
@@ -73,6 +75,14 @@ def axes(runs: Sequence[RunData]) -> list[Axis]:
 def is_workload(axis: Axis) -> bool:
     """Whether this axis varies the load rather than the system."""
     return axis.path == SEED_PATH or axis.path.split(".")[0] in (WORKLOAD_PREFIX, "workloads")
+
+
+_RATE_WORDS = ("rate", "rate_per_s", "time_scale", "num_users")
+
+
+def is_rate(axis: Axis) -> bool:
+    """Whether this axis says how much load comes: requests per second, their pace, or the users of a closed loop."""
+    return is_workload(axis) and axis.path.split(".")[-1] in _RATE_WORDS
 
 
 def _follows(values: Sequence[str], kept: Sequence[Sequence[str]]) -> bool:

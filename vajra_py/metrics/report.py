@@ -1,4 +1,4 @@
-"""Self-contained HTML report: verdict, tables, figures, configurations.
+"""One page for somebody who reads one page: a self-contained HTML report with verdict, tables, figures and configurations.
 
 The page loads nothing: styles, figures (inline SVG) and data are inside. It follows the reader's light or dark setting, has no script, and is the same bytes for
 the same runs. The reading order is: what was compared and on what, whether the runs were stable, warnings, numbers, pictures, details.
@@ -7,155 +7,29 @@ the same runs. The reading order is: what was compared and on what, whether the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vajra_py.metrics import plots
-from vajra_py.metrics.comparison import METRICS, OVERALL, Comparison, Metric, compare, metric_text, scope_title, titled
-from vajra_py.metrics.differences import SEED_PATH, Axis, axes, differences, flatten
+from vajra_py.metrics.comparison import OVERALL, Comparison, compare
+from vajra_py.metrics.comparison_metrics import BY_KEY, METRICS, Metric, metric_text
+from vajra_py.metrics.comparison_tables import WIDE
+from vajra_py.metrics.differences import Axis, flatten
 from vajra_py.metrics.figures_svg import inline_svg
-from vajra_py.metrics.plots.over_time import MAX_RUN_PANELS, MAX_TIMELINES
-from vajra_py.metrics.run_data import RunData, distinct
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-_WIDE_RUNS = 6
-_MAX_SCOPES = 24
-_MAX_DIFFERENCES = 40
-_MAX_NAMES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class _FigureSpec:
-    """A figure of the report."""
-
-    key: str
-    group: str
-    title: str
-    caption: str
-    draw: Callable[[Sequence[RunData]], Figure]
-    numbers: str | None = None
-    """Metric whose values the figure's text alternative spells out."""
-    wanted: Callable[[Sequence[RunData]], bool] = lambda runs: True
-    most_runs: int | None = None
-    """Runs that the figure has panels for."""
-
-
-def _has_several_tenants(runs: Sequence[RunData]) -> bool:
-    return any(len(run.summary.value("by_tenant") or {}) > 1 for run in runs)
-
-
-def _has_one_load(runs: Sequence[RunData]) -> bool:
-    return not plots.has_rate_sweep(runs)
-
-
-def _has_slo(runs: Sequence[RunData]) -> bool:
-    path = "overall.slo.overall.attainment_fraction"
-    return plots.has_rate_sweep(runs) and any(run.summary.value(path) is not None for run in runs)
-
-
-_FIGURES: tuple[_FigureSpec, ...] = (
-    _FigureSpec(
-        "latency_by_rate",
-        "Load",
-        "Latency against load",
-        "P50 (upper row) and P99 (lower row) against the offered load; logarithmic latency. A line bends upwards where its system saturates.",
-        plots.latency_by_rate,
-        "ttft_p99_s",
-        plots.has_rate_sweep,
-    ),
-    _FigureSpec(
-        "attainment_by_rate",
-        "Load",
-        "SLO attainment against load",
-        "Share of requests that met all their SLOs. The load at which a line falls through 90 % or 99 % is the system's capacity under these SLOs.",
-        plots.attainment_by_rate,
-        "slo_attainment_fraction",
-        _has_slo,
-    ),
-    _FigureSpec(
-        "goodput_by_rate",
-        "Load",
-        "Throughput and goodput against load",
-        "Requests completed per second, and those of them that met their SLOs. On the grey line everything offered is delivered.",
-        plots.goodput_by_rate,
-        "goodput_requests_per_s",
-        plots.has_rate_sweep,
-    ),
-    _FigureSpec(
-        "latency_ranges",
-        "Latency",
-        "Latency of each run",
-        "From P50 (dot) to P99 (end of the bar), cross: mean; logarithmic.",
-        plots.latency_ranges,
-        "ttft_p99_s",
-    ),
-    _FigureSpec(
-        "latency_cdfs",
-        "Latency",
-        "Latency distributions",
-        "Share of requests (of gaps, for TBT) up to each latency; logarithmic. TTFT and E2E count every request that arrived: a line that ends below 100 % left "
-        "requests unanswered.",
-        plots.latency_cdfs,
-        "e2e_p99_s",
-    ),
-    _FigureSpec(
-        "slowdown_by_prompt_length",
-        "Latency",
-        "Slowdown by prompt length",
-        "TTFT relative to the fastest prefill that any of these runs gave prompts of that length: median, and whisker up to P99; logarithmic. Short prompts far above "
-        "long ones: they wait behind them (head-of-line blocking).",
-        plots.slowdown_by_prompt_length,
-        "ttft_p99_s",
-    ),
-    _FigureSpec(
-        "delivery_bars",
-        "Delivery",
-        "What each run delivered",
-        "SLO attainment; throughput (light) and the goodput in it (solid).",
-        plots.delivery_bars,
-        "goodput_requests_per_s",
-        _has_one_load,
-    ),
-    _FigureSpec(
-        "queue_and_kv",
-        "Over time",
-        "Queue and KV memory",
-        "Requests that wait for their first step, and KV blocks in use (mean over replicas). A queue that only rises is overload.",
-        plots.queue_and_kv,
-        "kv_used_mean_fraction",
-    ),
-    _FigureSpec(
-        "batch_composition",
-        "Over time",
-        "Batch composition",
-        "Tokens of a step, mean over short bins of time: decode tokens below, prefill tokens above.",
-        plots.batch_composition,
-        "mean_step_tokens",
-        most_runs=MAX_RUN_PANELS,
-    ),
-    _FigureSpec(
-        "step_timeline",
-        "Over time",
-        "Steps of each replica",
-        "About seventy steps around the moment at which most requests waited; the width of a bar is the step's duration.",
-        plots.step_timeline,
-        most_runs=MAX_TIMELINES,
-    ),
-    _FigureSpec(
-        "service_by_tenant",
-        "Tenants",
-        "Service of each tenant",
-        "Prompt tokens plus twice the output tokens that each tenant has got so far.",
-        plots.service_by_tenant,
-        "jain_index",
-        _has_several_tenants,
-        MAX_RUN_PANELS,
-    ),
+from vajra_py.metrics.replications import Setting, group_replications, system_axes
+from vajra_py.metrics.report_figures import FIGURES
+from vajra_py.metrics.report_tables import (
+    MAX_SCOPES,
+    difference_table,
+    main_table,
+    rows_table,
+    scope_tables,
+    versus_table,
 )
+from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.trust import warnings_of
+
+_MAX_NAMES = 8
 
 
 def write_report(runs: Sequence[RunData], path: str | Path, title: str | None = None) -> None:
@@ -171,8 +45,11 @@ def render_report(runs: Sequence[RunData], title: str | None = None) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     first = compare(runs)
-    ordered = [distinct(runs)[i] for i in first.by_load()]
+    groups = group_replications(runs)
+    settings = [groups[i] for i in first.by_load()]
+    ordered = [run for setting in settings for run in setting.runs]
     comparison = compare(ordered)
+    differing, num_more = difference_table([setting.first for setting in settings])
     environment = Environment(
         loader=PackageLoader("vajra_py.metrics"),
         autoescape=True,
@@ -181,35 +58,55 @@ def render_report(runs: Sequence[RunData], title: str | None = None) -> str:
         lstrip_blocks=True,
     )
     context = {
-        "title": title or (ordered[0].name if len(ordered) == 1 else f"Comparison of {len(ordered)} runs"),
-        "num_runs": len(ordered),
-        "lead": _lead(ordered),
-        "verdicts": _verdicts(ordered, comparison),
+        "title": title or (ordered[0].name if len(ordered) == 1 else f"Comparison of {_counted(settings)}"),
+        "num_settings": len(settings),
+        "is_replicated": comparison.is_replicated,
+        "lead": _lead(settings),
+        "verdicts": _verdicts(settings, comparison),
         "findings": _findings(comparison),
-        "warnings": _warnings(ordered),
-        "main": _table(comparison, OVERALL, 1 if len(ordered) <= _WIDE_RUNS else 0),
-        "full": _rows_table(
+        "warnings": warnings_of(settings, comparison),
+        "main": main_table(comparison, OVERALL, 1 if len(settings) <= WIDE else 0),
+        "full": rows_table(
             comparison, OVERALL, [metric for metric in METRICS if metric in comparison.shown(OVERALL, 2)]
         ),
-        "scopes": _scope_tables(comparison),
-        "num_more_scopes": max(0, len(comparison.scopes) - 1 - _MAX_SCOPES),
+        "versus": versus_table(comparison),
+        "scopes": scope_tables(comparison),
+        "num_more_scopes": max(0, len(comparison.scopes) - 1 - MAX_SCOPES),
         "groups": _figures(ordered, comparison),
-        "differences": _difference_table(ordered),
+        "has_slo": any(name.endswith("slo_attainment_fraction") for name in _known(comparison)),
+        "differences": differing,
+        "num_more_differences": num_more,
         "shared": _shared(ordered),
         "manifests": [(run.name, list(flatten(run.manifest).items())) for run in ordered],
     }
     return environment.get_template("report.html.j2").render(context)
 
 
-def _lead(runs: Sequence[RunData]) -> list[str]:
+def _known(comparison: Comparison) -> list[str]:
+    return [metric.key for metric in comparison.shown(OVERALL, 2)]
+
+
+def _counted(settings: Sequence[Setting]) -> str:
+    """How many runs, or settings of how many seeds."""
+    counts = sorted({len(setting.runs) for setting in settings})
+    if counts == [1]:
+        return f"{len(settings)} runs"
+    seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{len(settings)} {'setting' if len(settings) == 1 else 'settings'} of {seeds} seeds each"
+
+
+def _lead(settings: Sequence[Setting]) -> list[str]:
     """What was compared, and on what, in sentences."""
-    varied = axes(runs)
+    runs = [run for setting in settings for run in setting.runs]
+    varied = system_axes(runs)
     if len(runs) == 1:
         sentences = [f"One run, {runs[0].name}."]
     elif varied:
-        sentences = [f"{len(runs)} runs that differ in {_and([_described(axis) for axis in varied])}."]
+        sentences = [f"{_counted(settings)} that differ in {_and([_described(axis) for axis in varied])}."]
+    elif len(settings) == 1:
+        sentences = [f"{_counted(settings)}."]
     else:
-        sentences = [f"{len(runs)} runs whose configurations do not differ."]
+        sentences = [f"{_counted(settings)} whose configurations do not differ."]
     counts = sorted({int(run.summary.value("overall.counts.arrived") or 0) for run in runs})
     span = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
     rates = [rate for run in runs if (rate := run.summary.value("overall.offered_requests_per_s")) is not None]
@@ -222,11 +119,7 @@ def _lead(runs: Sequence[RunData]) -> list[str]:
     groups = [f"{tenants} tenants"] if tenants > 1 else []
     groups += [f"{classes} SLO classes"] if classes > 1 else []
     who = f", of {_and(groups)}" if groups else ""
-    sentences.append(
-        f"Each measured {span} requests{offered}{who}."
-        if len(runs) > 1
-        else f"It measured {span} requests{offered}{who}."
-    )
+    sentences.append(f"{'Each run' if len(runs) > 1 else 'It'} measured {span} requests{offered}{who}.")
     workload = _workload(runs)
     return [*sentences, workload] if workload else sentences
 
@@ -257,18 +150,29 @@ def _described(axis: Axis) -> str:
     return f"{axis.label} ({listed})"
 
 
-def _verdicts(runs: Sequence[RunData], comparison: Comparison) -> list[dict[str, Any]]:
-    """One entry per stability label: which runs, and why where they are not stable."""
+def _verdicts(settings: Sequence[Setting], comparison: Comparison) -> list[dict[str, Any]]:
+    """One entry per stability label: which settings, and why where they are not stable."""
     found = []
     for label in ("stable", "backlogged", "overloaded", "unknown"):
         members = [i for i, own in enumerate(comparison.stability) if own == label]
         if not members:
             continue
-        reasons = [(comparison.names[i], runs[i].summary.value("stability.reason") or "") for i in members]
+        reasons = [(comparison.names[i], _reason(settings[i], label)) for i in members]
         found.append(
-            {"label": label, "count": len(members), "reasons": reasons if label != "stable" or len(runs) == 1 else []}
+            {
+                "label": label,
+                "count": len(members),
+                "reasons": reasons if label != "stable" or len(settings) == 1 else [],
+            }
         )
     return found
+
+
+def _reason(setting: Setting, label: str) -> str:
+    """Why a setting has its label: the words of its first run that has it, and how many have."""
+    runs = [run for run in setting.runs if (run.summary.value("stability.label") or "unknown") == label]
+    reason = str(runs[0].summary.value("stability.reason") or "") if runs else ""
+    return reason if len(setting.runs) == 1 else f"{len(runs)} of {len(setting.runs)} seeds, such as: {reason}"
 
 
 def _findings(comparison: Comparison) -> list[str]:
@@ -295,15 +199,20 @@ def _findings(comparison: Comparison) -> list[str]:
 
 
 def _finding(comparison: Comparison, key: str, members: Sequence[int]) -> str | None:
-    metric = next(metric for metric in METRICS if metric.key == key)
+    metric = BY_KEY[key]
     row = comparison.values[OVERALL][key]
-    best = [i for i in members if i in comparison.best(key)]
+    ties = comparison.ties(key) & set(members)
+    best = sorted(ties) or [i for i in members if i in comparison.best(key)]
     others = [(value, i) for i in members if i not in best and (value := row[i]) is not None]
     if not best or not others:
         return None
     worst, at = max(others) if metric.lower_is_better else min(others)
     names = _and([_judged(comparison, i) for i in best[:3]]) + (f" and {len(best) - 3} more" if len(best) > 3 else "")
-    return f"{names} – {_with_unit(metric, row[best[0]])}; furthest from it: {_judged(comparison, at)} – {_with_unit(metric, worst)}."
+    values = [value for i in best if (value := row[i]) is not None]
+    least, most = _with_unit(metric, min(values)), _with_unit(metric, max(values))
+    tied = " (not told apart by their seeds)" if ties else ""
+    reached = least if least == most else f"{least} to {most}"
+    return f"{names}{tied} – {reached}; furthest from it: {_judged(comparison, at)} – {_with_unit(metric, worst)}."
 
 
 def _judged(comparison: Comparison, i: int) -> str:
@@ -312,48 +221,24 @@ def _judged(comparison: Comparison, i: int) -> str:
     return comparison.names[i] if label == "stable" else f"{comparison.names[i]}, {label}"
 
 
-def _warnings(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
-    """Sentences, each with the runs that it is about (none: all)."""
-    found: dict[str, list[str]] = {}
-    for run in runs:
-        if not run.is_finished:
-            found.setdefault("Did not come to its end: these are the numbers up to where it stopped.", []).append(
-                run.name
-            )
-        for sentence in run.summary.value("warnings") or []:
-            # The verdict says why a run is not stable.
-            if not sentence.startswith("The run is "):
-                found.setdefault(sentence, []).append(run.name)
-    warnings = [
-        (sentence, names if len(names) < len(runs) or len(runs) == 1 else []) for sentence, names in found.items()
-    ]
-    versions = {str(run.manifest.get("versions")) for run in runs}
-    if len(versions) > 1:
-        warnings.append(("The runs were made by different versions of the software; see the manifests.", []))
-    if len(runs) > 1 and not any(axis.path == SEED_PATH for axis in axes(runs)):
-        warnings.append(("Each setting was run with one seed: small differences may be chance.", []))
-    return warnings
-
-
 def _figures(runs: Sequence[RunData], comparison: Comparison) -> list[dict[str, Any]]:
     groups: dict[str, list[dict[str, str]]] = {}
-    for spec in _FIGURES:
+    for spec in FIGURES:
+        shown = spec.runs_of(runs)
         if not spec.wanted(runs):
             continue
-        caption = spec.caption
-        if spec.most_runs is not None and len(runs) > spec.most_runs:
-            caption += f" Shown of the {len(runs)} runs: at most {spec.most_runs}, those under the highest load, then of the lowest P99 TTFT."
+        caption = spec.words(runs)
         alt = f"{spec.title}. {caption}"
         if spec.numbers:
             alt += " " + _spelled(comparison, spec.numbers)
-        svg = inline_svg(spec.draw(runs), spec.key.replace("_", "-"), alt)
+        svg = inline_svg(spec.draw(shown), spec.key.replace("_", "-"), alt)
         groups.setdefault(spec.group, []).append({"title": spec.title, "caption": caption, "svg": svg})
     return [{"name": name, "figures": figures} for name, figures in groups.items()]
 
 
 def _spelled(comparison: Comparison, key: str) -> str:
     """A metric's values in words, for those who cannot see the figure."""
-    metric = next(metric for metric in METRICS if metric.key == key)
+    metric = BY_KEY[key]
     row = comparison.values[OVERALL][key]
     known = [(value, name) for value, name in zip(row, comparison.names, strict=True) if value is not None]
     if not known:
@@ -362,75 +247,6 @@ def _spelled(comparison: Comparison, key: str) -> str:
         least, most = min(known), max(known)
         return f"{metric.label}: from {_with_unit(metric, least[0])} ({least[1]}) to {_with_unit(metric, most[0])} ({most[1]})."
     return f"{metric.label}: " + ", ".join(f"{name} {_with_unit(metric, value)}" for value, name in known) + "."
-
-
-def _table(comparison: Comparison, scope: str, level: int) -> dict[str, Any]:
-    """Metrics as rows for a few runs, runs as rows for many."""
-    metrics = comparison.shown(scope, level)
-    if len(comparison.names) > _WIDE_RUNS:
-        return _rows_table(comparison, scope, metrics)
-    rows = []
-    for metric in metrics:
-        best = comparison.best(metric.key, scope)
-        values = comparison.values[scope][metric.key]
-        cells = [
-            {"text": metric_text(metric, value), "best": i in best, "label": None} for i, value in enumerate(values)
-        ]
-        rows.append({"head": titled(metric), "cells": cells, "starts": False})
-    if scope == OVERALL:
-        labels = [{"text": label, "best": False, "label": label} for label in comparison.stability]
-        rows.insert(0, {"head": "stability", "cells": labels, "starts": False})
-    return {"corner": "metric", "heads": list(comparison.names), "rows": rows}
-
-
-def _scope_tables(comparison: Comparison) -> list[tuple[str, dict[str, Any]]]:
-    """A table for each class and tenant; of a single run, one table with all of them."""
-    scopes = comparison.scopes[1 : _MAX_SCOPES + 1]
-    if len(comparison.names) > 1 or not scopes:
-        return [(scope_title(scope), _table(comparison, scope, 0)) for scope in scopes]
-    shown = {metric.key for scope in scopes for metric in comparison.shown(scope)}
-    metrics = [metric for metric in METRICS if metric.key in shown]
-    rows = [
-        {
-            "head": scope_title(scope),
-            "cells": [
-                {"text": metric_text(metric, comparison.values[scope][metric.key][0]), "best": False, "label": None}
-                for metric in metrics
-            ],
-            "starts": i > 0 and scope.split(" ")[0] != scopes[i - 1].split(" ")[0],
-        }
-        for i, scope in enumerate(scopes)
-    ]
-    return [("All of them", {"corner": "group", "heads": [titled(metric) for metric in metrics], "rows": rows})]
-
-
-def _rows_table(comparison: Comparison, scope: str, metrics: Sequence[Metric]) -> dict[str, Any]:
-    starts = comparison.load_starts()
-    best = {metric.key: comparison.best(metric.key, scope) for metric in metrics}
-    rows = []
-    for i in comparison.by_load():
-        label = comparison.stability[i]
-        cells = [{"text": label, "best": False, "label": label}] if scope == OVERALL else []
-        cells += [
-            {
-                "text": metric_text(metric, comparison.values[scope][metric.key][i]),
-                "best": i in best[metric.key],
-                "label": None,
-            }
-            for metric in metrics
-        ]
-        rows.append({"head": comparison.names[i], "cells": cells, "starts": i in starts and len(starts) > 1})
-    heads = (["stability"] if scope == OVERALL else []) + [titled(metric) for metric in metrics]
-    return {"corner": "run", "heads": heads, "rows": rows}
-
-
-def _difference_table(runs: Sequence[RunData]) -> dict[str, Any] | None:
-    found = list(differences(runs).items())
-    if not found:
-        return None
-    shown = found[:_MAX_DIFFERENCES]
-    rows = [{"head": run.name, "cells": [values[i] for _, values in shown]} for i, run in enumerate(runs)]
-    return {"heads": [path for path, _ in shown], "rows": rows, "num_more": len(found) - len(shown)}
 
 
 def _shared(runs: Sequence[RunData]) -> list[tuple[str, str]]:

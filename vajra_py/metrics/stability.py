@@ -1,4 +1,4 @@
-"""Classify whether the system kept up with its load: stable, backlogged or overloaded.
+"""Judges whether the system kept up with its load: stable, backlogged, or overloaded.
 
 The rule looks only at when requests arrived, were admitted and ended, so it means the same for every policy and engine:
 
@@ -13,11 +13,14 @@ The rule looks only at when requests arrived, were admitted and ended, so it mea
 * growth is *visible* when the stock rose by more than twice the root of the sum of squares of the sizes that arrived in the second half: two standard deviations
   of arrivals at random moments. It must also be at least the size of 4 mean requests.
 * growth *goes on* when the step from the third quarter to the last is at least a quarter of that rise.
+* the *worst quarter* is the one in which most requests waited, the first one included: a burst that is worked off later was a backlog all the same. Its queue is visible when more than
+  4 requests, and more than two standard deviations of its arrivals, waited on average.
 * *shed* = the fraction of the window's arrivals that expired, or were refused although others of their size or larger were served.
 
 **Overloaded**: growth of 5 % or more of a stock that is visible and goes on, or 5 % or more shed. **Backlogged** (not overloaded): visible growth of requests
-waiting or in the system, or 1 % or more shed, or, on average over time, more than five requests waiting for their first admission for each one in service (by
-Little's law: requests wait more than five times as long as they are served). **Stable**: the rest. In a run too short for its growth to be visible, only shedding
+waiting or in the system, or 1 % or more shed, or more than five requests waiting for their first admission for each one in service (by Little's law: requests
+wait more than five times as long as they are served) on average over time or in the worst quarter, or a visible queue in the worst quarter of 5 % or more of what arrived in it.
+**Stable**: the rest. In a run too short for its growth to be visible, only shedding
 and waiting speak.
 """
 
@@ -40,6 +43,8 @@ VISIBLE_DEVIATIONS = 2.0
 VISIBLE_REQUESTS = 4.0
 FLAT_DEPARTURES = 1.1
 BACKLOG_WAITING_RATIO = 5.0
+BACKLOG_QUEUE_FRACTION = 0.05
+_ORDINALS = ("first", "second", "third", "last")
 
 
 class StabilityLabel(Enum):
@@ -65,6 +70,8 @@ class Stability:
     """Of requests waiting for their first admission."""
     in_system_by_quarter: tuple[float, ...]
     """Mean requests in the system, by quarter of the arrivals' span; empty when there is no span."""
+    waiting_by_quarter: tuple[float, ...]
+    """Of them those waiting for their first admission."""
     shed_fraction: float
     mean_waiting: float
     """Requests waiting for their first admission, mean over the window's time."""
@@ -103,8 +110,11 @@ def assess(lifetimes: Lifetimes, window: Window) -> Stability:
     waiting = _mean_between(lifetimes.arrived_at, admitted_at, window.start_at, window.end_at)
     in_service = _mean_between(admitted_at, ended_at, window.start_at, window.end_at)
     label, reason = _verdict(stocks, shed, (waiting, in_service))
+    if label is StabilityLabel.STABLE:
+        burst = _burst(stocks[0], stocks[2], lifetimes.arrived_at, edges)
+        label, reason = (label, reason) if burst is None else (StabilityLabel.BACKLOGGED, burst)
     growths = (stocks[2].fraction, stocks[3].fraction, stocks[0].fraction)
-    return Stability(label, reason, *growths, stocks[2].quarters, shed, waiting, in_service)
+    return Stability(label, reason, *growths, stocks[2].quarters, stocks[0].quarters, shed, waiting, in_service)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +167,23 @@ def _verdict(stocks: Sequence[_Growth], shed: float, shares: tuple[float, float]
             f"on average {waiting:.1f} requests waited for their first step and only {in_service:.1f} were in service"
         )
     return StabilityLabel.STABLE, "no queue kept growing, and waiting was no more than five times as long as service"
+
+
+def _burst(waiting: _Growth, in_system: _Growth, arrived_at: Floats, edges: Floats) -> str | None:
+    """What is to be said about the worst quarter; None when its queue is no backlog."""
+    if not edges.size:
+        return None
+    worst = max(range(4), key=lambda i: waiting.quarters[i])
+    arrivals = int(((arrived_at >= edges[worst]) & (arrived_at <= edges[worst + 1])).sum())
+    queue, in_service = waiting.quarters[worst], in_system.quarters[worst] - waiting.quarters[worst]
+    if queue <= max(VISIBLE_REQUESTS, VISIBLE_DEVIATIONS * math.sqrt(arrivals)):
+        return None
+    if queue <= BACKLOG_WAITING_RATIO * in_service and queue < BACKLOG_QUEUE_FRACTION * arrivals:
+        return None
+    return (
+        f"in the {_ORDINALS[worst]} quarter of the arrivals {queue:,.0f} requests waited for their first step on average, "
+        f"{in_service:,.0f} were in service and {arrivals:,} arrived"
+    )
 
 
 def _quarter_edges(arrived_at: Floats, window: Window) -> Floats:

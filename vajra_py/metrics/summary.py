@@ -1,4 +1,4 @@
-"""Summarize a run in numbers: overall, per SLO class, tenant and replicaset.
+"""Summarises a run in numbers: overall, per SLO class, tenant and replicaset.
 
 A summary is a nested dictionary of plain values, the same in memory and in `summary.json`; None stands for "no such value" (no request had one).
 Nothing is dropped silently: `counts` adds up to the requests that arrived in the window, unfinished ones included, and each distribution carries
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from vajra_py.metrics.definitions import (
     QUANTILES,
     REASONS,
-    UNFINISHED,
     Floats,
     Ints,
     Outcomes,
@@ -34,6 +33,7 @@ from vajra_py.metrics.definitions import (
     quantiles,
     weighted_quantiles,
 )
+from vajra_py.metrics.run_warnings import warnings_of
 from vajra_py.metrics.stability import Lifetimes, Stability, assess
 from vajra_py.metrics.tables import reason_masks
 
@@ -72,6 +72,10 @@ class Summary:
                 return None
             here = here[key]
         return here
+
+    def with_warnings(self, sentences: Sequence[str]) -> Summary:
+        """The same summary with these warnings after its own."""
+        return Summary({**self.data, "warnings": [*self.data["warnings"], *sentences]})
 
     def to_json(self) -> str:
         """JSON, indented, ending in a line break; equal summaries give equal text."""
@@ -144,7 +148,7 @@ def summarise(
         "fairness": _fairness(columns, tenants, service or ServiceWeights()),
         "resources": _resources(steps, window),
     }
-    data["warnings"] = _warnings(data)
+    data["warnings"] = warnings_of(data)
     return Summary(_plain(data))
 
 
@@ -395,47 +399,11 @@ def _stability_section(stability: Stability) -> Section:
         "token_growth_fraction": stability.token_growth_fraction,
         "waiting_growth_fraction": stability.waiting_growth_fraction,
         "in_system_by_quarter": list(stability.in_system_by_quarter),
+        "waiting_by_quarter": list(stability.waiting_by_quarter),
         "shed_fraction": stability.shed_fraction,
         "mean_waiting": stability.mean_waiting,
         "mean_in_service": stability.mean_in_service,
     }
-
-
-def _warnings(data: Section) -> list[str]:
-    """What a reader of the numbers must know, a sentence each."""
-    counts = data["overall"]["counts"]
-    arrived = counts["arrived"]
-    found = []
-    if not arrived:
-        return ["No request arrived in the measurement window."]
-    if data["stability"]["label"] != "stable":
-        found.append(f"The run is {data['stability']['label']}: {data['stability']['reason']}.")
-    if counts[UNFINISHED]:
-        found.append(
-            f"{counts[UNFINISHED]} of {arrived} requests had not ended when the run did; their end-to-end latency is unknown, so the "
-            "reported one is too low."
-        )
-    found += [
-        f"{counts[reason]} of {arrived} requests {became}." for reason, became in _BECAME.items() if counts[reason]
-    ]
-    if data["overall"]["e2e_s"]["count"] < 100:
-        found.append(
-            f"Only {data['overall']['e2e_s']['count']} requests completed: the 99th percentile is their maximum."
-        )
-    undecided = data["overall"]["slo"]["overall"]["num_undecided"]
-    if undecided:
-        found.append(
-            f"For {undecided} requests it is undecided whether they met their SLOs; attainment leaves them out."
-        )
-    return found
-
-
-_BECAME = {
-    "rejected": "were rejected",
-    "expired": "expired while they waited",
-    "aborted": "were taken back by their clients",
-    "failed": "failed with their replica",
-}
 
 
 def _offered_rate(arrived_at: Floats) -> float | None:

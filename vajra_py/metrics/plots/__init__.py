@@ -1,4 +1,4 @@
-"""Figures of runs: each function takes runs and returns a matplotlib `Figure`.
+"""Pictures of what runs did. Each function takes runs and returns a matplotlib `Figure`, for a notebook, a paper or the report.
 
 Every figure takes one run to some forty and says so where it has nothing to show. Matplotlib is loaded at the first figure.
 """

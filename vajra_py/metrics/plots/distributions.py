@@ -1,4 +1,4 @@
-"""Latency distributions, and latency against prompt length."""
+"""Distributions of latencies, and of waits that the length of a prompt does not explain."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vajra_py.metrics.definitions import Floats, quantiles
+from vajra_py.metrics.intervals import floats
 from vajra_py.metrics.plots.data import Cdf, bucket_edges, gap_cdf, request_cdf
 from vajra_py.metrics.plots.layout import Arrangement, arrange_runs
 from vajra_py.metrics.plots.style import (
@@ -22,7 +23,8 @@ from vajra_py.metrics.plots.style import (
     tapered,
     token_count,
 )
-from vajra_py.metrics.run_data import RunData, distinct
+from vajra_py.metrics.replications import Setting, group_replications
+from vajra_py.metrics.run_data import RunData
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -85,16 +87,19 @@ def _share_log_range(column_axes: Any, curves: Sequence[Cdf]) -> None:
 
 @styled
 def latency_ranges(runs: Sequence[RunData]) -> Figure:
-    """P50 to P99 of TTFT, TBT, TPOT and E2E, a row per run; the dot is P50, the bar's end P99, the cross the mean."""
-    runs = distinct(runs)
-    figure, axes = new_figure(1, 4, max(1.6, 0.26 * len(runs) + 0.8), sharey=True)
-    looks = arrange_runs(runs).looks
-    rows = np.arange(len(runs))
+    """P50 to P99 of TTFT, TBT, TPOT and E2E, a row per setting; the dot is P50, the bar's end P99, the cross the mean (means over replications)."""
+    settings = group_replications(runs)
+    figure, axes = new_figure(1, 4, max(1.6, 0.26 * len(settings) + 0.8), sharey=True)
+    looks = arrange_runs([setting.first for setting in settings]).looks
+    rows = np.arange(len(settings))
     for column, (name, label, scale, unit) in enumerate(_RANGE_METRICS):
         own = axes[0, column]
         own.set_xlabel(f"{label} ({unit})")
         values = np.array(
-            [[_scaled(run, f"overall.{name}.{stat}", scale) for stat in ("p50", "p99", "mean")] for run in runs],
+            [
+                [_scaled(setting, f"overall.{name}.{stat}", scale) for stat in ("p50", "p99", "mean")]
+                for setting in settings
+            ],
             dtype=np.float64,
         )
         if not np.isfinite(values).any():
@@ -110,8 +115,8 @@ def latency_ranges(runs: Sequence[RunData]) -> Figure:
         if positive.size:
             plain_log(own.xaxis, most=4)
             own.set_xlim(positive.min() * 0.8, positive.max() * 1.3)
-    axes[0, 0].set_yticks(rows, [run.name for run in runs])
-    axes[0, 0].set_ylim(len(runs) - 0.4, -0.6)
+    axes[0, 0].set_yticks(rows, [setting.name for setting in settings])
+    axes[0, 0].set_ylim(len(settings) - 0.4, -0.6)
     for own in axes[0]:
         own.grid(axis="y", visible=False)
     return figure
@@ -189,6 +194,6 @@ def _per_bucket(columns: dict[str, Any], edges: list[int], since: str, reduce: A
     return found
 
 
-def _scaled(run: RunData, path: str, scale: float) -> float:
-    value = run.summary.value(path)
-    return float("nan") if value is None else float(value) * scale
+def _scaled(setting: Setting, path: str, scale: float) -> float:
+    values = floats([run.summary.value(path) for run in setting.runs])
+    return float(values.mean()) * scale if values.size else float("nan")

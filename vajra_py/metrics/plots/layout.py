@@ -1,4 +1,4 @@
-"""Assign panels, colours and dashes to runs, so that a figure of forty runs stays readable.
+"""Panels, colours and dashes of runs, so that a figure of forty runs stays readable.
 
 Up to eight runs share a panel, each with a colour. More runs that form a grid (as sweeps do) get one axis of the grid as panels, one as colours and one
 as dashes; the axis of the load, if there is one, makes the panels, so that what shares a panel shares a load. More runs without such an order: the
@@ -11,8 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vajra_py.metrics.differences import SEED_PATH, Axis, axes, is_workload
+from vajra_py.metrics.differences import SEED_PATH, Axis, axes, is_rate, is_workload
 from vajra_py.metrics.plots.style import DASHES, MAX_SERIES, Look
+from vajra_py.metrics.replications import Setting, group_replications, load_labels
 from vajra_py.metrics.run_data import RunData, distinct
 
 MAX_PANELS = 9
@@ -37,10 +38,10 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Runs of one system under different loads (and seeds); a single run is a series of one."""
+    """Settings of one system under different rates; a single setting is a series of one."""
 
     label: str
-    runs: tuple[RunData, ...]
+    settings: tuple[Setting, ...]
 
 
 def arrange_runs(runs: Sequence[RunData]) -> Arrangement:
@@ -50,21 +51,22 @@ def arrange_runs(runs: Sequence[RunData]) -> Arrangement:
 
 
 def series_by_system(runs: Sequence[RunData]) -> tuple[list[Series], Arrangement]:
-    """Runs that differ in nothing but load and seed, taken together; one series for each system."""
-    own_axes = [axis for axis in axes(runs) if not is_workload(axis)]
+    """Settings that differ in nothing but their rate, taken together; one series for each system (and workload of another kind)."""
+    settings = group_replications(runs)
+    firsts = [setting.first for setting in settings]
+    own_axes = [axis for axis in axes(firsts) if not is_rate(axis) and axis.path != SEED_PATH]
     groups: dict[tuple[str, ...], list[int]] = {}
-    for i in range(len(runs)):
+    for i in range(len(settings)):
         groups.setdefault(tuple(axis.values[i] for axis in own_axes), []).append(i)
-    named = distinct(runs)
     series = []
     for key, members in groups.items():
-        label = "/".join(key) if own_axes else ("all runs" if len(runs) > 1 else named[members[0]].name)
+        label = "/".join(key) if own_axes else "all runs" if len(settings) > 1 else settings[members[0]].name
         if len(members) == 1 and len(groups) > 1:
-            label = named[members[0]].name
-        series.append(Series(label, tuple(runs[i] for i in members)))
-    firsts = [members[0] for members in groups.values()]
-    reduced = [Axis(axis.path, axis.label, tuple(axis.values[i] for i in firsts)) for axis in own_axes]
-    ranks = [min(_rank(run) for run in one.runs) for one in series]
+            label = settings[members[0]].name
+        series.append(Series(label, tuple(settings[i] for i in members)))
+    heads = [members[0] for members in groups.values()]
+    reduced = [Axis(axis.path, axis.label, tuple(axis.values[i] for i in heads)) for axis in own_axes]
+    ranks = [min(_rank(setting.first) for setting in one.settings) for one in series]
     return series, _arrange(tuple(one.label for one in series), reduced, ranks)
 
 
@@ -75,8 +77,9 @@ def select(runs: Sequence[RunData], limit: int) -> list[RunData]:
     """
     if len(runs) <= limit:
         return list(runs)
-    order = sorted(range(len(runs)), key=lambda i: (-_load(runs[i]), _rank(runs[i]), i))
-    under_top_load = [i for i in order if _load(runs[i]) == _load(runs[order[0]])]
+    loads = _offered_by_load(runs)
+    order = sorted(range(len(runs)), key=lambda i: (-loads[i], _rank(runs[i]), i))
+    under_top_load = [i for i in order if loads[i] == loads[order[0]]]
     order = under_top_load if len(under_top_load) >= 3 else order
     return [runs[i] for i in sorted(order[:limit])]
 
@@ -113,7 +116,7 @@ def _grid(count: int, varied: Sequence[Axis]) -> Arrangement | None:
 def _roles(varied: Sequence[Axis]) -> tuple[Axis | None, Axis, list[Axis]] | None:
     """Which axis makes dashes, which colours, and which make panels: the smaller an axis of the system, the earlier in this order."""
     loads = [axis for axis in varied if is_workload(axis) and axis.path != SEED_PATH]
-    systems = sorted((axis for axis in varied if axis not in loads), key=lambda axis: len(axis.levels))
+    systems = sorted((axis for axis in varied if not is_workload(axis)), key=lambda axis: len(axis.levels))
     if not systems:
         return None
     if len(systems) == 1:
@@ -141,7 +144,10 @@ def _rank(run: RunData) -> float:
     return math.inf if value is None else float(value)
 
 
-def _load(run: RunData) -> float:
-    value = run.summary.value("overall.offered_requests_per_s")
-    # On a coarse logarithmic scale: seeds of one load do not differ in load.
-    return 0.0 if value is None else round(math.log1p(float(value)), 1)
+def _offered_by_load(runs: Sequence[RunData]) -> list[float]:
+    """For each run the mean offered rate of the runs under its configured load."""
+    offered: dict[str, list[float]] = {}
+    labels = load_labels(runs)
+    for label, run in zip(labels, runs, strict=True):
+        offered.setdefault(label, []).append(float(run.summary.value("overall.offered_requests_per_s") or 0.0))
+    return [math.fsum(offered[label]) / len(offered[label]) for label in labels]

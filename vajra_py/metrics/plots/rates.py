@@ -1,17 +1,18 @@
-"""Latency, attainment and goodput against load.
+"""Latency, attainment and goodput against the load.
 
-Load is the offered rate: arrivals per second in the measurement window. Runs that differ in load and seed only are one line; several seeds of one load are
-one point at their mean, with a bar from the least to the greatest value.
+A load is a configured setting. A point is one setting: at the mean of its replications' offered rates (arrivals per second in the measurement window) and the mean of their
+values, with a bar that is the 95 % confidence interval of that mean. Settings that differ in their rate only are one line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vajra_py.metrics.intervals import Interval, floats, replication_interval
 from vajra_py.metrics.plots.layout import Arrangement, Series, arrange_runs, series_by_system
 from vajra_py.metrics.plots.style import (
     GRID,
@@ -24,28 +25,32 @@ from vajra_py.metrics.plots.style import (
     say_empty,
     styled,
 )
-from vajra_py.metrics.run_data import RunData, distinct
+from vajra_py.metrics.replications import Setting, group_replications
+from vajra_py.metrics.run_data import RunData
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _OFFERED = "overall.offered_requests_per_s"
 _OFFERED_LABEL = "offered load (requests/s)"
-_SAME_LOAD = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class _Point:
     rate: float
     mean: float
-    low: float
-    high: float
+    interval: Interval | None
 
 
 def has_rate_sweep(runs: Sequence[RunData]) -> bool:
-    """Whether some system was run under at least two loads."""
+    """Whether some system was run under at least two configured rates."""
     series, _ = series_by_system(runs)
     return any(len(_points(one, _OFFERED, 1.0)) > 1 for one in series)
+
+
+def has_slo(runs: Sequence[RunData]) -> bool:
+    """Whether some run's requests were promised something."""
+    return any(_value(run, "overall.slo.overall.attainment_fraction") is not None for run in runs)
 
 
 @styled
@@ -91,17 +96,21 @@ def attainment_by_rate(runs: Sequence[RunData]) -> Figure:
 
 @styled
 def goodput_by_rate(runs: Sequence[RunData]) -> Figure:
-    """Requests per second, completed (left) and completed within their SLOs (right), against the offered load; the grey line is all that was offered."""
+    """Requests per second, completed (left) and, where there are SLOs, completed within them (right), against the offered load.
+
+    The grey line is all that was offered.
+    """
     series, arrangement = series_by_system(runs)
-    figure, axes = new_figure(1, 2, 3.0, sharex=True, sharey=True)
-    for own, (path, label) in zip(axes[0], (("throughput", "throughput"), ("goodput", "goodput")), strict=True):
+    shown = ["throughput", "goodput"] if has_slo(runs) else ["throughput"]
+    figure, axes = new_figure(1, len(shown), 3.0, sharex=True, sharey=True)
+    for own, path in zip(axes[0], shown, strict=True):
         if _draw(own, series, _one_panel(arrangement), f"overall.{path}.requests_per_s", 1.0):
             top = max((point.rate for one in series for point in _points(one, _OFFERED, 1.0)), default=0.0)
             own.plot([0, top], [0, top], color=GRID, linewidth=2.2, zorder=1)
             own.set_xlim(left=0)
             own.set_ylim(bottom=0)
         own.set_xlabel(_OFFERED_LABEL)
-        own.set_ylabel(f"{label} (requests/s)")
+        own.set_ylabel(f"{path} (requests/s)")
         own.tick_params(labelleft=True)
     add_legend(figure, _legend(series, arrangement))
     return figure
@@ -109,16 +118,16 @@ def goodput_by_rate(runs: Sequence[RunData]) -> Figure:
 
 @styled
 def delivery_bars(runs: Sequence[RunData]) -> Figure:
-    """SLO attainment, and throughput (light) with the goodput in it (solid), a row per run; without SLOs throughput alone."""
-    runs = distinct(runs)
-    hues = [look.hue for look in arrange_runs(runs).looks]
-    rows = np.arange(len(runs))
+    """SLO attainment, and throughput (light) with the goodput in it (solid), a row per setting; without SLOs throughput alone."""
+    settings = group_replications(runs)
+    hues = [look.hue for look in arrange_runs([setting.first for setting in settings]).looks]
+    rows = np.arange(len(settings))
     attainment, throughput, goodput = (
-        np.array([_number(run, f"overall.{path}") for run in runs], dtype=np.float64)
+        np.array([_mean(setting, f"overall.{path}") for setting in settings], dtype=np.float64)
         for path in ("slo.overall.attainment_fraction", "throughput.requests_per_s", "goodput.requests_per_s")
     )
     has_slo = bool(np.isfinite(attainment).any())
-    figure, axes = new_figure(1, 2 if has_slo else 1, max(1.6, 0.26 * len(runs) + 0.8), sharey=True)
+    figure, axes = new_figure(1, 2 if has_slo else 1, max(1.6, 0.26 * len(settings) + 0.8), sharey=True)
     first, last = axes[0, 0], axes[0, -1]
     if has_slo:
         first.barh(rows, np.nan_to_num(attainment), height=0.62, color=hues)
@@ -128,8 +137,8 @@ def delivery_bars(runs: Sequence[RunData]) -> Figure:
     last.barh(rows, np.nan_to_num(throughput), height=0.62, color=hues, alpha=0.3 if has_slo else 1.0)
     last.barh(rows, np.nan_to_num(goodput), height=0.62, color=hues)
     last.set_xlabel("throughput (light) and goodput (solid), requests/s" if has_slo else "throughput (requests/s)")
-    first.set_yticks(rows, [run.name for run in runs])
-    first.set_ylim(len(runs) - 0.4, -0.6)
+    first.set_yticks(rows, [setting.name for setting in settings])
+    first.set_ylim(len(settings) - 0.4, -0.6)
     for own in axes[0]:
         own.grid(axis="y", visible=False)
         own.set_xlim(left=0)
@@ -147,10 +156,12 @@ def _draw(axes: Any, series: Sequence[Series], arrangement: Arrangement, path: s
         look = arrangement.looks[i]
         rates, means = [point.rate for point in points], [point.mean for point in points]
         axes.plot(rates, means, marker="" if look.is_muted else look.marker, markersize=4.5, **look.line)
-        spread = [point for point in points if point.high > point.low]
+        known = [(point.rate, point.interval) for point in points if point.interval is not None]
         axes.vlines(
-            [point.rate for point in spread], [point.low for point in spread], [point.high for point in spread],
-            color=look.hue, linewidth=1.0, alpha=0.7,
+            [rate for rate, _ in known],
+            [_above_zero(interval.low, points) for _, interval in known],
+            [interval.high for _, interval in known],
+            color=look.hue, linewidth=1.6, alpha=0.7,
         )  # fmt: skip
     if not drawn:
         say_empty(axes)
@@ -158,21 +169,22 @@ def _draw(axes: Any, series: Sequence[Series], arrangement: Arrangement, path: s
 
 
 def _points(series: Series, path: str, scale: float) -> list[_Point]:
-    """By rising rate; loads that differ by under 2 % (seeds of one load) are one point."""
-    pairs = sorted((_number(run, _OFFERED), _number(run, path) * scale) for run in series.runs)
-    clusters: list[list[tuple[float, float]]] = []
-    for rate, value in pairs:
-        if not (np.isfinite(rate) and np.isfinite(value)):
-            continue
-        if clusters and rate <= clusters[-1][0][0] * (1 + _SAME_LOAD):
-            clusters[-1].append((rate, value))
-        else:
-            clusters.append([(rate, value)])
-    reduce: Callable[[list[float]], float] = lambda values: float(np.mean(values))  # noqa: E731
-    return [
-        _Point(reduce([r for r, _ in own]), reduce([v for _, v in own]), min(v for _, v in own), max(v for _, v in own))
-        for own in clusters
-    ]
+    """One for each setting of the series, by rising rate."""
+    points = []
+    for setting in series.settings:
+        rates, values = (floats([_value(run, own) for run in setting.runs]) for own in (_OFFERED, path))
+        if rates.size and values.size:
+            points.append(
+                _Point(
+                    float(rates.mean()), float(values.mean()) * scale, replication_interval((values * scale).tolist())
+                )
+            )
+    return sorted(points, key=lambda point: point.rate)
+
+
+def _above_zero(low: float, points: Sequence[_Point]) -> float:
+    """The lower end of an interval of something that cannot be negative, where a logarithmic axis still shows it."""
+    return max(low, min(point.mean for point in points) * 0.2)
 
 
 def _one_panel(arrangement: Arrangement) -> Arrangement:
@@ -184,9 +196,14 @@ def _legend(series: Sequence[Series], arrangement: Arrangement) -> list[tuple[st
     return line_entries(arrangement.legend, with_marker=True) if len(series) > 1 else []
 
 
-def _number(run: RunData, path: str) -> float:
+def _value(run: RunData, path: str) -> float | None:
     value = run.summary.value(path)
-    return float("nan") if value is None else float(value)
+    return None if value is None else float(value)
 
 
-__all__ = ["attainment_by_rate", "delivery_bars", "goodput_by_rate", "has_rate_sweep", "latency_by_rate"]
+def _mean(setting: Setting, path: str) -> float:
+    values = floats([_value(run, path) for run in setting.runs])
+    return float(values.mean()) if values.size else float("nan")
+
+
+__all__ = ["attainment_by_rate", "delivery_bars", "goodput_by_rate", "has_rate_sweep", "has_slo", "latency_by_rate"]

@@ -1,0 +1,115 @@
+"""The metrics that comparisons show: where a summary has them, their units, and how their values are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of a comparison."""
+
+    key: str
+    """Column name in data frames and CSV, with the unit of the raw value."""
+    label: str
+    path: str
+    """Where a group of the summary has it; a path that starts with `.` starts at the summary's top and exists for all requests only."""
+    unit: str = ""
+    """Unit that is shown."""
+    scale: float = 1.0
+    """Raw value times this is in the unit shown."""
+    lower_is_better: bool | None = None
+    """None: neither is."""
+    level: int = 1
+    """0: shown even when there are many runs; 1: shown when there are few; 2: in data frames, CSV and full tables only."""
+
+
+def _latency(key: str, label: str, section: str, unit: str, main: Iterable[str]) -> list[Metric]:
+    levels = {"mean": 1, "p50": 1, "p90": 1, "p99": 1} | dict.fromkeys(main, 0)
+    scale = 1000.0 if unit == "ms" else 1.0
+    names = {"mean": "mean", "p50": "P50", "p90": "P90", "p95": "P95", "p99": "P99", "max": "max"}
+    return [
+        Metric(f"{key}_{stat}_s", f"{label} {name}", f"{section}.{stat}", unit, scale, True, levels.get(stat, 2))
+        for stat, name in names.items()
+    ]
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("num_arrived", "Requests", "counts.arrived"),
+    Metric("num_completed", "Completed", "counts.completed", lower_is_better=False),
+    Metric("num_unfinished", "Unfinished", "counts.unfinished", lower_is_better=True),
+    Metric("num_rejected", "Rejected", "counts.rejected", lower_is_better=True),
+    Metric("num_expired", "Expired", "counts.expired", lower_is_better=True),
+    Metric("num_aborted", "Aborted", "counts.aborted"),
+    Metric("num_failed", "Failed", "counts.failed", lower_is_better=True),
+    Metric("offered_requests_per_s", "Offered load", "offered_requests_per_s", "req/s"),
+    *_latency("ttft", "TTFT", "ttft_s", "s", ("p50", "p99")),
+    *_latency("tbt", "TBT", "tbt_s", "ms", ("p99",)),
+    *_latency("tpot", "TPOT", "tpot_s", "ms", ("p99",)),
+    *_latency("e2e", "E2E", "e2e_s", "s", ("p99",)),
+    *_latency("queue", "Queueing", "queue_s", "s", ()),
+    Metric("slo_attainment_fraction", "SLO attainment", "slo.overall.attainment_fraction", "%", 100.0, False, 0),
+    Metric("ttft_slo_attainment_fraction", "TTFT SLO attainment", "slo.ttft.attainment_fraction", "%", 100.0, False),
+    Metric("tpot_slo_attainment_fraction", "TPOT SLO attainment", "slo.tpot.attainment_fraction", "%", 100.0, False),
+    Metric(
+        "deadline_attainment_fraction", "Deadline attainment", "slo.deadline.attainment_fraction", "%", 100.0, False
+    ),
+    Metric("goodput_requests_per_s", "Goodput", "goodput.requests_per_s", "req/s", 1.0, False, 0),
+    Metric("goodput_output_tokens_per_s", "Goodput, tokens", "goodput.output_tokens_per_s", "tok/s", 1.0, False),
+    Metric("throughput_requests_per_s", "Throughput", "throughput.requests_per_s", "req/s", 1.0, False, 0),
+    Metric(
+        "throughput_output_tokens_per_s",
+        "Output throughput",
+        "throughput.output_tokens_per_s",
+        "tok/s",
+        1.0,
+        False,
+    ),
+    Metric("num_preemptions", "Preemptions", "preemptions.count", lower_is_better=True, level=0),
+    Metric("kv_used_mean_fraction", "KV use, mean", ".resources.mean_used_fraction", "%", 100.0, None, 0),
+    Metric("kv_used_max_fraction", "KV use, max", ".resources.max_used_fraction", "%", 100.0),
+    Metric("prefix_hit_fraction", "Prefix hits", "tokens.prefix_hit_fraction", "%", 100.0, False),
+    Metric("busy_fraction", "Replicas busy", ".resources.busy_fraction", "%", 100.0),
+    Metric("mean_step_tokens", "Tokens per step", ".resources.mean_step_tokens"),
+    Metric("jain_index", "Jain index (tenants)", ".fairness.jain_index", "", 1.0, False),
+)
+"""Every metric, in the order of reports."""
+
+BY_KEY: Mapping[str, Metric] = {metric.key: metric for metric in METRICS}
+
+
+def titled(metric: Metric) -> str:
+    """The metric's label with its unit."""
+    return f"{metric.label} ({metric.unit})" if metric.unit else metric.label
+
+
+def metric_text(metric: Metric, value: float | None, *, is_error: bool = False) -> str:
+    """A raw value of this metric in its unit, with three or four significant digits; a dash for none.
+
+    An error of a count keeps a decimal below ten.
+    """
+    if value is None:
+        return "–"
+    shown = value * metric.scale
+    if metric.key.startswith("num_") and not (is_error and shown < 10):
+        return f"{shown:,.0f}"
+    if metric.unit == "%" or metric.key.startswith("num_"):
+        return f"{shown:.1f}"
+    return significant(shown)
+
+
+def significant(value: float) -> str:
+    """Four significant digits at most, never in exponent form for sizes that people read."""
+    size = abs(value)
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size >= 100:
+        return f"{value:.0f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    if size >= 1:
+        return f"{value:.2f}"
+    if size >= 0.001 or size == 0:
+        return f"{value:.3f}"
+    return f"{value:.1e}"

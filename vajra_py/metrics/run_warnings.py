@@ -1,0 +1,62 @@
+"""What limits the numbers of one run, in sentences for its summary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from vajra_py.metrics.definitions import UNFINISHED
+
+
+def warnings_of(data: Mapping[str, Any]) -> list[str]:
+    """What a reader of a summary must know, a sentence each."""
+    counts = data["overall"]["counts"]
+    arrived = counts["arrived"]
+    found = []
+    if not arrived:
+        return ["No request arrived in the measurement window."]
+    if data["stability"]["label"] != "stable":
+        found.append(f"The run is {data['stability']['label']}: {data['stability']['reason']}.")
+    if counts[UNFINISHED]:
+        found.append(
+            f"{counts[UNFINISHED]} of {arrived} requests had not ended when the run did; their end-to-end latency is unknown, so the "
+            "reported one is too low."
+        )
+    found += [
+        f"{counts[reason]} of {arrived} requests {became}." for reason, became in _BECAME.items() if counts[reason]
+    ]
+    if data["overall"]["e2e_s"]["count"] < 100:
+        found.append(
+            f"Only {data['overall']['e2e_s']['count']} requests completed: the 99th percentile is their maximum."
+        )
+    undecided = data["overall"]["slo"]["overall"]["num_undecided"]
+    if undecided:
+        found.append(
+            f"For {undecided} requests it is undecided whether they met their SLOs; attainment leaves them out."
+        )
+    return found
+
+
+_FAR_RATE = 0.2
+"""Relative distance of the measured from the asked rate that a reader must know of, where chance does not explain it."""
+
+
+def rate_warnings(data: Mapping[str, Any], asked: float | None) -> list[str]:
+    """Whether a summary's requests came at another rate than the one asked for, requests per second (None: none was)."""
+    overall = data["overall"]
+    offered, arrived = overall["offered_requests_per_s"], overall["counts"]["arrived"]
+    if not asked or not offered or abs(offered / asked - 1) <= max(_FAR_RATE, 4 / math.sqrt(arrived)):
+        return []
+    return [
+        f"The workload was asked for {asked:.3g} requests/s and arrived at {offered:.3g}: turns of a session wait for the turn before, and a process may be bursty; "
+        "compare by the offered load, not by the rate asked for."
+    ]
+
+
+_BECAME = {
+    "rejected": "were rejected",
+    "expired": "expired while they waited",
+    "aborted": "were taken back by their clients",
+    "failed": "failed with their replica",
+}
