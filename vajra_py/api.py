@@ -14,7 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vajra_py.config import ExperimentConfig, config_from_mapping, load_config
+from vajra_py.config import ExperimentConfig, config_from_mapping, expand_sweep, load_config
+from vajra_py.contract import Layer, PolicySpec
+from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.backend import Progress
 from vajra_py.experiment.folder import find_runs
 from vajra_py.experiment.run import load_workload, run_experiment
@@ -23,6 +25,7 @@ from vajra_py.experiment.sweep import sweep as run_sweep
 from vajra_py.metrics.comparison import Comparison
 from vajra_py.metrics.comparison import compare as compare_runs
 from vajra_py.metrics.run_data import RunData, load_runs
+from vajra_py.plugins import Registry, load_registry
 
 if TYPE_CHECKING:
     from vajra_py.metrics import plots
@@ -43,15 +46,22 @@ __all__ = [
 ]
 
 
-def load(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> ExperimentConfig:
+def load(
+    source: str | Path | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    policies: Iterable[PolicySpec] = (),
+) -> ExperimentConfig:
     """An experiment from a YAML file, or from a mapping that reads like one; `overrides` maps dotted paths to values.
 
-    Raises `ConfigError` with every mistake.
+    `policies` may be named in it beside the installed ones; give the same ones to `run` or `sweep`. Raises `ConfigError` with
+    every mistake.
     """
     texts = [f"{path}={_yaml(value)}" for path, value in (overrides or {}).items()]
+    registry = _registry(policies)
     if isinstance(source, Mapping):
-        return config_from_mapping(source, texts)
-    return load_config(source, texts)
+        return config_from_mapping(source, texts, registry)
+    return load_config(source, texts, registry)
 
 
 def run(
@@ -60,10 +70,19 @@ def run(
     folder: str | Path | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
+    policies: Sequence[PolicySpec] = (),
 ) -> RunData:
-    """Run one experiment and open its results; see `vajra_py.experiment.run.run_experiment` for folders and errors."""
+    """Run one experiment and open its results; see `vajra_py.experiment.run.run_experiment` for folders and errors.
+
+    `policies` need not be installed: the experiment's file names them like any other. An experiment that names one of them is
+    always run anew, since no version tells whether its code has changed.
+    """
     return run_experiment(
-        config, folder=None if folder is None else Path(folder), overwrite=overwrite, progress=progress
+        config,
+        folder=None if folder is None else Path(folder),
+        overwrite=overwrite or _names_any(config, policies),
+        progress=progress,
+        registry=_registry(policies),
     )
 
 
@@ -73,12 +92,27 @@ def sweep(
     workers: int | None = None,
     overwrite: bool = False,
     progress: SweepProgress | None = None,
+    policies: Sequence[PolicySpec] = (),
 ) -> SweepResult:
     """Run every point of the experiment's sweep; finished points are kept. `.runs` are the results, in order.
 
-    With more than one worker, a script that calls this needs the usual `if __name__ == "__main__":` guard.
+    With more than one worker, a script that calls this needs the usual `if __name__ == "__main__":` guard. `policies` are as for
+    `run`: with some, points run one after the other in this process, all anew when any of them names one.
     """
-    return run_sweep(config, workers=workers, overwrite=overwrite, progress=progress)
+    if policies and workers not in (None, 1):
+        problem = Problem(
+            "workers", f"policies that are not installed are run in this process ({workers})", "Allowed: 1"
+        )
+        raise ConfigError(problem)
+    registry = _registry(policies)
+    anew = any(_names_any(point, policies) for _, point in expand_sweep(config, registry))
+    return run_sweep(
+        config,
+        workers=1 if policies else workers,
+        overwrite=overwrite or anew,
+        progress=progress,
+        registry=registry,
+    )
 
 
 def open_runs(paths: Iterable[str | Path]) -> list[RunData]:
@@ -106,6 +140,17 @@ def __getattr__(name: str) -> Any:
 
         return plots
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _registry(policies: Iterable[PolicySpec]) -> Registry:
+    return load_registry().with_policies(policies)
+
+
+def _names_any(config: ExperimentConfig, policies: Iterable[PolicySpec]) -> bool:
+    """Whether one of these policies is chosen anywhere in the experiment."""
+    given = {(spec.layer, name) for spec in policies for name in (spec.name, *spec.aliases)}
+    settings = config.effective_replicasets.values()
+    return any((layer, one.scheduling.choice(layer).policy) in given for one in settings for layer in Layer)
 
 
 def _yaml(value: Any) -> str:

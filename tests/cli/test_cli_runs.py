@@ -161,12 +161,31 @@ def test_a_policy_that_breaks_the_contract_is_named(vajra: Vajra, small: Path, t
     command += [str(tmp_path), "run", str(small), "-q", "--set", "scheduling.replica_scheduler={policy: stubborn}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
-    assert done.stderr.startswith("policy stubborn, request 0, step 0: ")
+    assert done.stderr.startswith("policy stubborn, replica 0, request 0, step 0: ")
+    assert "(stubborn_policies.py:7 in schedule)" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     manifest = json.loads((tmp_path / "runs" / "small" / "manifest.json").read_text())
     assert manifest["status"] == "failed"
     assert "stubborn" in manifest["error"]
     assert (tmp_path / "runs" / "small" / "requests.parquet").exists()
+
+
+def test_requests_that_can_never_be_served_are_told_also_quietly(vajra: Vajra, small: Path) -> None:
+    said = vajra("run", small, "-q", "--set", "replica.memory.num_blocks=4")
+    assert said.code == 5
+    assert "warning: small: " in said.err
+    assert "of 12 requests were rejected, for instance " in said.err
+    assert "a request may hold at most 65 tokens here" in said.err
+    few = vajra("run", small, "-q", "--overwrite", "--set", "replica.memory.num_blocks=17")
+    assert few.code == 0
+    assert "requests were rejected, for instance" in few.err
+
+
+def test_a_full_queue_is_no_mistake_of_the_experiment(vajra: Vajra, small: Path) -> None:
+    bounds = ("admission.max_queued_requests=1", "replica.max_batch_size=1", "workload.arrivals.rate=2000")
+    said = vajra("run", small, "-q", *(part for one in bounds for part in ("--set", one)))
+    assert said.code == 0
+    assert not said.err
 
 
 @pytest.fixture

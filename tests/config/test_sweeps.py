@@ -110,6 +110,14 @@ def test_labels_are_short_and_tell_points_apart() -> None:
     }
 
 
+def test_an_empty_point_is_the_experiment_as_it_stands(write: Any, good: str, registry: Registry) -> None:
+    config = load_config(write(good + "sweep:\n  - {}\n  - {seed: 2}\n"), registry=registry)
+    (baseline, plain), (other, changed) = expand_sweep(config, registry)
+    assert (baseline.label, other.label) == ("baseline", "seed=2")
+    assert baseline.point_id.startswith("baseline-")
+    assert (plain.seed, changed.seed) == (config.seed, 2)
+
+
 @pytest.mark.parametrize(
     ("sweep", "complaint"),
     [
@@ -123,6 +131,7 @@ def test_labels_are_short_and_tell_points_apart() -> None:
         ("sweep: {zip: {seed: [1], num_replicas: [1, 2]}}", "lists must be of one length (got seed: 1, num_replicas: 2)"),
         ("sweep: {zip: 3}", "exp.yaml:12: sweep.zip: must be a mapping of paths to lists"),
         ("sweep: [3]", "exp.yaml:12: sweep.0: must be a mapping of paths to values"),
+        ("sweep: [{}, {}]", "exp.yaml:12: sweep: has a point twice (baseline)."),
         ("sweep: {version: [1]}", "exp.yaml:12: sweep.version: 'version' cannot be swept"),
         ("sweep: {a..b: [1]}", "sweep.a..b: is no path"),
         ("sweep: {num_replica: [1, 2]}", "exp.yaml:12: num_replica: unknown key. Did you mean 'num_replicas'?"),

@@ -11,7 +11,8 @@ import pytest
 
 from vajra_py.contract import fill
 from vajra_py.errors import PolicyError
-from vajra_py.testing import ByArrival, Harness, InTurn, PlainChunks, Shared
+from vajra_py.testing import ByArrival, Harness, HarnessOptions, InTurn, PlainChunks, Shared
+from vajra_py.workload import RequestSpec
 
 HERE = str(Path(__file__).relative_to(Path.cwd()))
 
@@ -116,3 +117,29 @@ def test_the_replica_is_named() -> None:
     harness.submit("a", 10, 3)
     with pytest.raises(PolicyError, match=r"^policy Scheduling, replica 0, step 0: KeyError: '' \("):
         harness.step()
+
+
+class AsksForEverything:
+    """Asks for whole prompts, whatever the step's token budget."""
+
+    def schedule(self, replica: Any, batch: Any, now: float) -> None:
+        for request in replica.waiting():
+            batch.add(request, request.num_remaining_tokens)
+
+
+class Idle:
+    def schedule(self, replica: Any, batch: Any, now: float) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "said"),
+    [
+        (AsksForEverything(), r"The builder had refused it: TOKEN_BUDGET \(the step's token budget is spent\)"),
+        (Idle(), "The builder was asked for nothing that it refused"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_stall_tells_what_the_builder_had_refused(scheduler: Any, said: str) -> None:
+    harness = Harness(ByArrival(), InTurn(), scheduler, HarnessOptions(max_batch_tokens=64))
+    with pytest.raises(PolicyError, match=rf"scheduled nothing although one request remains.*{said}.*in schedule\)"):
+        harness.run([RequestSpec("long", 0.0, 100, 2)])

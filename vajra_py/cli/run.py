@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 _MIN_RENDER_S = 0.1
 
+MOSTLY_REJECTED = 5
+"""Exit code of runs that came to their end, in which more than half of the requests were rejected for themselves."""
+
+TURNED_AWAY = ("the queue is full", "every replica has failed")
+"""How the details of rejections begin that have nothing to do with the request itself."""
+
 
 @click.command(no_args_is_help=True)
 @click.argument("file", type=click.Path(path_type=Path))
@@ -32,7 +38,12 @@ _MIN_RENDER_S = 0.1
 @click.option(
     "--validate", is_flag=True, help="Simulate each run of the engine too, and show how far the simulation is off."
 )
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar and no table; only where the results are.")
+@click.option(
+    "--quiet",
+    "-q",
+    is_flag=True,
+    help="No progress bar and no table; only where the results are, and warnings of rejected requests.",
+)
 def run(  # noqa: PLR0913 - one argument for each option
     file: Path,
     overrides: tuple[str, ...],
@@ -73,7 +84,25 @@ def run(  # noqa: PLR0913 - one argument for each option
         _validate(runs)
     for label, error in failures:
         click.echo(f"failed: {label}: {error}", err=True)
-    return 1 if failures else 0
+    served = [_warn_of_rejections(one) for one in runs]
+    return 1 if failures else 0 if all(served) else MOSTLY_REJECTED
+
+
+def _warn_of_rejections(run: RunData) -> bool:
+    """Say on standard error how many requests were rejected for themselves; False when they are more than half of all.
+
+    Those that a bounded queue turned away are not among them: that is what the bound is for.
+    """
+    import pyarrow.compute as pc
+
+    requests = run.requests("request_id", "reason", "detail")
+    rejected = requests.filter(pc.field("reason") == "rejected").to_pylist()
+    found = [one for one in rejected if not one["detail"].startswith(TURNED_AWAY)]
+    if found:
+        first = f"{found[0]['request_id']}: {found[0]['detail']}"
+        count = f"{len(found)} of {requests.num_rows} requests were rejected"
+        click.echo(f"warning: {run.name}: {count}, for instance {first}", err=True)
+    return 2 * len(found) <= len(requests)
 
 
 def _run_one(config: ExperimentConfig, overwrite: bool, display: _Display) -> RunData:

@@ -2,7 +2,7 @@
 
     sweep: {scheduling.request_prioritizer.policy: [fcfs, lrs], workload.rate: [4, 8]}   # grid: every combination, the last axis fastest
     sweep: {zip: {seed: [1, 2], workload.rate: [4, 8]}}                                   # side by side; may stand beside axes of a grid
-    sweep: [{seed: 1}, {seed: 2, workload.rate: 8}]                                       # just these points
+    sweep: [{seed: 1}, {seed: 2, workload.rate: 8}]                                       # just these points; {} is the experiment as it stands
 
 A point's id depends on its values alone, so that a sweep can be extended and resumed.
 """
@@ -23,6 +23,8 @@ from vajra_py.config.overrides import PathError, put
 
 MAX_POINTS = 10_000
 ZIP = "zip"
+BASELINE = "baseline"
+"""What a listed point is called that sets nothing: the experiment as it stands."""
 FORMS = "Write `path: [values]`, `zip: {path: [values]}`, or a list of points `- {path: value}`"
 
 Assignment: TypeAlias = tuple[str, Node]
@@ -88,7 +90,7 @@ def sweep_points(sweep: Node) -> tuple[list[SweepPoint], list[Finding]]:
 def _listed(sweep: Node, findings: list[Finding]) -> list[Row]:
     rows: list[Row] = []
     for index, item in enumerate(sweep.items or ()):
-        if not item.entries:
+        if item.entries is None:
             findings.append(Finding(item.place, ("sweep", index), "must be a mapping of paths to values", FORMS))
             continue
         for path, node in item.entries.items():
@@ -166,9 +168,10 @@ def _check_path(path: str, node: Node, base: KeyPath, findings: list[Finding]) -
 
 def _point(row: Row, names: Mapping[str, str]) -> SweepPoint:
     values = {path: plain(node) for path, node in row}
-    label = " ".join(f"{names[path]}={_value_text(node)}" for path, node in row)
+    label = " ".join(f"{names[path]}={_value_text(node)}" for path, node in row) or BASELINE
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(_value_text(node) for _, node in row)).strip("-.")[:60]
+    slug = slug or (BASELINE if not row else "")
     return SweepPoint(values, label, f"{slug}-{digest}" if slug else digest, row)
 
 

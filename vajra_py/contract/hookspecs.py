@@ -73,7 +73,9 @@ class LatencyModelSpec:
 class OutputLengthSpec:
     """Makes an output-length predictor available by name.
 
-    `build` gets the parameters, a stream factory, and the truth (request id to output tokens), which only oracles read.
+    `build` gets the parameters, a stream factory, and the truth: request id to output tokens, of every request whose length is
+    known beforehand (all of a simulation's and of an experiment's on the engine, none of a server's). It is the same mapping
+    for every predictor; one that is to be realistic does not read it.
     """
 
     name: str

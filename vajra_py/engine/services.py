@@ -24,8 +24,8 @@ def predictions(settings: EngineConfig, registry: Registry) -> LatencyModel:
 def length_predictor(
     settings: EngineConfig, seeds: SeedTree, lengths: Mapping[str, int], registry: Registry
 ) -> OutputLengthPredictor:
-    """What policies ask how long an output will be; `lengths` is the truth, for oracles."""
-    truth = Truth(seeds.child("output_lengths").stream, dict(lengths))
+    """What policies ask how long an output will be; `lengths` is the truth, for whoever asks for it."""
+    truth = Truth(seeds.child("output_lengths").stream, lengths)
     return build_output_lengths(settings.output_length.type, settings.output_length.params, truth, registry)
 
 

@@ -40,7 +40,7 @@ class EngineRun:
         _check_workload(run.workload, settings)
         self._run = run
         self._settings = settings
-        lengths = {spec.request_id: spec.num_output_tokens for spec in run.workload}
+        lengths = run.workload.true_lengths()
         self._engine = Engine.load(run.config, engine_services(run.config, run.registry, lengths, **replaced))
         try:
             _check_vocabulary(run.workload, self._engine.vocab_size)

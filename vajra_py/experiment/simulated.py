@@ -28,9 +28,7 @@ class SimulatedRun:
         latency = build_latency_model(settings.latency.type, settings.latency.params, run.registry)
         told = _told(latency, settings.predictions, run.registry)
         seeds = run.seeds.child("policies")
-        oracle = settings.output_length.type in ("oracle", "noisy_oracle")
-        lengths = {spec.request_id: spec.num_output_tokens for spec in run.workload} if oracle else {}
-        truth = Truth(seeds.child("output_lengths").stream, lengths)
+        truth = Truth(seeds.child("output_lengths").stream, run.workload.true_lengths())
         predictor = build_output_lengths(
             settings.output_length.type, settings.output_length.params, truth, run.registry
         )

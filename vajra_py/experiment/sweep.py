@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.queues import Queue as ProcessQueue
 from pathlib import Path
@@ -83,7 +84,7 @@ def sweep(
             todo.append(index)
     alone = any(one.backend.kind != "simulator" for _, one, _ in points)
     num_workers = min(workers or (1 if alone else os.cpu_count() or 1), max(len(todo), 1))
-    runner = _one_by_one if num_workers == 1 else _side_by_side
+    runner = partial(_one_by_one, registry) if num_workers == 1 else _side_by_side
     failures: dict[int, str] = {}
     for index, error in runner(points, todo, num_workers, progress, overwrite):
         if error is not None:
@@ -99,7 +100,12 @@ _Ends: TypeAlias = Iterator[tuple[int, str | None]]
 
 
 def _one_by_one(
-    points: _Points, todo: Sequence[int], num_workers: int, progress: SweepProgress | None, overwrite: bool
+    registry: Registry,
+    points: _Points,
+    todo: Sequence[int],
+    num_workers: int,
+    progress: SweepProgress | None,
+    overwrite: bool,
 ) -> _Ends:
     for index in todo:
         point, config, path = points[index]
@@ -109,7 +115,7 @@ def _one_by_one(
                 progress(index, PointStatus(label, done, total, now))
 
         try:
-            run_experiment(config, folder=path, progress=report, overwrite=overwrite)
+            run_experiment(config, folder=path, registry=registry, progress=report, overwrite=overwrite)
         except RunInterrupted:
             raise
         except VajraError as error:

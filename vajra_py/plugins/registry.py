@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -83,6 +83,11 @@ class Registry:
     def __post_init__(self) -> None:
         """Check what is always needed."""
         _ = self._names, self.presets
+
+    def with_policies(self, specs: Iterable[PolicySpec]) -> Registry:
+        """The same with policies that no installed package offers; raises `PluginError` like any clash or broken offer."""
+        given = [(PluginSource(_module_of(spec), "not installed", "policies="), spec) for spec in specs]
+        return replace(self, policy_claims=[*self.policy_claims, *given])
 
     @cached_property
     def _policies(self) -> Mapping[Layer, Mapping[str, Offer[PolicySpec]]]:
@@ -160,6 +165,11 @@ class Registry:
 
     def _offers(self, hook: str, kind: type[SpecT], noun: str) -> Mapping[str, Offer[SpecT]]:
         return _by_name([_checked(source, claim, kind, noun) for source, claim in self.lazy(hook)], noun)
+
+
+def _module_of(spec: object) -> str:
+    """The module that defines a policy, as the name of what offers it."""
+    return str(getattr(getattr(spec, "config", None), "__module__", None) or type(spec).__module__)
 
 
 def kind_of(layer: Layer) -> str:

@@ -55,6 +55,8 @@ class Builder:
         """Decodes taken one by one, in order."""
         self.preempted: list[tuple[Request, str]] = []
         self.notes: dict[str, dict[str, float | int | str]] = {}
+        self.refusals: dict[Request, Refusal] = {}
+        """Why `add` refused a request last in this step; told when nothing comes of it."""
         self._in_batch: set[Request] = set()
         self._slots = limits.max_batch_size
         self._tokens = limits.max_batch_tokens if limits.max_batch_tokens is not None else UNLIMITED
@@ -120,6 +122,12 @@ class Builder:
         own = self._own(request)
         if num_tokens < 1:
             raise IllegalPlan(own, f"cannot add {num_tokens} tokens. A chunk has at least 1")
+        refusal = self._granted(own, num_tokens, reserve_tokens)
+        if refusal is not None:
+            self.refusals[own] = refusal
+        return refusal
+
+    def _granted(self, own: Request, num_tokens: int, reserve_tokens: int | None) -> Refusal | None:
         if own in self:
             return Refusal.ALREADY_SCHEDULED
         if own.in_flight:
@@ -246,6 +254,7 @@ class Builder:
             request = order[self._order_position]
             if request.state is _RUNNING and not request.in_flight and request not in self:
                 if self._tokens <= 0:
+                    self.refusals[request] = Refusal.TOKEN_BUDGET
                     return DecodeStop(request, Refusal.TOKEN_BUDGET)
                 chunk = min(_capped(self.max_chunk(request), max_chunk_tokens), self._tokens)
                 if self._to_publish:  # of equal blocks the first entered is found, also where decodes came at once

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from vajra_py.contract import EndReason, Observer
-from vajra_py.errors import PolicyError
+from vajra_py.errors import PolicyError, place_of_definition
 from vajra_py.runtime.clock import to_seconds
 from vajra_py.runtime.kv import BlockKeys
 from vajra_py.runtime.lifecycle import end_request
@@ -191,11 +191,15 @@ class Controller:
         replicaset = self.replicasets[request.replicaset]
         replica = self.replica_of(request)
         if replica is None and not any(replicaset.offers(one, now) for one in range(len(replicaset.replicas))):
-            message = f"offers no replica anything of the shared queue {remain}"
-            return PolicyError(replicaset.scheduler_name, message, request_id=request.request_id)
+            message, name = f"offers no replica anything of the shared queue {remain}", replicaset.scheduler_name
+            place = place_of_definition(replicaset.scheduler.pull)
+            return PolicyError(name, message, request_id=request.request_id, place=place)
         replica = replica or replicaset.replicas[0]
-        message = f"scheduled nothing {remain}"
-        return PolicyError(replica.parts.policy_name, message, request_id=request.request_id, step=replica.num_steps)
+        parts = replica.parts
+        message, own = f"scheduled nothing {remain}. {_refused(replica, request)}", parts.policy.schedule
+        where = place_of_definition(own)
+        error = PolicyError(parts.policy_name, message, request_id=request.request_id, place=where)
+        return error.at(replica.replica_id, replica.num_steps)
 
     def check_conservation(self) -> None:
         """Raise `RuntimeError` unless every request is accounted for and every block is used or free."""
@@ -211,3 +215,16 @@ class Controller:
             raise RuntimeError(f"{running} requests run, but {states[RequestState.RUNNING]} say so")
         for replica in self.replicas():
             replica.memory.check()
+
+
+def _refused(replica: Replica, request: Request) -> str:
+    """What the batch builder refused in the last step that the replica's policy was asked to form."""
+    refusals = replica.builder.refusals
+    if request in refusals:
+        refusal = refusals[request]
+        return f"The builder had refused it: {refusal.name} ({refusal.value})"
+    if refusals:
+        counted = Counter(refusals.values())
+        others = ", ".join(f"{count} x {refusal.name} ({refusal.value})" for refusal, count in counted.items())
+        return f"The builder was not asked for it, and had refused others: {others}"
+    return "The builder was asked for nothing that it refused"

@@ -18,6 +18,7 @@ from vajra_py.workload.arrays import F64, I64, StringColumn
 from vajra_py.workload.columns import Columns, columns_from_requests, concat_columns
 from vajra_py.workload.request import RequestSpec
 from vajra_py.workload.statistics import WorkloadStatistics, mean_rate, workload_statistics
+from vajra_py.workload.truth import TrueLengths
 
 __all__ = ["SloClass", "Workload"]
 
@@ -107,6 +108,10 @@ class Workload(Sequence[RequestSpec]):
     def rate(self) -> float:
         """Requests per second: 1 / mean inter-arrival time; 0 where undefined."""
         return mean_rate(self.columns.arrived_at)
+
+    def true_lengths(self) -> Mapping[str, int]:
+        """The output tokens of every request by its id: what a simulation knows and policies do not."""
+        return TrueLengths(self.columns)
 
     def statistics(self) -> WorkloadStatistics:
         """Rate, burstiness, lengths and repeated prefixes."""

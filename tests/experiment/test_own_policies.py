@@ -1,0 +1,155 @@
+"""Experiments with policies and predictors that no installed package offers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ConfigDict
+
+import vajra_py as vajra
+from vajra_py.contract import (
+    KeyMotion,
+    Layer,
+    LengthEstimate,
+    OutputLengthSpec,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    RequestView,
+)
+from vajra_py.errors import ConfigError, PluginError
+from vajra_py.experiment.run import run_experiment
+from vajra_py.plugins import PluginSource, Registry, load_registry
+
+SMALL: dict[str, Any] = {
+    "version": 1,
+    "name": "own",
+    "scheduling": {
+        "request_prioritizer": "fcfs",
+        "replicaset_scheduler": "pull",
+        "replica_scheduler": {"policy": "fixed_chunk", "params": {"chunk_size": 128}},
+    },
+    "workload": {
+        "type": "synthetic",
+        "arrivals": {"type": "poisson", "rate": 60},
+        "num_requests": 40,
+        "prompt_tokens": {"type": "uniform", "min": 20, "max": 300},
+        "output_tokens": {"type": "uniform", "min": 2, "max": 60},
+    },
+    "backend": {"simulator": {"latency": {"type": "constant", "step_time_s": 0.01}}},
+    "replica": {"max_model_len": 4096, "max_batch_size": 4, "memory": {"num_blocks": 400}},
+}
+
+
+class ShortestOutput:
+    """Fewest expected output tokens first."""
+
+    key_motion = KeyMotion.STATIC
+
+    def __init__(self, context: PolicyContext) -> None:
+        self._lengths = context.output_lengths
+
+    def key(self, request: RequestView, now: float) -> float:
+        estimate = self._lengths.predict(request)
+        return 0.0 if estimate is None else estimate.mean_tokens
+
+
+SHORTEST = PolicySpec(
+    "shortest_output",
+    Layer.REQUEST_PRIORITIZER,
+    PolicyConfig,
+    lambda config, context: ShortestOutput(context),
+    "Fewest expected output tokens first.",
+    aliases=("so",),
+)
+
+
+class _NoParams(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Informed:
+    """A predictor of a plug-in that reads the truth."""
+
+    def __init__(self, truth: Mapping[str, int]) -> None:
+        self._truth = truth
+
+    def predict(self, request: Any) -> LengthEstimate | None:
+        known = float(self._truth[request.request_id])
+        return LengthEstimate(known, known, known)
+
+
+def with_predictor(registry: Registry) -> Registry:
+    """The registry with a predictor called `informed`."""
+    spec = OutputLengthSpec("informed", _NoParams, lambda params, streams, truth: Informed(truth), "Reads the truth.")
+    source = PluginSource("lab", "1", "lab")
+
+    def lazy(hook: str) -> Any:
+        return [*registry.lazy(hook), *([(source, spec)] if hook == "vajra_output_length_predictors" else [])]
+
+    return replace(registry, lazy=lazy)
+
+
+@pytest.fixture
+def mean_ttft(tmp_path: Path) -> Callable[..., float]:
+    """Mean time to first token of a small experiment under `shortest_output` with this predictor."""
+
+    def run(predictor: str) -> float:
+        registry = with_predictor(load_registry().with_policies([SHORTEST]))
+        experiment = {**SMALL, "backend": {"simulator": {**SMALL["backend"]["simulator"], "output_length": predictor}}}
+        experiment["scheduling"] = {**SMALL["scheduling"], "request_prioritizer": "shortest_output"}
+        config = vajra.api.config_from_mapping(experiment, registry=registry)
+        done = run_experiment(config, folder=tmp_path / predictor, registry=registry)
+        return float(done.requests_frame("ttft_s").ttft_s.mean())
+
+    return run
+
+
+def test_the_truth_reaches_every_predictor_that_asks_for_it(mean_ttft: Callable[..., float]) -> None:
+    assert mean_ttft("informed") == mean_ttft("oracle") != mean_ttft("none")
+
+
+def test_a_policy_runs_without_being_installed(tmp_path: Path) -> None:
+    experiment = {**SMALL, "scheduling": {**SMALL["scheduling"], "request_prioritizer": "so"}}
+    config = vajra.load(experiment, policies=[SHORTEST])
+    run = vajra.run(config, folder=tmp_path / "run", policies=[SHORTEST])
+    assert run.is_finished
+    chosen = run.manifest["policies"]["default"]["request_prioritizer"]
+    assert (chosen["policy"], chosen["version"]) == ("shortest_output", "not installed")
+    with pytest.raises(ConfigError, match="no installed package offers a request prioritizer of that name"):
+        vajra.load(experiment)
+
+
+def test_an_own_policy_is_run_anew_and_an_installed_one_is_not(tmp_path: Path) -> None:
+    built: list[str] = []
+
+    def build(config: Any, context: PolicyContext) -> ShortestOutput:
+        built.append("again")
+        return ShortestOutput(context)
+
+    spec = replace(SHORTEST, build=build)
+    for chosen, times in (("fcfs", 0), ("shortest_output", 2)):
+        experiment = {**SMALL, "scheduling": {**SMALL["scheduling"], "request_prioritizer": chosen}}
+        config = vajra.load(experiment, policies=[spec])
+        for _ in range(2):
+            vajra.run(config, folder=tmp_path / chosen, policies=[spec])
+        assert len(built) == times
+
+
+def test_a_sweep_compares_an_own_policy_with_installed_ones(tmp_path: Path) -> None:
+    sweep = {"scheduling.request_prioritizer": ["fcfs", "shortest_output"]}
+    config = vajra.load({**SMALL, "output": {"dir": str(tmp_path)}, "sweep": sweep}, policies=[SHORTEST])
+    result = vajra.sweep(config, policies=[SHORTEST])
+    assert [run.is_finished for run in result.runs] == [True, True]
+    assert not result.failures
+    with pytest.raises(ConfigError, match=r"workers: policies that are not installed are run in this process \(2\)"):
+        vajra.sweep(config, policies=[SHORTEST], workers=2)
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    with pytest.raises(PluginError, match="offers a request prioritizer named 'fcfs', and so does plug-in"):
+        vajra.load(SMALL, policies=[replace(SHORTEST, name="fcfs")])

@@ -1,0 +1,32 @@
+"""The true output lengths of a workload, read by id; nothing is built before the first question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vajra_py.workload.columns import Columns
+
+
+class TrueLengths(Mapping[str, int]):
+    """Request id to the output tokens that a model would answer, for output-length predictors that ask for the truth."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+
+    @cached_property
+    def _by_id(self) -> dict[str, int]:
+        columns = self._columns
+        ids = columns.request_id.slice(0, len(columns)).tolist()
+        return dict(zip(ids, columns.num_output_tokens.tolist(), strict=True))
+
+    def __getitem__(self, request_id: str) -> int:
+        return self._by_id[request_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_id)
+
+    def __len__(self) -> int:
+        return len(self._columns)
