@@ -7,7 +7,7 @@ from heapq import heappop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vajra_py.sim.events import EventQueue, Phase
+from vajra_py.runtime.serving.events import EventQueue, Phase
 
 
 @given(events=st.lists(st.tuples(st.integers(0, 4), st.sampled_from(Phase), st.integers(0, 2)), max_size=30))

@@ -3,7 +3,7 @@
 One thread, in turns. A turn reads the clock once and stamps everything with that tick: at most one step that came back (or
 one replica that was lost or restarted), then arrivals, expiries, aborts and swaps of policies, then the steps of the
 replicas that these woke, in the order of their places, then of idle ones for a shared queue. Each turn's tick is above the
-last one's. This is the order of the simulator's events of one tick (`vajra_py.sim.events.Phase`), so what was decided here
+last one's. This is the order of the simulator's events of one tick (`vajra_py.runtime.serving.events.Phase`), so what was decided here
 is decided there.
 """
 

@@ -44,7 +44,7 @@ from vajra_py.runtime.input_log import (
 from vajra_py.runtime.replica import Replica
 from vajra_py.runtime.request import Request
 from vajra_py.runtime.seeds import SeedTree
-from vajra_py.sim.events import Phase
+from vajra_py.runtime.serving.events import Phase
 from vajra_py.sim.executor import SimulatedExecutor
 from vajra_py.sim.simulator import Acceptance, SimulationOptions, Simulator
 

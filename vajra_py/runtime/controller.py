@@ -41,6 +41,8 @@ class Controller:
         self._observers = observers
         self.num_submitted = 0
         self.num_ended: Counter[EndReason] = Counter()
+        self.on_ended: Callable[[Sequence[tuple[Request, EndReason]]], None] | None = None
+        """Told of accepted requests that have left for good, once each, before any policy is."""
         self._alive: dict[str, tuple[Request, Replicaset]] = {}
 
     def watch(self, observers: Sequence[Observer]) -> None:
@@ -166,17 +168,26 @@ class Controller:
             del self._alive[request.request_id]
             replicaset.forget(request)
             self.num_ended[reason] += 1
+        if self.on_ended is not None:
+            self.on_ended(ended)
         return ended
 
     def _alive_of(self, replicaset: Replicaset) -> list[Request]:
         return [request for request, one in self._alive.values() if one is replicaset]
 
     def settle(self, ended: Sequence[tuple[Request, EndReason]], now: int) -> None:
-        """Count requests that have ended."""
+        """Count requests that have ended, and tell of it: `on_ended`, then the policies that listen."""
+        if not ended:
+            return
+        replicasets = []
         for request, reason in ended:
             _, replicaset = self._alive.pop(request.request_id)
             replicaset.forget(request)
             self.num_ended[reason] += 1
+            replicasets.append(replicaset)
+        if self.on_ended is not None:
+            self.on_ended(ended)
+        for (request, _), replicaset in zip(ended, replicasets, strict=True):
             for tell in replicaset.listeners.departures:
                 tell((request,), to_seconds(now))
 

@@ -1,0 +1,1 @@
+"""Drives replicas: what happens in which order, whatever executes the steps."""

@@ -1,0 +1,385 @@
+"""Drives the replicas of a controller: arrivals, steps, failures and policy changes, in one order for every backend.
+
+What happens at one tick happens in the order of `Phase`: steps that came back, failures, pipeline stages, arrivals, expiries,
+aborts, policy changes; then replicas form their next steps by rank, and idle ones pull from shared queues. A backend has the
+clock: it lets the driver run up to a tick, and between two ticks nothing changes. So what was decided over an engine is
+decided again over a simulator that is given the same events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop
+from typing import Any, Generic
+
+from sortedcontainers import SortedDict
+
+from vajra_py.contract import EndReason, ReadsNoLoad
+from vajra_py.errors import PolicyError
+from vajra_py.runtime.clock import NEVER, to_ticks
+from vajra_py.runtime.controller import EXPIRED, TAKEN_BACK, Controller
+from vajra_py.runtime.executor import StepPlan, StepResult
+from vajra_py.runtime.input_log import Abandonment, Abort, Breach, Expiry, Failure, Input, Restart, Swap
+from vajra_py.runtime.kv import BlockKeys
+from vajra_py.runtime.replica import Replica
+from vajra_py.runtime.replicaset import Replicaset
+from vajra_py.runtime.request import Request, RequestFacts, RequestState
+from vajra_py.runtime.serving.backend import Backend, FastForward, R
+from vajra_py.runtime.serving.events import EventQueue, Phase
+from vajra_py.runtime.swapping import PolicyChange, Swapped
+
+# Looking a member of an enumeration up costs more than a call, and these are looked up for every event.
+_STEP_END, _FORM, _WAITING = Phase.STEP_END, Phase.FORM, RequestState.WAITING
+
+FormStep = Callable[[Replica, int], StepPlan | None]
+
+
+@dataclass(frozen=True, slots=True)
+class DriverOptions:
+    """Rules of one run.
+
+    Attributes:
+        check_every_steps: check conservation every so many steps; 0: never.
+        expires: whether requests expire by the clock; False: only when told.
+        isolates_policies: whether a policy that breaks the contract takes its replicaset out of service, instead of ending
+            the run.
+    """
+
+    check_every_steps: int = 0
+    expires: bool = True
+    isolates_policies: bool = False
+
+
+class Driver(Generic[R]):
+    """Lets things happen to a controller's replicas. For one thread.
+
+    Attributes:
+        now: the present tick.
+        until: up to where `run_until` goes; a backend may bring it forward while it runs.
+        num_steps: steps launched so far.
+        events: what will happen. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
+            `FAILURE` a `Failure`, `Restart` or `Abandonment`, `EXPIRY` a request or an id, `ABORT` an id; those of
+            `ARRIVAL` and `POLICY` are the backend's.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        backend: Backend[R],
+        replicas: Iterable[R],
+        options: DriverOptions,
+        note: Callable[[Input], None] | None = None,
+    ) -> None:
+        self.controller = controller
+        self.now = 0
+        self.until = 0
+        self.num_steps = 0
+        self.events = EventQueue()
+        self.fast_forward: FastForward[R] | None = None
+        self.form_step: FormStep = Replica.next_plan
+        """How a replica forms its next step; to be wrapped by who times it."""
+        self._backend = backend
+        self._options = options
+        self._note = note
+        self._replicas: dict[str, list[R]] = {name: [] for name in controller.replicasets}
+        self._idle: dict[str, SortedDict[int, R]] = {name: SortedDict() for name in controller.replicasets}
+        self._offers: set[str] = set()
+        """Replicasets whose shared queue is offered to idle replicas at the end of this tick."""
+        self._num_replicas = 0
+        for one in replicas:
+            name = one.replica.replicaset
+            one.rank, self._num_replicas = self._num_replicas, self._num_replicas + 1
+            self._replicas[name].append(one)
+            self._idle[name][one.replica.replica_id] = one
+        controller.on_ended = backend.on_ended
+        self._read_declarations()
+
+    # Time
+
+    def run_until(self, until: int) -> None:
+        """Let everything happen that is due up to a tick, each event at its own.
+
+        Raises `PolicyError` when a policy breaks the contract, unless that is isolated.
+        """
+        self.until = until
+        events = self.events
+        while events.heap and events.heap[0][0] <= self.until:
+            tick, phase, _, _, payload = heappop(events.heap)
+            if phase is _STEP_END:
+                one, what, epoch = payload
+                if epoch == one.epoch:
+                    self.now = tick
+                    self._backend.on_step_end(one, what)
+            elif phase is _FORM:
+                self.now = tick
+                self._form(payload)
+            elif not _is_void(phase, payload):
+                self.now = tick
+                self._happen(phase, payload)
+
+    def next_due(self) -> int:
+        """The tick of the next event; `NEVER` when there is none."""
+        heap = self.events.heap
+        while heap and _is_void(heap[0][1], heap[0][4]):
+            heappop(heap)
+        return heap[0][0] if heap else NEVER
+
+    def _happen(self, phase: Phase, payload: Any) -> None:
+        if phase is Phase.ARRIVAL:
+            self._backend.on_arrival(payload)
+        elif phase is Phase.STAGE_END:
+            self._stage_ended(*payload)
+        elif phase is Phase.FAILURE:
+            self._fail(payload)
+        elif phase is Phase.EXPIRY:
+            self._expire(payload)
+        elif phase is Phase.ABORT:
+            self._abort(payload)
+        else:
+            self._backend.on_policy_change(payload)
+
+    def _tell(self, entry: Input) -> None:
+        if self._note is not None:
+            self._note(entry)
+
+    # Arrivals and departures
+
+    def submit(
+        self,
+        facts: RequestFacts,
+        make_keys: Callable[[int], BlockKeys | None],
+        payload: Any,
+        arrived_at: float | None = None,
+    ) -> None:
+        """Take a request in; see `Controller.submit`. `payload` is what the backend knows it by."""
+        if self._looks_at_arrivals and self.fast_forward is not None:
+            self.fast_forward.sync_all()
+        backend = self._backend
+        try:
+            request, replicaset, replica = self.controller.submit(facts, make_keys, self.now, arrived_at)
+        except PolicyError as error:
+            taken_in = self.controller.find(facts.request_id)
+            assert taken_in is not None
+            backend.on_submitted(taken_in, payload)
+            self._isolate(taken_in.replicaset, error)
+            return
+        backend.on_submitted(request, payload)
+        if request.state is RequestState.ENDED:
+            assert request.end_reason is not None
+            backend.on_ended(((request, request.end_reason),))
+            return
+        if request.expires_at is not None and self._options.expires:
+            self.events.push(max(self.now, to_ticks(request.expires_at)), Phase.EXPIRY, request)
+        if replica is not None:
+            one = self._replicas[replicaset.name][replica.replica_id]
+            backend.on_placed(request, (one,))
+            if self.fast_forward is not None:
+                self.fast_forward.on_queued(one)
+            self._wake(one)
+            return
+        backend.on_placed(request, self._replicas[replicaset.name])
+        if self.fast_forward is not None:
+            self.fast_forward.interrupt_all(replicaset.name)
+        self._offer(replicaset)
+
+    def _expire(self, what: Request | str) -> None:
+        request = self.controller.find(what) if isinstance(what, str) else what
+        if request is not None:
+            self._tell(Expiry(self.now, request.request_id))
+            self._end_early(request, EndReason.EXPIRED, EXPIRED)
+
+    def _abort(self, request_id: str) -> None:
+        request = self.controller.find(request_id)
+        if request is not None:
+            self._tell(Abort(self.now, request_id))
+            self._end_early(request, EndReason.ABORTED, TAKEN_BACK)
+
+    def _end_early(self, request: Request, reason: EndReason, detail: str) -> None:
+        replica = self.controller.replica_of(request)
+        one = None if replica is None else self._replicas[request.replicaset][replica.replica_id]
+        if self.fast_forward is not None:
+            if self._looks_at_departures:
+                self.fast_forward.sync_all()
+            if one is not None:
+                self.fast_forward.interrupt(one)
+        try:
+            has_ended = self.controller.end_early(request.request_id, reason, self.now, detail)
+        except PolicyError as error:
+            self._isolate(request.replicaset, error)
+            return
+        if has_ended and one is not None:
+            self._wake(one)
+
+    # Steps
+
+    def complete(self, one: R, plan: StepPlan, result: StepResult, *, at_once: bool = True) -> None:
+        """A step came back now. `at_once`: see `_wake`."""
+        if one.free_at == NEVER:
+            one.free_at = self.now
+        if self._looks_at_departures and self.fast_forward is not None:
+            self.fast_forward.sync_before(one)
+        replica = one.replica
+        try:
+            ended = replica.complete_step(plan, result, self.now)
+            self.controller.settle(ended, self.now)
+        except PolicyError as error:
+            self._isolate(replica.replicaset, error)
+            return
+        every = self._options.check_every_steps
+        if every and self.num_steps % every == 0:
+            self.controller.check_conservation()
+        self._wake(one, at_once=at_once)
+
+    def _stage_ended(self, one: R, plan: StepPlan, _: int) -> None:
+        one.replica.first_stage_completed(plan)
+        self._wake(one)
+
+    def freed(self, one: R) -> None:
+        """What the replica executed when it was called off came back now."""
+        one.free_at = self.now
+        self._set_idle(one, is_idle=True)
+
+    def _wake(self, one: R, *, at_once: bool = True) -> None:
+        """Let the replica form a step after everything else of this tick, unless it is busy.
+
+        `at_once` is False when something of this tick is being handled that the event queue no longer shows.
+        """
+        if one.form_pending or one.free_at > self.now or one.replica.num_in_flight >= one.num_stages:
+            return
+        if at_once and self.events.nothing_up_to(self.now, _FORM):
+            self._start(one)
+            return
+        one.form_pending = True
+        self.events.push(self.now, _FORM, one, one.rank)
+
+    def _offer(self, replicaset: Replicaset) -> None:
+        if replicaset.name not in self._offers:
+            self._offers.add(replicaset.name)
+            self.events.push(self.now, _FORM, replicaset.name, self._num_replicas)  # after the replicas of this tick
+
+    def _form(self, what: R | str) -> None:
+        if not isinstance(what, str):
+            what.form_pending = False
+            self._start(what)
+            return
+        self._offers.discard(what)
+        shared = self.controller.replicasets[what].shared
+        idle = self._idle[what]
+        for replica_id in list(idle):
+            if not len(shared):
+                return
+            if replica_id in idle and not idle[replica_id].form_pending:
+                self._start(idle[replica_id])
+
+    def _start(self, one: R) -> None:
+        try:
+            plan = self.form_step(one.replica, self.now)
+        except PolicyError as error:
+            self._isolate(one.replica.replicaset, error)
+            return
+        if plan is None:  # perhaps with steps further up the pipeline; the first stage is free
+            self._set_idle(one, is_idle=True)
+            return
+        self._set_idle(one, is_idle=False)
+        self.num_steps += 1
+        one.free_at = self._backend.launch(one, plan)
+
+    def _set_idle(self, one: R, *, is_idle: bool) -> None:
+        if is_idle is one.is_idle:
+            return
+        one.is_idle = is_idle
+        idle = self._idle[one.replica.replicaset]
+        if is_idle:
+            idle[one.replica.replica_id] = one
+        else:
+            del idle[one.replica.replica_id]
+
+    # Replicas and policies come and go
+
+    def _fail(self, what: Failure | Restart | Abandonment) -> None:
+        self._tell(what)
+        if isinstance(what, Abandonment):
+            self.controller.abandon(self.controller.replicasets[what.replicaset], what.detail, self.now)
+            return
+        one = self._replicas[what.replicaset][what.replica_id]
+        if isinstance(what, Failure):
+            self._lose(one, what)
+            return
+        self.controller.restore_replica(one.replica, self.now)
+        self._call_off(one)
+        self._wake(one)
+
+    def _lose(self, one: R, what: Failure) -> None:
+        self._interrupt(what.replicaset)
+        self._call_off(one, is_lost=True)
+        try:
+            losses = self.controller.lose_replica(one.replica, what.detail, what.max_reruns, self.now)
+        except PolicyError as error:
+            self._isolate(what.replicaset, error)
+            return
+        self._tell_placed(what.replicaset, losses.moved)
+        for replica_id in sorted({replica.replica_id for _, replica in losses.moved if replica is not None}):
+            self._wake(self._replicas[what.replicaset][replica_id])
+        if any(replica is None for _, replica in losses.moved):
+            self._offer(self.controller.replicasets[what.replicaset])
+
+    def swap_policy(self, change: PolicyChange) -> Swapped:
+        """Put another policy in force; see `swapping.swap_policy`. Nothing has changed when it raises."""
+        self._interrupt(change.replicaset)
+        swapped = self.controller.swap_policy(change, self.now)
+        self._read_declarations()
+        choice = change.choice
+        self._tell(Swap(self.now, change.replicaset, change.layer.value, choice.policy, choice.params))
+        self._tell_placed(change.replicaset, swapped.moved)
+        for one in self._replicas[change.replicaset]:
+            self._wake(one)
+        return swapped
+
+    def _isolate(self, name: str, error: PolicyError) -> None:
+        """A policy of this replicaset broke the contract. Raises the error unless that is isolated."""
+        if not self._options.isolates_policies:
+            raise error
+        self._tell(Breach(self.now, name, str(error)))
+        self._backend.on_isolated(name, error)
+        self._interrupt(name)
+        replicaset = self.controller.replicasets[name]
+        self.controller.take_out_of_service(replicaset, error, self.now)
+        for one in self._replicas[name]:
+            self._call_off(one, is_lost=one.replica.replica_id in replicaset.lost)
+
+    def _call_off(self, one: R, *, is_lost: bool = False) -> None:
+        """Whatever the replica executes is void."""
+        one.epoch += 1
+        free_at = self._backend.cancel(one)
+        one.free_at = NEVER if is_lost else free_at
+        self._set_idle(one, is_idle=one.free_at != NEVER)
+
+    def _interrupt(self, name: str) -> None:
+        if self.fast_forward is not None:
+            self.fast_forward.interrupt_all(name)
+
+    def _tell_placed(self, name: str, placed: Sequence[tuple[Request, Replica | None]]) -> None:
+        replicas = self._replicas[name]
+        for request, replica in placed:
+            self._backend.on_placed(request, replicas if replica is None else (replicas[replica.replica_id],))
+
+    def _read_declarations(self) -> None:
+        """The policies are there, or others: read when one may look at other replicas than the one that something happens to."""
+        replicasets = self.controller.replicasets.values()
+        self._looks_at_arrivals = any(map(_looks_at_arrivals, replicasets))
+        self._looks_at_departures = any(one.listeners.departures for one in replicasets)
+
+
+def _looks_at_arrivals(replicaset: Replicaset) -> bool:
+    """Whether some policy may look at running requests or loads when a request arrives."""
+    scheduler = replicaset.scheduler
+    reads_load = scheduler.reads_load if isinstance(scheduler, ReadsNoLoad) else True
+    return reads_load or bool(replicaset.listeners.arrivals)
+
+
+def _is_void(phase: Phase, payload: Any) -> bool:
+    """Whether an event does not happen: what a replica executed was called off, a request got its turn before it expired."""
+    if phase is _STEP_END or phase is Phase.STAGE_END:
+        return bool(payload[0].epoch != payload[2])
+    return phase is Phase.EXPIRY and isinstance(payload, Request) and payload.state is not _WAITING

@@ -1,0 +1,66 @@
+"""The order of events: by (tick, phase, rank, sequence), a total order, so that equal runs are equal to the byte.
+
+The rank of what replicas do is their place in the run, so that their order does not depend on when an event became known.
+"""
+
+from __future__ import annotations
+
+import heapq
+from enum import IntEnum
+from typing import Any
+
+
+class Phase(IntEnum):
+    """Order of events of one tick: first what frees memory, then what arrives or leaves, then the forming of steps."""
+
+    STEP_END = 0
+    """A step came back."""
+    FAILURE = 1
+    """A replica is lost, computes again, or is waited for no longer."""
+    STAGE_END = 2
+    """A step has left the first stage of a pipeline."""
+    ARRIVAL = 3
+    EXPIRY = 4
+    ABORT = 5
+    POLICY = 6
+    """A policy takes another's place."""
+    FORM = 7
+    """Replicas that something happened to form their next steps, by rank; then idle ones, for a shared queue."""
+
+
+class EventQueue:
+    """Future events; `payload` never takes part in comparisons."""
+
+    __slots__ = ("_sequence", "heap")
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[int, Phase, int, int, Any]] = []
+        """(tick, phase, rank, sequence, payload), for whoever takes one event after the other with `heapq.heappop`."""
+        self._sequence = 0
+
+    def push(self, tick: int, phase: Phase, payload: Any, rank: int = 0) -> None:
+        """Schedule an event; of one tick and phase the lower rank goes first."""
+        self._sequence += 1
+        heapq.heappush(self.heap, (tick, phase, rank, self._sequence, payload))
+
+    def nothing_up_to(self, tick: int, phase: Phase) -> bool:
+        """Whether no event precedes (tick, phase), and none of it was pushed earlier."""
+        if not self.heap:
+            return True
+        first = self.heap[0]
+        return first[0] > tick or (first[0] == tick and first[1] > phase)
+
+    def bring_forward(self, now: int) -> None:
+        """Move everything that was due before `now` to `now`; of one phase, what was due first stays first."""
+        due = []
+        while self.heap and self.heap[0][0] < now:
+            due.append(heapq.heappop(self.heap))
+        for _, phase, rank, _, payload in due:
+            self.push(now, phase, payload, rank)
+
+    def remove(self, phase: Phase) -> list[Any]:
+        """Take every event of a phase out; their payloads, in order."""
+        removed = sorted(event for event in self.heap if event[1] is phase)
+        self.heap = [event for event in self.heap if event[1] is not phase]
+        heapq.heapify(self.heap)
+        return [payload for _, _, _, _, payload in removed]

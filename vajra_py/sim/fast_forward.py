@@ -1,0 +1,110 @@
+"""Decode fast-forward: launches all repetitions of a steady decode step as one event, and applies them when somebody looks.
+
+How many repetitions are sure is the mechanism's to say (`vajra_py.runtime.repeats`). The results are those of single steps.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+from vajra_py.runtime.executor import StepPlan
+from vajra_py.runtime.serving.driver import Driver
+from vajra_py.runtime.serving.events import Phase
+from vajra_py.sim.replica import SimReplica
+from vajra_py.sim.runs import FIRST_STEPS, MAX_STEPS
+
+_STEP_END = Phase.STEP_END
+
+
+class DecodeFastForward:
+    """`FastForward` of a simulator."""
+
+    def __init__(self, driver: Driver[SimReplica], end_now: Callable[[SimReplica], None]) -> None:
+        """`end_now` handles the end of a replica's step in flight, which is due now and not an event."""
+        self._driver = driver
+        self._end_now = end_now
+        self._running: dict[str, dict[int, SimReplica]] = {name: {} for name in driver.controller.replicasets}
+        """By replicaset and id, those whose step in flight is the first of a run."""
+
+    def launch(self, one: SimReplica, plan: StepPlan) -> int | None:
+        """Launch a plan with its repetitions; returns when the last one ends, None when it is not sure to be repeated."""
+        runs, replica, now = one.runs, one.replica, self._driver.now
+        if runs is None or plan.chunks:
+            return None
+        num_steps = min(1 + replica.repeats.num_repeats(plan), one.run_limit)
+        if num_steps < 2:
+            return None
+        shape = plan.shape
+        one.run_ends = runs.run_ends(now, shape.num_decodes, shape.decode_context_tokens, num_steps)
+        replica.repeats.note_waiting()
+        self._running[replica.replicaset][replica.replica_id] = one
+        return one.run_ends[-1]
+
+    def finish(self, one: SimReplica) -> None:
+        """The last step of a run ends now: apply those before it."""
+        assert one.run_ends is not None
+        if len(one.run_ends) > 1:
+            self._sync(one, goes_on=True)
+            one.run_limit = min(4 * one.run_limit, MAX_STEPS)
+        self.forget(one)
+
+    def forget(self, one: SimReplica) -> None:
+        """The replica is in no run any more."""
+        one.run_ends = None
+        self._running[one.replica.replicaset].pop(one.replica.replica_id, None)
+
+    def sync_all(self) -> None:
+        """See `FastForward`."""
+        for running in self._running.values():
+            for one in list(running.values()):
+                self._sync(one, goes_on=True)
+
+    def sync_before(self, replica: SimReplica) -> None:
+        """See `FastForward`."""
+        for running in self._running.values():
+            for other in list(running.values()):
+                self._sync(other, goes_on=True, up_to_now=other.rank < replica.rank)
+
+    def on_queued(self, replica: SimReplica) -> None:
+        """See `FastForward`."""
+        if replica.run_ends is not None:
+            self._sync(replica, goes_on=replica.replica.repeats.ignores_arrivals(replica.plan))
+
+    def interrupt(self, replica: SimReplica) -> None:
+        """See `FastForward`."""
+        self._sync(replica, goes_on=False)
+
+    def interrupt_all(self, replicaset: str) -> None:
+        """See `FastForward`."""
+        for one in list(self._running[replicaset].values()):
+            self._sync(one, goes_on=False)
+
+    def _sync(self, one: SimReplica, *, goes_on: bool, up_to_now: bool = True) -> None:
+        """Apply the steps of a run that ended before now. Unless it goes on, the step in flight is its last.
+
+        `up_to_now`: also the one that ends now, which precedes what happens now.
+        """
+        ends, plan = one.run_ends, one.plan
+        if ends is None or plan is None:
+            return
+        driver, replica = self._driver, one.replica
+        num_done = bisect_left(ends, driver.now)
+        if num_done:
+            replica.repeats.apply(plan, ends[:num_done])
+            driver.num_steps += num_done
+            del ends[:num_done]
+        if up_to_now and len(ends) > 1 and ends[0] == driver.now:  # the next one follows what happens now
+            one.epoch += 1
+            del ends[1:]
+            one.free_at = driver.now
+            self._end_now(one)
+            return
+        if not goes_on and len(ends) > 1:
+            one.epoch += 1
+            del ends[1:]
+            one.free_at = ends[0]
+            driver.events.push(ends[0], _STEP_END, (one, None, one.epoch), one.rank)
+            self._running[replica.replicaset].pop(replica.replica_id, None)
+            one.run_limit = FIRST_STEPS
+        replica.repeats.note_waiting()
