@@ -117,7 +117,7 @@ def test_log_probabilities_are_those_of_the_tokens(llm: LLM) -> None:
         ([1], {"seed": -3}, "seed: is out of range"),
         ([1], {"stop": ("",)}, "stop: has an empty string"),
         ([1], {"stop": ("a",)}, "stop: needs a tokenizer"),
-        ([1], {"stop_token_ids": (VOCAB_SIZE,)}, "stop_token_ids: are no tokens of the model"),
+        ([1], {"stop_token_ids": (VOCAB_SIZE,)}, "stop_token_ids: are not tokens of the model"),
     ],
 )
 def test_bad_input_is_one_clear_line(llm: LLM, prompt: Any, params: dict[str, Any], message: str) -> None:

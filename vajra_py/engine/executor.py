@@ -123,8 +123,11 @@ class EngineExecutor:
         """What the mechanism has to know of a worker's answer; requests' outputs are brought up to date."""
         tokens: list[tuple[Request, int]] = []
         stopped: list[Request] = []
-        by_slot, logprobs = self._by_slot, output.logprobs
+        by_slot, logprobs, faults = self._by_slot, output.logprobs, output.faults
+        failed = {by_slot[slot]: f"{by_slot[slot].request_id}: {why}" for slot, why in faults.items()}
         for slot, token in zip(output.slots, output.token_ids, strict=True):
+            if slot in faults:
+                continue
             request = by_slot[slot]
             tokens.append((request, token))
             if self._submissions[request].collected.append(token, logprobs.get(slot)):
@@ -132,7 +135,7 @@ class EngineExecutor:
         for slot, entries in output.prompt_logprobs.items():
             collected, start = self._scored[slot]
             collected.prompt_logprobs[start:] = entries
-        return StepResult(tokens, frozenset(stopped))
+        return StepResult(tokens, frozenset(stopped), failed)
 
     # Inside
 

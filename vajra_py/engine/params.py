@@ -1,18 +1,24 @@
 """Validate a request's sampling parameters and prompt.
 
-Every problem is one line; nothing here loads a tensor library.
+Numbers are checked in the type that computes with them, float32. Every problem is one line; nothing here loads a tensor
+library.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
 
 from vajra_py.engine.compute.interface import SamplingParams
 from vajra_py.errors import ConfigError, Problem
 
 MAX_LOGPROBS = 100
+SMALLEST = 2.0**-126
+"""Smallest positive number that float32 holds without losing digits; a device may take smaller ones for 0."""
+LARGEST = (2.0 - 2.0**-23) * 2.0**127
+"""Largest finite float32."""
+LARGEST_COUNT = 2**63 - 1
+"""What an int64 holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +27,23 @@ class _Range:
     low: float
     high: float
     says: str
-    open_low: bool = False
+    or_zero: bool = False
+
+    def holds(self, value: object) -> bool:
+        """Whether it is a number within these limits."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        return self.low <= value <= self.high or (self.or_zero and value == 0)
 
 
+_POSITIVE = f"{SMALLEST:.3g} to {LARGEST:.3g}"
 _RANGES = (
-    _Range("temperature", 0.0, float("inf"), "Allowed: 0 (greedy) or more"),
-    _Range("top_p", 0.0, 1.0, "Allowed: above 0, up to 1", open_low=True),
+    _Range("temperature", SMALLEST, LARGEST, f"Allowed: 0 (greedy), or {_POSITIVE}", or_zero=True),
+    _Range("top_p", SMALLEST, 1.0, f"Allowed: above 0 ({SMALLEST:.3g} or more), up to 1"),
     _Range("min_p", 0.0, 1.0, "Allowed: 0 to 1"),
     _Range("presence_penalty", -2.0, 2.0, "Allowed: -2 to 2"),
     _Range("frequency_penalty", -2.0, 2.0, "Allowed: -2 to 2"),
-    _Range("repetition_penalty", 0.0, float("inf"), "Allowed: above 0", open_low=True),
+    _Range("repetition_penalty", SMALLEST, LARGEST, f"Allowed: above 0 ({_POSITIVE})"),
 )
 
 
@@ -38,16 +51,19 @@ def check_sampling(params: SamplingParams, where: str = "sampling", vocab_size: 
     """Raises `ConfigError` with everything about the parameters that cannot be."""
     problems = [problem for one in _RANGES for problem in _out_of_range(params, one, where)]
     problems += _wrong_counts(params, where)
-    if params.min_tokens > params.max_tokens:
-        message = f"is above max_tokens ({params.min_tokens} and {params.max_tokens})"
+    if _is_whole(params.min_tokens) and _is_whole(params.max_tokens) and params.min_tokens > params.max_tokens:
+        message = f"is above max_tokens ({_shown(params.min_tokens)} and {_shown(params.max_tokens)})"
         problems.append(Problem(f"{where}.min_tokens", message, "Allowed: 0 to max_tokens"))
     if any(not text for text in params.stop):
         problems.append(Problem(f"{where}.stop", "has an empty string", "Allowed: strings of one character or more"))
-    wrong = [token for token in params.stop_token_ids if token < 0 or (vocab_size is not None and token >= vocab_size)]
+    num_tokens = LARGEST_COUNT if vocab_size is None else vocab_size
+    wrong = [_shown(token) for token in params.stop_token_ids if not (_is_whole(token) and 0 <= token < num_tokens)]
     if wrong:
         most = "" if vocab_size is None else f" to {vocab_size - 1}"
         problems.append(
-            Problem(f"{where}.stop_token_ids", f"are no tokens of the model ({wrong[:5]})", f"Allowed: 0{most}")
+            Problem(
+                f"{where}.stop_token_ids", f"are not tokens of the model ({', '.join(wrong[:5])})", f"Allowed: 0{most}"
+            )
         )
     if problems:
         raise ConfigError(problems)
@@ -55,30 +71,39 @@ def check_sampling(params: SamplingParams, where: str = "sampling", vocab_size: 
 
 def _out_of_range(params: SamplingParams, limits: _Range, where: str) -> list[Problem]:
     value = getattr(params, limits.name)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    if is_number and limits.low <= value <= limits.high and not (limits.open_low and value == limits.low):
+    if limits.holds(value):
         return []
-    return [Problem(f"{where}.{limits.name}", f"is out of range ({value!r})", limits.says)]
+    return [Problem(f"{where}.{limits.name}", f"is out of range ({_shown(value)})", limits.says)]
+
+
+def _shown(value: object) -> str:
+    """A value as an error names it; Python refuses to write out the longest integers."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
 
 
 def _wrong_counts(params: SamplingParams, where: str) -> list[Problem]:
     wanted = (
-        ("max_tokens", params.max_tokens, 1, None),
-        ("min_tokens", params.min_tokens, 0, None),
+        ("max_tokens", params.max_tokens, 1, LARGEST_COUNT),
+        ("min_tokens", params.min_tokens, 0, LARGEST_COUNT),
         ("top_k", params.top_k, 1, None),
         ("logprobs", params.logprobs, 0, MAX_LOGPROBS),
         ("prompt_logprobs", params.prompt_logprobs, 0, MAX_LOGPROBS),
-        ("seed", params.seed, 0, 2**63 - 1),
+        ("seed", params.seed, 0, LARGEST_COUNT),
     )
     problems = []
     for name, value, low, high in wanted:
         if value is None and name in ("top_k", "logprobs", "prompt_logprobs", "seed"):
             continue
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or value < low or (high is not None and value > high):  # type: ignore[operator]
+        if not _is_whole(value) or value < low or (high is not None and value > high):  # type: ignore[operator]
             allowed = f"Allowed: {low} or more" if high is None else f"Allowed: {low} to {high}"
-            problems.append(Problem(f"{where}.{name}", f"is out of range ({value!r})", allowed))
+            problems.append(Problem(f"{where}.{name}", f"is out of range ({_shown(value)})", allowed))
     return problems
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,5 +133,5 @@ def check_prompt(token_ids: Sequence[int], limits: PromptLimits, where: str = "p
     low, high = min(token_ids), max(token_ids)
     if low < 0 or high >= limits.vocab_size:
         wrong = low if low < 0 else high
-        message = f"has a token that is not in the model's vocabulary ({wrong})"
+        message = f"has a token that is not in the model's vocabulary ({_shown(wrong)})"
         raise ConfigError(Problem(where, message, f"Allowed: 0 to {limits.vocab_size - 1}"))

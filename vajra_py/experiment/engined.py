@@ -128,6 +128,7 @@ class EngineRun:
                 "index": request.index,
                 "request_id": request.request_id,
                 "reason": reason,
+                "detail": request.detail,
                 "token_ids": submission.collected.token_ids,
             }
             self._output_file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")

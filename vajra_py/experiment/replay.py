@@ -115,7 +115,8 @@ def read_recording(path: Path, registry: Registry | None = None) -> Recording:
     try:
         engine = json.loads((path / ENGINE_FILE).read_text())
         outputs = {
-            row["index"]: RecordedOutput(row["token_ids"], row["reason"]) for row in read_rows(path / OUTPUTS_FILE)
+            row["index"]: RecordedOutput(row["token_ids"], row["reason"], row.get("detail", ""))
+            for row in read_rows(path / OUTPUTS_FILE)
         }
         durations, last = _durations(read_rows(path / DECISIONS_FILE))
     except (OSError, EOFError, ValueError, KeyError) as error:
@@ -206,14 +207,17 @@ class _RecordedExecutor(SimulatedExecutor):
         self._nothing = RecordedOutput()
 
     def known_output_tokens(self, request: Request) -> int | None:
-        """The recorded length of those that came to their end."""
+        """The recorded length of those that came to their end; one more of those that failed, at the latest in that step."""
         output = self._outputs.get(request.index, self._nothing)
+        if output.reason == EndReason.FAILED.value:
+            return len(output.token_ids) + 1
         return len(output.token_ids) if output.reason in (EndReason.STOP.value, EndReason.LENGTH.value) else None
 
     def result(self, plan: StepPlan) -> StepResult:
         """The recorded tokens of every entry that was due one."""
         tokens: list[tuple[Request, int]] = []
         stopped: list[Request] = []
+        failed: dict[Request, str] = {}
         for request, num_tokens, computed_before, _ in plan.entries():
             if computed_before + num_tokens < request.num_known_tokens:
                 continue
@@ -222,7 +226,9 @@ class _RecordedExecutor(SimulatedExecutor):
                 tokens.append((request, output.token_ids[position]))
                 if output.reason == EndReason.STOP.value and position + 1 == len(output.token_ids):
                     stopped.append(request)
-        return StepResult(tokens, frozenset(stopped))
+            elif output.reason == EndReason.FAILED.value:
+                failed[request] = output.detail
+        return StepResult(tokens, frozenset(stopped), failed)
 
 
 def _simulator(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from vajra_py.contract import BatchShape
@@ -89,10 +89,12 @@ class StepResult:
     `tokens` holds (request, token id) for every entry that sampled one, in batch order; None where tokens have no
     identity (simulation): then every entry that caught up with its known tokens yields one. `stopped` names requests
     whose token ended them (end of sequence or a stop string), for executors that cannot know lengths in advance.
+    `failed` names requests whose own part of the step gave no token, and why: they end, and nothing else does.
     """
 
     tokens: Sequence[tuple[Request, int]] | None = None
     stopped: frozenset[Request] = frozenset()
+    failed: Mapping[Request, str] = field(default_factory=dict)
 
 
 class Executor(Protocol):

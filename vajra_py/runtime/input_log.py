@@ -236,3 +236,4 @@ class RecordedOutput:
     token_ids: list[int] = field(default_factory=list)
     reason: str = ""
     """Why it ended; empty: it did not."""
+    detail: str = ""

@@ -343,8 +343,8 @@ class Replica:
             self._publish_computed(plan)
         if plan.chunks:
             done += self._apply_chunks(plan, now)
-        if result.stopped:
-            done.extend(one for one in result.stopped if one not in done)
+        for ended in (result.stopped, result.failed):
+            done.extend(one for one in ended if one not in done)
         finished = self._finish_all(done, result, to_seconds(now)) if done else []
         if listeners:
             step = _as_told(plan, entries, to_seconds(now))
@@ -361,7 +361,9 @@ class Replica:
             done.sort(key=lambda one: one.admitted_index)
         finished = [(one, self._end_reason(one, result)) for one in done]
         for request, reason in finished:
-            self._finish(request, reason, now)
+            if reason is EndReason.FAILED:
+                self.memory.withdraw(request, 0)  # whoever found its blocks would fail with them
+            self._finish(request, reason, now, result.failed.get(request, ""))
         return finished
 
     def _append_tokens(self, tokens: Sequence[tuple[Request, int]]) -> None:
@@ -421,6 +423,8 @@ class Replica:
         return limit - request.num_output_tokens
 
     def _end_reason(self, request: Request, result: StepResult) -> EndReason:
+        if request in result.failed:
+            return EndReason.FAILED
         if request in result.stopped:
             return EndReason.STOP
         return EndReason.LENGTH if self._output_limits[request] >= request.max_tokens else EndReason.STOP

@@ -118,6 +118,7 @@ class RunRecording:
             "index": request.index,
             "request_id": request.request_id,
             "reason": reason,
+            "detail": request.detail,
             "token_ids": submission.collected.token_ids,
         }
         self._outputs.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")

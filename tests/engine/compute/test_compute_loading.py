@@ -277,7 +277,6 @@ NEW = NewRow(0, SamplingParams(temperature=0.0), 0)
             StepInput([Chunk(0, [3], 0, True)], copies=[BlockCopy(0, 9, CopyDirection.TO_HOST)]),
             "swap: there is no such block (copy 0 -> 9, device to host)",
         ),
-        (StepInput([Chunk(0, [9999], 0, True)]), "IndexError on cpu"),
     ],
 )
 def test_steps_that_contradict_what_went_before(

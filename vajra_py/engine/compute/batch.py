@@ -130,6 +130,7 @@ class BatchState:
         first[num_decodes:] = [chunk.num_computed for chunk in chunks]
         kv_lens = first + query_lens
         self._check(slots, query_lens, kv_lens)
+        token_ids = _joined([chunk.token_ids for chunk in chunks])
         self.num_computed[slots] = kv_lens
         sampled = [(order[place], num_decodes + place) for place, chunk in enumerate(chunks) if chunk.samples]
         sampled.sort()
@@ -142,7 +143,7 @@ class BatchState:
         return HostBatch(
             slots=slots,
             num_decodes=num_decodes,
-            token_ids=_joined([chunk.token_ids for chunk in chunks]),
+            token_ids=token_ids,
             query_lens=query_lens,
             kv_lens=kv_lens,
             positions=positions,

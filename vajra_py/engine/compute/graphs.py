@@ -25,6 +25,7 @@ import torch
 from vajra_kernels import AttentionMetadata
 from vajra_py.engine.compute.batch import BatchState, HostBatch
 from vajra_py.engine.compute.forward import Caches, Forward
+from vajra_py.engine.compute.sampler import likeliest_tokens
 from vajra_py.engine.compute.transfer import to_device
 
 _log = logging.getLogger(__name__)
@@ -193,6 +194,6 @@ class DecodeGraphs:
         if self._logits is None:  # in the first warm-up, outside any graph's pool
             self._logits = torch.zeros(self._shape, dtype=logits.dtype, device=logits.device)
         self._logits[:size].copy_(logits)
-        tokens = logits.argmax(-1)
+        tokens = likeliest_tokens(logits)
         self._tokens[:size].copy_(tokens)
-        last_tokens.index_copy_(0, places, tokens)
+        last_tokens.index_copy_(0, places, tokens.clamp_min(0))

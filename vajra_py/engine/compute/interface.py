@@ -173,6 +173,7 @@ class StepOutput:
         duration_s: from the step's start on the device to its sampled tokens on the host.
         logprobs: by slot, for the requests that asked.
         prompt_logprobs: by slot, of the `followers` of its chunk.
+        faults: by slot, why a row that was to sample gave no token. Its token id means nothing; the other rows are as ever.
     """
 
     slots: Sequence[int]
@@ -180,6 +181,7 @@ class StepOutput:
     duration_s: float
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    faults: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,12 +44,15 @@ def apply_penalties(logits: torch.Tensor, rows: Sequence[tuple[int, SamplingPara
     """
     places = to_device(np.array([place for place, _, _ in rows], np.int64), logits.device)
     factors = [(one.repetition_penalty, one.frequency_penalty, one.presence_penalty) for _, one, _ in rows]
+    is_extreme = any(not 1e-30 < one.repetition_penalty < 1e30 for _, one, _ in rows)
     repetition, frequency, presence = to_device(np.array(factors, np.float32), logits.device).unsqueeze(-1).unbind(1)
     counts = torch.stack([history.output_counts for _, _, history in rows])
     put_out = counts > 0
     seen = put_out | torch.stack([history.in_prompt for _, _, history in rows])
     part = logits[places]
     part = torch.where(seen, torch.where(part > 0, part / repetition, part * repetition), part)
+    if is_extreme:  # it may overflow, and infinite logits have no differences
+        part.nan_to_num_(nan=float("nan"))
     part -= frequency * counts + presence * put_out
     logits[places] = part
     return logits

@@ -1,18 +1,20 @@
 """Computes a worker's steps: from changes of the batch to sampled tokens.
 
 Invariants:
+    - What goes wrong with one row ends that row: it is reported among the step's faults, and the others are as ever. A step
+      that fails is computed again row by row, as long as the device answers.
     - Whatever of a step depends on the host alone is done before the device is touched; nothing waits for the device
       before `PendingStep.result`, except log-probabilities.
-    - After an exception the runner is not to be used again: device and host may disagree.
+    - After an exception that reaches its caller the runner is not to be used again: device and host may disagree.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
@@ -35,25 +37,35 @@ from vajra_py.engine.compute.kv_memory import KvMemory
 from vajra_py.engine.compute.loading import find_device
 from vajra_py.engine.compute.memory import step_bytes, usable_bytes
 from vajra_py.engine.compute.prepare import PreparedModel, prepare
-from vajra_py.engine.compute.sampler import Sampler
+from vajra_py.engine.compute.sampler import LOST_ROW, NO_TOKEN, Sampler
 from vajra_py.engine.compute.shard import join_group, leave_group
 from vajra_py.engine.compute.transfer import to_device, to_host
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 
 _log = logging.getLogger(__name__)
+_ROW_ERRORS = (RuntimeError, IndexError, ValueError, OverflowError, TypeError, MemoryError)
+"""What a step raises that computing its rows apart may find the row for."""
+
+
+@dataclass(slots=True)
+class Computed:
+    """A step's tokens, in the order of its sampled rows, and log-probabilities by slot."""
+
+    slots: Ints
+    tokens: torch.Tensor
+    logprobs: dict[int, TokenLogprobs]
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
 
 
 @dataclass(slots=True)
 class TorchStep:
     """A step of `TorchRunner` under way."""
 
-    slots: Ints
-    tokens: torch.Tensor
-    logprobs: dict[int, TokenLogprobs]
-    prompt_logprobs: dict[int, list[TokenLogprobs]]
+    computed: Computed
     started: float | torch.cuda.Event
-    done: torch.cuda.Event | None
+    done: torch.cuda.Event | None = None
     duration_s: float = 0.0
+    faults: Mapping[int, str] = field(default_factory=dict)
 
     def result(self) -> StepOutput:
         """See `PendingStep`."""
@@ -64,9 +76,12 @@ class TorchStep:
             except RuntimeError as error:
                 raise ExecutorError(f"the device failed in a step ({error})") from error
             self.duration_s = self.started.elapsed_time(self.done) / 1000
-        return StepOutput(
-            self.slots.tolist(), self.tokens.tolist(), self.duration_s, self.logprobs, self.prompt_logprobs
-        )
+        computed, faults = self.computed, self.faults
+        slots, tokens = computed.slots.tolist(), computed.tokens.tolist()
+        if NO_TOKEN in tokens:
+            lost = {slot: LOST_ROW for slot, token in zip(slots, tokens, strict=True) if token == NO_TOKEN}
+            faults = lost | dict(faults)
+        return StepOutput(slots, tokens, self.duration_s, computed.logprobs, computed.prompt_logprobs, faults)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +107,8 @@ class TorchRunner:
         self._capture = capture
         self._graphs: DecodeGraphs | None = None
         self._ahead: AheadStep | None = None
+        self._faults: dict[int, str] = {}
+        """By slot, why its row cannot be computed; until it is freed."""
         self._state = BatchState(options.max_requests, facts.max_model_len, options.block_size, device)
         self._sampler = Sampler(options.max_requests, facts.vocab_size, facts.eos_token_ids, device)
 
@@ -181,7 +198,7 @@ class TorchRunner:
                 return self._submitted(step, self._memory)
         except torch.cuda.OutOfMemoryError as error:
             raise ExecutorError(f"step: out of memory on {self._model.device} ({error})") from error
-        except (RuntimeError, IndexError, ValueError) as error:
+        except _ROW_ERRORS as error:
             raise ExecutorError(f"step: {type(error).__name__} on {self._model.device} ({error})") from error
 
     def run(self, step: StepInput) -> StepOutput:
@@ -223,21 +240,85 @@ class TorchRunner:
         on_cuda = self._model.device.type == "cuda"
         started: float | torch.cuda.Event = _marked() if on_cuda else time.perf_counter()
         self._take_changes(step, memory)
-        batch = self._state.take(step)
-        slots = batch.sampled_slots
-        scores: dict[int, list[TokenLogprobs]] = {}
-        tokens, logprobs = self._compute(batch, slots, memory, scores)
-        tokens = to_host(tokens)
+        before = self._state.num_computed.copy()
+        try:
+            computed = self._computed(step, memory)
+        except _ROW_ERRORS as error:
+            if self._options.tensor_parallel_size > 1:  # other ranks may not have met it
+                raise
+            self._state.num_computed[:] = before
+            computed = self._apart(step, memory, error)
+        computed.tokens = to_host(computed.tokens)
+        done = TorchStep(computed, started)
+        if self._faults:
+            done.faults = {slot: self._faults[slot] for slot in computed.slots.tolist() if slot in self._faults}
         if isinstance(started, float):
-            return TorchStep(slots, tokens, logprobs, scores, started, None, time.perf_counter() - started)
-        return TorchStep(slots, tokens, logprobs, scores, started, _marked())
+            done.duration_s = time.perf_counter() - started
+        else:
+            done.done = _marked()
+        return done
+
+    def _computed(self, step: StepInput, memory: KvMemory) -> Computed:
+        if self._faults:
+            for slot in (*step.decodes, *(chunk.slot for chunk in step.chunks)):
+                if slot in self._faults:
+                    raise ValueError(self._faults[slot])
+        batch = self._state.take(step)
+        given, vocab_size = batch.token_ids, self._model.facts.vocab_size
+        if given.size and not 0 <= given.min() <= given.max() < vocab_size:
+            wrong = given[(given < 0) | (given >= vocab_size)][0]
+            raise IndexError(f"token {wrong} is not among the model's {vocab_size}")
+        scores: dict[int, list[TokenLogprobs]] = {}
+        tokens, logprobs = self._compute(batch, batch.sampled_slots, memory, scores)
+        return Computed(batch.sampled_slots, tokens, logprobs, scores)
+
+    def _apart(self, step: StepInput, memory: KvMemory, error: Exception) -> Computed:
+        """The step row by row, after it failed: rows that fail by themselves join the faults.
+
+        Raises `error` when the device does not answer any more, or every row of several fails.
+        """
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+        tokens: dict[int, int] = {}
+        logprobs: dict[int, TokenLogprobs] = {}
+        scores: dict[int, list[TokenLogprobs]] = {}
+        rows = [(slot, StepInput(decodes=[slot])) for slot in step.decodes]
+        rows += [(chunk.slot, StepInput([chunk])) for chunk in step.chunks]
+        waiting = [(slot, row) for slot, row in rows if slot not in self._faults]
+        failed: dict[int, Exception] = {}
+        for slot, row in waiting:
+            before = self._state.num_computed[slot]
+            try:
+                computed = self._computed(row, memory)
+            except _ROW_ERRORS as problem:
+                self._state.num_computed[slot] = before
+                failed[slot] = problem
+                continue
+            tokens |= zip(computed.slots.tolist(), computed.tokens.tolist(), strict=True)
+            logprobs |= computed.logprobs
+            scores |= computed.prompt_logprobs
+        if len(failed) == len(waiting) > 1:
+            raise error
+        for slot, found_wrong in failed.items():
+            self._fault(slot, found_wrong)
+        slots = [*step.decodes, *(chunk.slot for chunk in step.chunks if chunk.samples)]
+        sampled = torch.tensor([tokens.get(slot, NO_TOKEN) for slot in slots], dtype=torch.int64)
+        return Computed(np.array(slots, np.int64), sampled, logprobs, scores)
+
+    def _fault(self, slot: int, error: Exception) -> None:
+        self._faults[slot] = f"it cannot be computed ({' '.join(f'{type(error).__name__}: {error}'.split())})"
+        _log.warning("slot %d is left out of steps: %s", slot, self._faults[slot])
 
     def _take_changes(self, step: StepInput, memory: KvMemory) -> None:
         for slot in step.freed:
             self._sampler.remove(slot)
+            self._faults.pop(slot, None)
         for new in step.new:
             self._check_new(new)
-            self._sampler.add(new)
+            try:
+                self._sampler.add(new)
+            except _ROW_ERRORS as error:
+                self._fault(new.slot, error)
         if step.tables:
             self._state.update_tables(step.tables, memory.num_blocks)
         if step.copies:
@@ -265,7 +346,8 @@ class TorchRunner:
             return torch.empty(0, dtype=torch.int64), {}
         tokens, logprobs = self._sampler.sample(logits, slots, likeliest)
         if tokens is not likeliest:
-            state.last_tokens.index_copy_(0, to_device(slots, self._model.device) if places is None else places, tokens)
+            places = to_device(slots, self._model.device) if places is None else places
+            state.last_tokens.index_copy_(0, places, tokens.clamp_min(0))
         return tokens, logprobs
 
     def _logits(self, inputs: BatchInputs, rows: torch.Tensor, memory: KvMemory) -> torch.Tensor:

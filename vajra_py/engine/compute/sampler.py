@@ -1,11 +1,14 @@
 """Sample a token from each row's logits.
 
 Invariants:
+    - A row whose logits have no finite maximum (NaN among them, overflow, nothing left to choose) gives `NO_TOKEN`, and
+      changes nothing of any other row.
     - A token depends on its row's logits, its request's parameters, seed and number of tokens so far; not on other rows.
       Each draw uses one number, made from (seed, number of output tokens) by a counter-based generator on the host, so it
       is the same on every device and after a preemption.
     - Truncation keeps or drops tokens of equal probability together, so that no order of sorting shows.
     - Nothing waits for the device, except log-probabilities.
+    - An exception leaves the state of every row as it was.
 """
 
 from __future__ import annotations
@@ -23,6 +26,10 @@ from vajra_py.engine.compute.penalties import History, apply_penalties
 from vajra_py.engine.compute.transfer import to_device
 
 _NEG_INF = float("-inf")
+NO_TOKEN = -1
+"""In the place of a token of a row that cannot be sampled."""
+LOST_ROW = "its logits are not finite numbers, so that no token can be sampled"
+"""What is said of such a row."""
 
 
 @dataclass(slots=True)
@@ -93,28 +100,28 @@ class Sampler:
     ) -> tuple[torch.Tensor, dict[int, TokenLogprobs]]:
         """Tokens int64 [R] of logits [R, vocab] for these slots, and log-probabilities for those that asked.
 
-        `likeliest` is `logits.argmax(-1)` where that is known; it is the very tensor that is returned when nobody asks for
+        `likeliest` is `likeliest_tokens(logits)` where that is known; it is the very tensor that is returned when nobody asks for
         more.
         """
         plain = bool(self._is_plain[slots].all())
         if plain:
+            tokens = likeliest_tokens(logits) if likeliest is None else likeliest
             self._num_outputs[slots] += 1
-            return logits.argmax(-1) if likeliest is None else likeliest, {}
+            return tokens, {}
         raw = logits.float()
         adjusted = self._adjust(raw, slots)
         greedy = self._greedy[slots]
-        if greedy.all():
-            tokens = adjusted.argmax(-1)
-        else:
+        tokens = likeliest_tokens(adjusted)
+        if not greedy.all():
             drawn = np.flatnonzero(~greedy)
-            tokens = (
-                adjusted.argmax(-1) if greedy.any() else torch.empty(len(slots), dtype=torch.int64, device=raw.device)
-            )
             index = to_device(drawn, self._device)
-            tokens[index] = self._draw(adjusted[index], slots[drawn])
+            lost = tokens[index] == NO_TOKEN
+            tokens[index] = self._draw(adjusted[index], slots[drawn]).masked_fill_(lost, NO_TOKEN)
+        real = tokens.clamp_min(0)
+        logprobs = self._logprobs(raw, real, slots)
         self._num_outputs[slots] += 1
-        self._remember(tokens, slots)
-        return tokens, self._logprobs(raw, tokens, slots)
+        self._remember(real, slots)
+        return tokens, logprobs
 
     def _adjust(self, raw: torch.Tensor, slots: Ints) -> torch.Tensor:
         """Logits after penalties and without tokens that would end a request too early; `raw` stays as it is."""
@@ -141,7 +148,7 @@ class Sampler:
         numbers = to_device(uniform_numbers(self._seeds[slots], self._num_outputs[slots]), self._device)
         # `right` skips tokens of probability 0; scaling by the last entry keeps rounding from running past the end.
         targets = (numbers.unsqueeze(-1) * cumulated[:, -1:]).minimum(cumulated[:, -1:] * (1.0 - 1e-12))
-        return torch.searchsorted(cumulated, targets, right=True).squeeze(-1)
+        return torch.searchsorted(cumulated, targets, right=True).squeeze(-1).clamp_max_(self._vocab_size - 1)
 
     def _remember(self, tokens: torch.Tensor, slots: Ints) -> None:
         for place, slot in enumerate(slots.tolist()):
@@ -180,6 +187,12 @@ def _token_logprobs(raw: torch.Tensor, tokens: torch.Tensor, counts: Sequence[in
         TokenLogprobs(logprob, rank, tuple(zip(best[:count], top[:count], strict=True)))
         for count, logprob, rank, top, best in facts
     ]
+
+
+def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """The place of each row's largest logit, int64 [R] of [R, vocab]; `NO_TOKEN` where that is not a finite number."""
+    largest, places = logits.max(-1)
+    return places.masked_fill_(~largest.isfinite(), NO_TOKEN)
 
 
 def uniform_numbers(seeds: npt.NDArray[np.uint64], counters: Ints) -> npt.NDArray[np.float64]:
