@@ -258,6 +258,9 @@ class Words:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode("utf-8", "replace")
 
+    def piece(self, token_id: int) -> bytes | None:
+        return bytes([token_id])
+
     def render_chat(self, messages: Any) -> str:
         raise NotImplementedError
 

@@ -139,6 +139,9 @@ class Letters:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
 
+    def piece(self, token_id: int) -> bytes | None:
+        return chr(token_id).encode()
+
     def render_chat(self, messages: Any) -> str:
         raise NotImplementedError
 

@@ -219,3 +219,63 @@ def test_what_other_servers_do_is_refused_by_name(client: openai.OpenAI) -> None
     with pytest.raises(openai.NotFoundError) as responses:
         client.responses.create(model=MODEL, input="x")
     assert responses.value.code == "not_supported"
+
+
+def test_bytes_and_offsets_of_tokens_are_those_of_the_text(client: openai.OpenAI) -> None:
+    # a model with random weights puts out parts of characters of every kind
+    for seed in range(4):
+        choice = complete(client, logprobs=1, max_tokens=40, temperature=1.3, seed=seed).choices[0]
+        columns, text = choice.logprobs, choice.text
+        assert columns.text_offset == sorted(columns.text_offset)
+        for token, offset in zip(columns.tokens, columns.text_offset, strict=True):
+            if not token.startswith(("bytes:", "token_id:")):
+                assert text[offset : offset + len(token)] == token
+        sampled = {"logprobs": True, "top_logprobs": 2, "temperature": 1.3, "seed": seed, "max_tokens": 40}
+        answer = chat(client, **sampled).choices[0]
+        joined = b"".join(bytes(entry.bytes or []) for entry in answer.logprobs.content)
+        assert joined.decode("utf-8", "replace") == answer.message.content
+
+
+def test_echo_scores_the_prompt_as_evaluation_harnesses_ask(client: openai.OpenAI) -> None:
+    plain = complete(client, extra_body={"return_token_ids": True}, logprobs=1).choices[0]
+    ids = plain.prompt_token_ids
+    for prompt in (TEXT, ids):
+        echoed = complete(client, prompt=prompt, max_tokens=1, logprobs=1, echo=True)
+        choice, columns = echoed.choices[0], echoed.choices[0].logprobs
+        assert choice.text.startswith(TEXT)
+        assert echoed.usage.completion_tokens == 1
+        lengths = {len(getattr(columns, name)) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
+        assert lengths == {len(ids) + 1}
+        assert columns.token_logprobs[0] is None
+        assert columns.top_logprobs[0] is None
+        assert all(
+            logprob <= max(top.values()) <= 0
+            for logprob, top in zip(columns.token_logprobs[1:], columns.top_logprobs[1:], strict=True)
+        )
+        for token, offset in zip(columns.tokens, columns.text_offset, strict=True):
+            assert token.startswith(("bytes:", "token_id:")) or choice.text[offset : offset + len(token)] == token
+        # what the prompt was scored with is what its tokens are put out with
+        first = complete(client, prompt=ids[:5], max_tokens=1, logprobs=5).choices[0].logprobs.top_logprobs[0]
+        if columns.tokens[5] in first:
+            assert columns.token_logprobs[5] == pytest.approx(first[columns.tokens[5]], abs=1e-4)
+        greedy = max(columns.top_logprobs[5].items(), key=lambda one: one[1])
+        assert greedy[1] == pytest.approx(max(first.values()), abs=1e-4)
+        assert columns.token_logprobs[-1] == pytest.approx(plain.logprobs.token_logprobs[0], abs=1e-4)
+
+
+def test_an_echo_streams_what_it_answers_and_may_be_all(client: openai.OpenAI) -> None:
+    whole = complete(client, echo=True, logprobs=2, n=2, temperature=0.9, seed=4)
+    pieces = list(complete(client, echo=True, logprobs=2, n=2, temperature=0.9, seed=4, stream=True))
+    for index in (0, 1):
+        said = [piece.choices[0] for piece in pieces if piece.choices[0].index == index]
+        expected = whole.choices[index]
+        assert "".join(one.text for one in said) == expected.text
+        for name in ("tokens", "text_offset", "token_logprobs"):
+            assert [entry for one in said for entry in getattr(one.logprobs, name)] == pytest.approx(
+                getattr(expected.logprobs, name)
+            )
+    alone = complete(client, echo=True, logprobs=0, max_tokens=0)
+    assert (alone.choices[0].text, alone.usage.completion_tokens) == (TEXT, 0)
+    assert alone.choices[0].finish_reason == "length"
+    assert len(alone.choices[0].logprobs.tokens) == alone.usage.prompt_tokens
+    assert complete(client, echo=True).choices[0].text == TEXT + complete(client).choices[0].text

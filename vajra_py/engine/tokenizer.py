@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from vajra_py.engine.pieces import piece_reader
 from vajra_py.errors import ConfigError, Problem
 
 _INCOMPLETE = "\ufffd"
@@ -25,6 +26,9 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The tokens' text, without special tokens."""
+
+    def piece(self, token_id: int) -> bytes | None:
+        """The bytes that a token stands for; None for special tokens and numbers without a token."""
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text of a conversation, up to where the model's answer begins. Raises `ConfigError`."""
@@ -46,6 +50,7 @@ class HubTokenizer:
             reason = " ".join(str(error).split())
             raise ConfigError(Problem(f"model {folder}", f"its tokenizer cannot be loaded ({reason})")) from error
         self._decode = _decoder(self._tokenizer)
+        self._piece = piece_reader(self._tokenizer)
 
     def encode(self, text: str, *, is_rendered: bool = False) -> list[int]:
         """See `Tokenizer`."""
@@ -54,6 +59,10 @@ class HubTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """See `Tokenizer`."""
         return self._decode(token_ids)
+
+    def piece(self, token_id: int) -> bytes | None:
+        """See `Tokenizer`."""
+        return self._piece(token_id)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """See `Tokenizer`."""

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vajra_py.contract import EndReason
-from vajra_py.engine.compute import TokenLogprobs
 from vajra_py.engine.tokenizer import Tokenizer
 from vajra_py.runtime.controller import OUT_OF_SERVICE
 from vajra_py.runtime.replicaset import ALL_FAILED, QUEUE_FULL
 from vajra_py.serve.errors import ApiError
+from vajra_py.serve.logprobs import LogprobWriter, TextOffsets
 from vajra_py.serve.schema import ChatBody, GenerationBody
 from vajra_py.serve.tickets import End, Reply, Ticket
 
@@ -23,8 +23,6 @@ _FINISHED = {EndReason.STOP: "stop", EndReason.LENGTH: "length"}
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 _GAP = "\0"
 """Stands where text will be."""
-_LEAST_LOGPROB = -9999.0
-"""In place of minus infinity, which JSON has not; as OpenAI does."""
 
 
 def encoded(value: Any) -> bytes:
@@ -76,7 +74,7 @@ class _Said:
 
     num_tokens: int = 0
     num_characters: int = 0
-    text_offset: int = 0
+    offsets: TextOffsets = field(default_factory=TextOffsets)
     frame: tuple[bytes, bytes] | None = None
 
 
@@ -96,7 +94,13 @@ class Answer:
     body: GenerationBody
     reply: Reply
     tokenizer: Tokenizer | None
+    echoes: Sequence[str] = ()
+    """Texts of the prompts, where answers begin with them."""
     _said: dict[int, _Said] = field(default_factory=dict)
+
+    @property
+    def _writer(self) -> LogprobWriter:
+        return LogprobWriter(self.tokenizer)
 
     @property
     def _is_chat(self) -> bool:
@@ -117,6 +121,8 @@ class Answer:
                 said = self._said[ticket.index] = self._begun(ticket)
                 if self._is_chat:
                     found.append(self._event(self._role_choice(ticket)))
+                elif self.echoes:
+                    found.append(self._event(self._echo_choice(ticket, said)))
             if said.frame is not None and ticket.end is None:
                 text = ticket.text[said.num_characters :]
                 if text:
@@ -160,14 +166,28 @@ class Answer:
         delta = {"role": "assistant", "content": ""}
         return {"index": ticket.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
+    def _echo_choice(self, ticket: Ticket, said: _Said) -> dict[str, Any]:
+        """The prompt, as the first piece of an output that begins with it."""
+        choice = self._text_choice(ticket.index, self._echo(ticket))
+        choice["logprobs"] = self._prompt_logprobs(ticket, said)
+        return choice
+
+    def _echo(self, ticket: Ticket) -> str:
+        """The text that the output begins with."""
+        return self.echoes[ticket.index // self.body.n] if self.echoes else ""
+
     def _choice(self, ticket: Ticket) -> dict[str, Any]:
         said = _Said()
         choice: dict[str, Any] = {"index": ticket.index}
         if self._is_chat:
             choice["message"] = {"role": "assistant", "content": ticket.text, "refusal": None}
         else:
-            choice["text"] = ticket.text
+            choice["text"] = self._echo(ticket) + ticket.text
+        before = self._prompt_logprobs(ticket, said) if self.echoes else None
         choice["logprobs"] = self._logprobs(ticket, said)
+        if before is not None:
+            for name, column in before.items():
+                choice["logprobs"][name] = column and column + choice["logprobs"][name]
         return self._ended(choice, ticket, 0)
 
     def _text_choice(self, index: int, text: str) -> dict[str, Any]:
@@ -193,6 +213,8 @@ class Answer:
         choice["finish_reason"] = None if end is None else _FINISHED.get(end.reason)
         if end is not None:
             choice["stop_reason"] = end.stopped_by
+            if ticket.hides_output and end.reason in _FINISHED:
+                choice["finish_reason"], choice["stop_reason"] = "length", None
         if self.body.return_token_ids:
             choice["token_ids"] = list(ticket.token_ids(start))
             if start == 0:
@@ -201,45 +223,20 @@ class Answer:
 
     # Log-probabilities
 
+    def _prompt_logprobs(self, ticket: Ticket, said: _Said) -> dict[str, Any] | None:
+        """Those of the prompt's tokens; the first has none, as nothing goes before it."""
+        if self.body.num_logprobs is None:
+            return None
+        submission = ticket.submission
+        logprobs = [None, *submission.collected.prompt_logprobs]
+        found = self._writer.columns(submission.prompt_token_ids, logprobs, TextOffsets(), bool(self.body.num_logprobs))
+        said.offsets = TextOffsets(len(self._echo(ticket)))
+        return found
+
     def _logprobs(self, ticket: Ticket, said: _Said) -> dict[str, Any] | None:
         if self.body.num_logprobs is None:
             return None
         token_ids, logprobs = ticket.token_ids(said.num_tokens), ticket.logprobs(said.num_tokens)
         if self._is_chat:
-            return {"content": [self._chat_entry(*one) for one in zip(token_ids, logprobs, strict=True)]}
-        return self._columns(token_ids, logprobs, said)
-
-    def _chat_entry(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, Any]:
-        top = [self._chat_token(*one) for one in logprobs.top]
-        return {**self._chat_token(token_id, logprobs.logprob), "top_logprobs": top}
-
-    def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._text(token_id)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode("utf-8", "replace"))}
-
-    def _columns(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], said: _Said) -> dict[str, Any]:
-        texts = [self._text(token_id) for token_id in token_ids]
-        offsets = []
-        for text in texts:
-            offsets.append(said.text_offset)
-            said.text_offset += len(text)
-        tops: list[dict[str, float]] = []
-        for token_id, one in zip(token_ids, logprobs, strict=True):
-            top = {self._text(other): _finite(logprob) for other, logprob in reversed(one.top)}
-            top[self._text(token_id)] = _finite(one.logprob)
-            tops.append(top)
-        return {
-            "text_offset": offsets,
-            "token_logprobs": [_finite(one.logprob) for one in logprobs],
-            "tokens": texts,
-            "top_logprobs": tops if self.body.num_logprobs else None,
-        }
-
-    def _text(self, token_id: int) -> str:
-        """A token as text; special ones, and those that are part of a character only, by their number."""
-        text = "" if self.tokenizer is None else self.tokenizer.decode([token_id])
-        return text if text and "\ufffd" not in text else f"token_id:{token_id}"
-
-
-def _finite(logprob: float) -> float:
-    return logprob if logprob > _LEAST_LOGPROB else _LEAST_LOGPROB
+            return self._writer.entries(token_ids, logprobs)
+        return self._writer.columns(token_ids, logprobs, said.offsets, bool(self.body.num_logprobs))

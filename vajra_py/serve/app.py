@@ -130,7 +130,7 @@ class Service:
             name = self.preparer.new_id("chatcmpl" if is_chat else "cmpl")
             prepare = self.preparer.chat if is_chat else self.preparer.completion
             prepared = await prepare(wanted, name)
-            answer = Answer(name, now_s(), body.model, body, prepared.reply, prepared.tokenizer)
+            answer = Answer(name, now_s(), body.model, body, prepared.reply, prepared.tokenizer, prepared.echoes)
         except BaseException:
             self.leave()
             raise

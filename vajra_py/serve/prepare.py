@@ -43,6 +43,8 @@ class Prepared:
 
     reply: Reply
     tokenizer: Tokenizer | None
+    echoes: Sequence[str] = ()
+    """The prompts' texts, where answers begin with them."""
 
 
 class Preparer:
@@ -71,7 +73,8 @@ class Preparer:
             if isinstance(one, str):
                 one = await self._tokenizing.tokens(_needed(tokenizer, "prompt"), one, longest, param="prompt")
             prompts.append(one)
-        return self._prepared(wanted, prompts, tokenizer, name)
+        echoes = [one if isinstance(one, str) else _text_of(tokenizer, one) for one in given] if body.echo else ()
+        return self._prepared(wanted, prompts, tokenizer, name, echoes)
 
     async def chat(self, wanted: Wanted, name: str) -> Prepared:
         """Every output of a `/v1/chat/completions` request. Raises `ApiError`."""
@@ -99,7 +102,12 @@ class Preparer:
         return max(self._session.prompt_limits(name).max_request_tokens for name in behind)
 
     def _prepared(
-        self, wanted: Wanted, prompts: Sequence[list[int]], tokenizer: Tokenizer | None, name: str
+        self,
+        wanted: Wanted,
+        prompts: Sequence[list[int]],
+        tokenizer: Tokenizer | None,
+        name: str,
+        echoes: Sequence[str] = (),
     ) -> Prepared:
         body = wanted.body
         reply = Reply(streams=body.stream)
@@ -115,8 +123,8 @@ class Preparer:
                 elif submission.collected.sampling.stop:
                     message = "the model has no tokenizer, so that no string can end an output"
                     raise bad_request(message, "stop", "no_tokenizer")
-                reply.tickets.append(Ticket(index, submission, reply))
-        return Prepared(reply, tokenizer)
+                reply.tickets.append(Ticket(index, submission, reply, hides_output=body.wanted_tokens() == 0))
+        return Prepared(reply, tokenizer, echoes)
 
     def _checked(self, wanted: Wanted, prompt: list[int]) -> tuple[str, RequestFacts]:
         """The replicaset of a prompt's outputs and what they have in common. Raises `ApiError`."""
@@ -143,6 +151,7 @@ class Preparer:
             prompt_token_ids=prompt,
             seed=seed,
             collected=Collected(sampling, frozenset((*eos, *sampling.stop_token_ids))),
+            shares=sampling.prompt_logprobs is None,
         )
 
 
@@ -158,6 +167,10 @@ def _run_seed(config: ExperimentConfig) -> int:
 def _seed_of(wanted: int | None, drawn: int, index: int) -> int:
     """The seed of the `index`-th output of a request."""
     return ((drawn if wanted is None else wanted) + index * _SEED_STRIDE) % 2**63
+
+
+def _text_of(tokenizer: Tokenizer | None, token_ids: Sequence[int]) -> str:
+    return "" if tokenizer is None else tokenizer.decode(token_ids)
 
 
 def _needed(tokenizer: Tokenizer | None, param: str) -> Tokenizer:
@@ -188,6 +201,8 @@ def _max_tokens(body: GenerationBody, prompt: Sequence[int], limits: PromptLimit
         raise bad_request(str(error), "prompt" if isinstance(body, CompletionBody) else "messages", code) from None
     room = limits.max_request_tokens - len(prompt)
     wanted = body.wanted_tokens()
+    if wanted == 0 and isinstance(body, CompletionBody) and body.echo:
+        wanted = 1  # the engine ends a request by a token, which is not shown
     if wanted is None:
         return room
     if wanted > room:

@@ -155,6 +155,11 @@ class GenerationBody(Body):
         """How many of the likeliest tokens to report with each token, or None for no log-probabilities."""
         raise NotImplementedError
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return None
+
     def wanted_tokens(self) -> int | None:
         """Most output tokens as the client said; None: as many as fit."""
         return self.max_tokens
@@ -173,6 +178,7 @@ class GenerationBody(Body):
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             seed=seed,
             logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
             stop=self.stops,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             min_tokens=self.min_tokens,
@@ -218,16 +224,15 @@ class CompletionBody(GenerationBody):
         description="The prompt comes before the output, with its tokens' log-probabilities if they are asked for.",
     )
 
-    @model_validator(mode="after")
-    def _some_tokens(self) -> CompletionBody:
-        if self.echo:
-            raise ValueError("echo is not there yet")
-        return self
-
     @property
     def num_logprobs(self) -> int | None:
         """See `GenerationBody`."""
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """See `GenerationBody`."""
+        return self.logprobs if self.echo else None
 
     def prompts(self) -> list[str | list[int]]:
         """Every prompt."""

@@ -41,9 +41,9 @@ class CompletionLogprobs(BaseModel):
     """Log-probabilities, a list entry for each token."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None] = Field(description="Null for the first token of an echoed prompt.")
+    tokens: list[str] = Field(description="Text; bytes in hexadecimal for part of a character; else the number.")
+    top_logprobs: list[dict[str, float] | None] | None
 
 
 class Choice(BaseModel):
@@ -79,7 +79,7 @@ class TopLogprob(BaseModel):
 
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None = Field(description="UTF-8, perhaps part of a character; null for special tokens.")
 
 
 class ChatLogprob(TopLogprob):
@@ -92,6 +92,7 @@ class ChatLogprobs(BaseModel):
     """Log-probabilities, an entry for each token."""
 
     content: list[ChatLogprob]
+    refusal: None
 
 
 class AnswerMessage(BaseModel):

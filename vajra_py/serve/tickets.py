@@ -51,11 +51,13 @@ class Ticket:
         num_tokens: tokens so far.
         text: text so far that a client may see.
         end: how it ended; None: it has not.
+        hides_output: whether the client wants the prompt alone, and not what the engine put out after it.
     """
 
     index: int
     submission: Submission
     reply: Reply
+    hides_output: bool = False
     num_tokens: int = 0
     text: str = ""
     end: End | None = None
@@ -120,7 +122,7 @@ class Reply:
         """Bring a ticket up to date; in the event loop's thread."""
         if ticket.end is not None:
             return
-        ticket.num_tokens, ticket.text, ticket.end = note
+        ticket.num_tokens, ticket.text, ticket.end = (0, "", note[2]) if ticket.hides_output else note
         self._num_ended += ticket.end is not None
         self._changed[ticket] = None
 

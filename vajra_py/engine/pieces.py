@@ -1,0 +1,93 @@
+"""The bytes that each token of a vocabulary stands for.
+
+A token may be part of a character only, so bytes, and not text, are what tokens can be told apart and joined by.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_WORD_START = "\u2581"
+"""Stands for a blank in vocabularies of SentencePiece."""
+_CACHED_PIECES = 65536
+
+
+def piece_reader(tokenizer: Any) -> Callable[[int], bytes | None]:
+    """A function that gives a token's bytes: None for special tokens, which are no text, and for numbers without a token.
+
+    `tokenizer` is one of transformers.
+    """
+    added = tokenizer.added_tokens_decoder
+    special = {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts = set() if backend is None else set(_decoder_types(json.loads(backend.to_str()).get("decoder")))
+    size = len(tokenizer)
+
+    @lru_cache(_CACHED_PIECES)
+    def read(token_id: int) -> bytes | None:
+        if token_id in special or not 0 <= token_id < size:
+            return None
+        name: str | None = tokenizer.convert_ids_to_tokens(token_id)
+        if name is None:
+            return None
+        if "ByteLevel" in parts:
+            return _byte_level(name)
+        found = _BYTE.fullmatch(name) if "ByteFallback" in parts else None
+        if found is not None:
+            return bytes.fromhex(found[1])
+        if parts & {"Metaspace", "Replace"}:
+            return name.replace(_WORD_START, " ").encode()
+        return str(tokenizer.decode([token_id])).encode()
+
+    return read
+
+
+def _decoder_types(decoder: Any) -> Iterator[str]:
+    if isinstance(decoder, dict):
+        yield decoder["type"]
+        for one in decoder.get("decoders", ()):
+            yield from _decoder_types(one)
+
+
+def _byte_level(name: str) -> bytes:
+    """The bytes of a token of a byte-level vocabulary; tokens that were added to it are written as they are."""
+    values = byte_values()
+    if all(character in values for character in name):
+        return bytes(values[character] for character in name)
+    return name.encode()
+
+
+@lru_cache(1)
+def byte_values() -> dict[str, int]:
+    """The byte that each printable character of byte-level vocabularies stands for (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in set(printable)]
+    pairs = [*((value, value) for value in printable), *((256 + k, value) for k, value in enumerate(others))]
+    return {chr(code): value for code, value in pairs}
+
+
+class CharacterCounter:
+    """Counts the characters of a text whose bytes come piece by piece, invalid ones as replacement characters."""
+
+    __slots__ = ("_decoder", "_num_whole")
+
+    def __init__(self) -> None:
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._num_whole = 0
+
+    def add(self, piece: bytes) -> int:
+        """Take a piece in; the place of the character that its first byte belongs to."""
+        place = self._num_whole
+        if piece:
+            had_part = bool(self._decoder.getstate()[0])
+            text = self._decoder.decode(piece[:1])
+            continues = text == "" or (len(text) == 1 and text != "\ufffd" and not self._decoder.getstate()[0])
+            place += had_part and not continues
+            self._num_whole += len(text) + len(self._decoder.decode(piece[1:]))
+        return place

@@ -1,0 +1,97 @@
+"""Log-probabilities as OpenAI writes them: as columns for completions, as entries for chats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vajra_py.engine.compute import TokenLogprobs
+from vajra_py.engine.pieces import CharacterCounter
+from vajra_py.engine.tokenizer import Tokenizer
+
+_LEAST_LOGPROB = -9999.0
+"""In place of minus infinity, which JSON has not; as OpenAI does."""
+
+
+@dataclass(slots=True)
+class TextOffsets:
+    """Where the tokens of an output begin in its text.
+
+    Attributes:
+        start: characters before the output.
+    """
+
+    start: int = 0
+    _counter: CharacterCounter = field(default_factory=CharacterCounter)
+    _is_begun: bool = False
+
+    def add(self, tokenizer: Tokenizer | None, token_id: int) -> int:
+        """The place of the next token."""
+        piece = None if tokenizer is None else tokenizer.piece(token_id)
+        if tokenizer is not None and piece is not None and not self._is_begun:
+            self._is_begun = True
+            first = tokenizer.decode([token_id])  # some tokenizers drop the blank before the first word
+            if "\ufffd" not in first:
+                piece = first.encode()
+        return self.start + self._counter.add(piece or b"")
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobWriter:
+    """Writes the log-probabilities of one model's tokens."""
+
+    tokenizer: Tokenizer | None
+
+    def columns(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None],
+        offsets: TextOffsets,
+        with_top: bool,
+    ) -> dict[str, Any]:
+        """Of completions; a token without log-probability (the first of a prompt) has null."""
+        tops = [self._top(token_id, one) for token_id, one in zip(token_ids, logprobs, strict=True)]
+        return {
+            "text_offset": [offsets.add(self.tokenizer, token_id) for token_id in token_ids],
+            "token_logprobs": [None if one is None else _finite(one.logprob) for one in logprobs],
+            "tokens": [self._text(token_id) for token_id in token_ids],
+            "top_logprobs": tops if with_top else None,
+        }
+
+    def entries(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Of chats."""
+        content = [
+            {**self._entry(token_id, one.logprob), "top_logprobs": [self._entry(*top) for top in one.top]}
+            for token_id, one in zip(token_ids, logprobs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _top(self, token_id: int, logprobs: TokenLogprobs | None) -> dict[str, float] | None:
+        if logprobs is None:
+            return None
+        top = {self._text(other): _finite(logprob) for other, logprob in reversed(logprobs.top)}
+        top[self._text(token_id)] = _finite(logprobs.logprob)
+        return top
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        piece = None if self.tokenizer is None else self.tokenizer.piece(token_id)
+        return {
+            "token": self._text(token_id),
+            "logprob": _finite(logprob),
+            "bytes": None if piece is None else list(piece),
+        }
+
+    def _text(self, token_id: int) -> str:
+        """A token as text: its bytes where these are whole characters, else the bytes in hexadecimal, else its number."""
+        piece = None if self.tokenizer is None else self.tokenizer.piece(token_id)
+        if piece is None:
+            return f"token_id:{token_id}"
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{value:02x}" for value in piece)
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > _LEAST_LOGPROB else _LEAST_LOGPROB
