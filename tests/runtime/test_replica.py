@@ -306,7 +306,7 @@ def test_repeated_steps_are_the_same_one_by_one_or_at_once() -> None:
         if at_once:
             bench.replica.repeats.note_waiting()
             ticks = [bench.now + SECOND + 2 * SECOND * step for step in range(num_steps)]
-            bench.replica.repeats.apply(plan, ticks)
+            plan = bench.replica.repeats.apply(plan, ticks)
             bench.now = ticks[-1]
         else:
             for _ in range(num_steps):

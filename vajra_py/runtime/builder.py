@@ -11,120 +11,64 @@ from typing import TYPE_CHECKING, cast
 from vajra_py.contract import BatchShape, DecodeStop, LatencyModel, PreemptionMode, Refusal, RequestView
 from vajra_py.runtime.builder_options import BuilderOptions, IllegalPlan
 from vajra_py.runtime.decodes import by_admission
-from vajra_py.runtime.executor import PlannedChunk
+from vajra_py.runtime.kv import KvMemory
+from vajra_py.runtime.plan_draft import PlanDraft
 from vajra_py.runtime.request import Request, RequestState
 from vajra_py.runtime.residents import Residents
-from vajra_py.runtime.shapes import ShapeTracker
 
 if TYPE_CHECKING:
     from vajra_py.runtime.lifecycle import Lifecycle
-
-UNLIMITED = 2**62
 
 # Looking a member of an enumeration up costs more than a call, and these are looked up for every chunk.
 _RUNNING, _SWAPPED, _ENDED = RequestState.RUNNING, RequestState.SWAPPED, RequestState.ENDED
 
 
-class Builder:
-    """The `BatchBuilder` of one replica, used again for every step."""
+class Builder(PlanDraft):
+    """The `BatchBuilder` of one replica, and the only writer of its plans."""
 
     def __init__(
         self, residents: Residents, latency: LatencyModel, lifecycle: Lifecycle, options: BuilderOptions
     ) -> None:
-        self._residents = residents
-        self._memory = residents.memory
+        super().__init__(residents, latency, lifecycle.replica_id, options)
         self._latency = latency
         self._lifecycle = lifecycle
-        self._replica_id = lifecycle.replica_id
-        self._options = options
-        self._shapes = ShapeTracker(residents.memory, latency, self._batch_decodes)
-        self.now = 0.0
-        self.swap_bytes_due = 0
-        """Bytes that attempts at a step moved which then ran nothing; they count in the next."""
-        self.start(0.0)
-
-    def start(self, now: float) -> None:
-        """Empty the plan for a new step."""
-        limits = self._residents.limits
-        self.now = now
-        self.chunks: list[PlannedChunk] = []
-        self.bulk = False
-        self.bulk_position = 0
-        self.running_in_order = False
-        self.selected: dict[Request, None] = {}
-        """Decodes taken one by one, in order."""
-        self.preempted: list[tuple[Request, str]] = []
-        self.notes: dict[str, dict[str, float | int | str]] = {}
         self.refusals: dict[Request, Refusal] = {}
         """Why `add` refused a request last in this step; told when nothing comes of it."""
-        self._in_batch: set[Request] = set()
-        self._slots = limits.max_batch_size
-        self._tokens = limits.max_batch_tokens if limits.max_batch_tokens is not None else UNLIMITED
-        self._num_bulk = 0
         self._order: list[Request] | None = None
         """What `add_decodes` or `add_running` still goes through; None when neither stopped half-way."""
         self._order_of_decodes = False
         self._order_position = 0
         self._to_publish: list[Request] = []
         """Decodes of the pool whose filled blocks are to be entered in the prefix cache, latest admitted first."""
-        self._group_tokens: dict[int, int] = {}
         self._looked_at: list[Request] = []
-        self._complete: list[BatchShape] | None = None
-        self._shapes.clear()
-        self._shapes.add_swap(self.swap_bytes_due)
+        self.start(0.0)
 
-    # What is in the batch
-
-    @property
-    def num_decodes(self) -> int:
-        """Decodes in the batch."""
-        return self._num_bulk if self.bulk else len(self.selected)
-
-    @property
-    def num_requests(self) -> int:
-        """Requests in the batch so far."""
-        return len(self.chunks) + self.num_decodes
-
-    @property
-    def num_tokens(self) -> int:
-        """Query tokens in the batch so far."""
-        return self._shapes.prefill_tokens + self.num_decodes
-
-    @property
-    def tokens_left(self) -> int:
-        """What remains of the step's token budget."""
-        return self._tokens
-
-    @property
-    def slots_left(self) -> int:
-        """How many more requests the batch may hold."""
-        return self._slots
-
-    @property
-    def free_blocks(self) -> int:
-        """Free KV blocks now."""
-        return self._memory.free_blocks
-
-    @property
-    def num_preempted(self) -> int:
-        """Requests preempted in this step so far."""
-        return len(self.preempted)
-
-    def __contains__(self, request: object) -> bool:
-        if request in self._in_batch:
-            return True
-        return request in (self._residents.pool.members if self.bulk else self.selected)
+    def start(self, now: float) -> None:
+        """Empty the plan for a new step."""
+        self.now = now
+        self._order = None
+        if self.refusals:
+            self.refusals.clear()
+        if self._to_publish:
+            self._to_publish = []
+        pool = self._residents.pool
+        self._growing = pool.needing_blocks()
+        self._publishes_decodes = pool.num_public > 0 and self._options.publish_at_schedule
+        self._empty()
 
     # Adding
 
     def add(self, request: RequestView, num_tokens: int, *, reserve_tokens: int | None = None) -> Refusal | None:
         """Compute the next `num_tokens` of the request in this step; see `BatchBuilder.add`."""
-        own = self._own(request)
-        if num_tokens < 1:
-            raise IllegalPlan(own, f"cannot add {num_tokens} tokens. A chunk has at least 1")
-        refusal = self._granted(own, num_tokens, reserve_tokens)
+        if num_tokens == 1 and not self.bulk and request in self._members:
+            refusal = self._add_decode(request)
+        else:
+            own = self._own(request)
+            if num_tokens < 1:
+                raise IllegalPlan(own, f"cannot add {num_tokens} tokens. A chunk has at least 1")
+            refusal = self._granted(own, num_tokens, reserve_tokens)
         if refusal is not None:
-            self.refusals[own] = refusal
+            self.refusals[cast(Request, request)] = refusal
         return refusal
 
     def _granted(self, own: Request, num_tokens: int, reserve_tokens: int | None) -> Refusal | None:
@@ -143,7 +87,7 @@ class Builder:
         if own.is_decode:
             refusal = self._room_for_decode(own)
             if refusal is None:
-                self._select(own)
+                self._put_decode(own)
             return refusal
         to_hold = computed + num_tokens
         if reserve_tokens is not None and reserve_tokens > to_hold:
@@ -152,7 +96,28 @@ class Builder:
             return Refusal.KV_BLOCKS
         if to_hold > known:
             self._residents.has_spare_blocks = True
-        self._append(own, num_tokens, computed, "running")
+        self._put(own, num_tokens, computed, "running")
+        return None
+
+    def _add_decode(self, request: Request) -> Refusal | None:
+        """The same for the one token of a pool member, while members are taken one by one: the way of a policy's loop."""
+        selected = self.selected
+        if request in selected:
+            return Refusal.ALREADY_SCHEDULED
+        if self._slots <= 0:
+            return Refusal.BATCH_FULL
+        if self._tokens < 1:
+            return Refusal.TOKEN_BUDGET
+        if request in self._growing or self._publishes_decodes:  # what is full of private content needs no entry yet
+            refusal = self._room_for_decode(request)
+            if refusal is not None:
+                return refusal
+        if not selected:
+            self.bulk_position = len(self.chunks)
+        selected[request] = None
+        self._slots -= 1
+        self._tokens -= 1
+        self._complete = None
         return None
 
     def _check_chunk(self, request: Request, num_tokens: int, done: int, known: int) -> None:
@@ -194,7 +159,7 @@ class Builder:
         if to_hold > known:
             residents.has_spare_blocks = True
         kind = self._lifecycle.admitted(request, done, self.now)
-        self._append(request, num_tokens, done, kind)
+        self._put(request, num_tokens, done, kind)
         return None
 
     def add_decodes(self) -> DecodeStop | None:
@@ -281,7 +246,7 @@ class Builder:
             if any(request.admitted_index < last for request in residents.parked):
                 return
         if self._grow_pool():
-            self._take_pool(count)
+            self._put_pool(count)
 
     def _grow_pool(self) -> bool:
         """Give every pool member that needs one its next block; False (nothing changed) when there are too few."""
@@ -290,11 +255,16 @@ class Builder:
         due = pool.needing_blocks()
         if due:
             if residents.has_spare_blocks:
+                residents.settle()
                 size = memory.block_size
                 due = [one for one in due if memory.held_blocks(one) * size <= one.num_computed_tokens]
             if len(due) > memory.growth_headroom:
                 return False
-            memory.grow_each(due)
+            if self._options.lends_blocks and isinstance(memory, KvMemory) and not pool.num_public:
+                memory.lend(len(due))
+            else:
+                residents.settle()
+                memory.grow_each(due)
         if pool.num_public and self._options.publish_at_schedule:
             self._to_publish = sorted(pool.filling_blocks(), key=by_admission, reverse=True)
         return True
@@ -306,36 +276,19 @@ class Builder:
             request = waiting.pop()
             self._memory.publish(request, request.num_computed_tokens + 1)
 
-    def _take_pool(self, count: int) -> None:
-        self.bulk = True
-        self.bulk_position = len(self.chunks)
-        self._num_bulk = count
-        self._slots -= count
-        self._tokens -= count
-        self._complete = None
-
     def _room_for_decode(self, request: Request) -> Refusal | None:
         needed = request.num_computed_tokens + 1
+        self._settle(request)
         if not self._memory.grow(request, needed):
             return Refusal.KV_BLOCKS
         if self._options.publish_at_schedule:
             self._memory.publish(request, needed)
         return None
 
-    def _select(self, request: Request) -> None:
-        if self.bulk:
-            self._residents.unpark(request)
-            self._num_bulk += 1
-        else:
-            if not self.selected:
-                self.bulk_position = len(self.chunks)
-            self.selected[request] = None
-        self._slots -= 1
-        self._tokens -= 1
-        self._complete = None
-
-    def _batch_decodes(self) -> Iterable[Request]:
-        return self._residents.pool if self.bulk else self.selected
+    def _settle(self, request: Request) -> None:
+        """Enter the blocks that the request was lent, in this step's bulk entry too, into its table."""
+        if self._memory.has_lent and request in self._members:
+            self._memory.settle(request, request.num_computed_tokens + self.bulk)
 
     # Giving way
 
@@ -352,6 +305,7 @@ class Builder:
                 return Refusal.HOST_BLOCKS
         if own in self and not self._unschedule(own):
             return Refusal.IN_FLIGHT
+        self._settle(own)
         num_moved = self._lifecycle.preempt(own, mode, self.now)
         if num_moved:
             self._shapes.add_swap(num_moved * self._residents.limits.bytes_per_block)
@@ -361,30 +315,13 @@ class Builder:
 
     def _unschedule(self, request: Request) -> bool:
         """Take a request out of the batch; False, and nothing changed, if another entry builds on what it computes."""
-        position = None
-        num_tokens, done = 1, request.num_computed_tokens
+        position, done = None, request.num_computed_tokens
         if request in self._in_batch:
             position = next(i for i, chunk in enumerate(self.chunks) if chunk.request is request)
-            _, num_tokens, done, _ = self.chunks[position]
+            done = self.chunks[position].num_computed_before
         if not self._memory.withdraw(request, done):
             return False
-        if position is not None:
-            self.chunks.pop(position)
-            if position < self.bulk_position:
-                self.bulk_position -= 1
-            self._in_batch.discard(request)
-            self._shapes.clear_chunks()
-            self._group_tokens = {}
-            for kept in self.chunks:
-                self._shapes.add_chunk(kept.request, kept.num_tokens, kept.num_computed_before)
-                if self._memory.num_groups > 1:
-                    self._count_in_groups(kept.request, kept.num_tokens, kept.num_computed_before)
-        elif self.bulk:
-            self._num_bulk -= 1
-        else:
-            del self.selected[request]
-        self._slots += 1
-        self._tokens += num_tokens
+        self._take_out(request, position)
         return True
 
     # Questions
@@ -399,6 +336,7 @@ class Builder:
         own = self._own(request)
         if own.state is _SWAPPED:
             return self._memory.blocks_for(max(num_tokens, own.num_computed_tokens))
+        self._settle(own)
         return self._memory.blocks_needed(own, num_tokens)
 
     def max_chunk(self, request: RequestView) -> int:
@@ -437,32 +375,10 @@ class Builder:
 
     # Inside
 
-    def _completed(self) -> list[BatchShape]:
-        if self._complete is None:
-            if self.bulk:
-                pool = self._residents.pool
-                num_decodes, context = len(pool.members), pool.context_tokens
-            else:
-                num_decodes = len(self.selected)
-                context = sum(request.num_computed_tokens for request in self.selected)
-            self._complete = self._shapes.complete(num_decodes, context)
-        return self._complete
-
-    def _append(self, request: Request, num_tokens: int, computed: int, kind: str) -> None:
-        self.chunks.append(PlannedChunk(request, num_tokens, computed, kind))
-        self._in_batch.add(request)
-        self._slots -= 1
-        self._tokens -= num_tokens
-        self._shapes.add_chunk(request, num_tokens, computed)
-        self._complete = None
+    def _put(self, request: Request, num_tokens: int, computed: int, kind: str) -> None:
+        self._put_chunk(request, num_tokens, computed, kind)
         if self._options.publish_at_schedule:
             self._memory.publish(request, computed + num_tokens)
-        if self._memory.num_groups > 1:
-            self._count_in_groups(request, num_tokens, computed)
-
-    def _count_in_groups(self, request: Request, num_tokens: int, computed: int) -> None:
-        for group in self._memory.active_groups(request, computed):
-            self._group_tokens[group] = self._group_tokens.get(group, 0) + num_tokens
 
     def _busy_groups(self) -> frozenset[int]:
         busy = self._options.busy_group_tokens
@@ -478,12 +394,12 @@ class Builder:
             self._looked_at.append(own)
         return own
 
-    def finish(self) -> None:
-        """The plan is complete: drop what was looked up for shared requests that stay in the shared queue."""
+    def forget_looked_at(self) -> None:
+        """The step is decided: drop what was looked up for shared requests that stay in the shared queue."""
         for request in self._looked_at:
             if request.replica_id == -1:
                 self._memory.forget(request)
-        self._looked_at = []
+        self._looked_at.clear()
 
 
 def _capped(num_tokens: int, cap: int | None) -> int:

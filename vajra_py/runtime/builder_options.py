@@ -16,7 +16,14 @@ class IllegalPlan(ValueError):
 class BuilderOptions:
     """What the replica's configuration says about building plans."""
 
-    __slots__ = ("busy_group_tokens", "keep_notes", "publish_at_schedule", "reserve_prompt", "watermark_blocks")
+    __slots__ = (
+        "busy_group_tokens",
+        "keep_notes",
+        "lends_blocks",
+        "publish_at_schedule",
+        "reserve_prompt",
+        "watermark_blocks",
+    )
 
     def __init__(
         self,
@@ -25,10 +32,13 @@ class BuilderOptions:
         watermark_blocks: int,
         publish_at_schedule: bool,
         keep_notes: bool = False,
+        lends_blocks: bool = False,
         busy_group_tokens: int = 500,
     ) -> None:
         self.reserve_prompt = reserve_prompt
         self.watermark_blocks = watermark_blocks
         self.publish_at_schedule = publish_at_schedule
         self.keep_notes = keep_notes
+        self.lends_blocks = lends_blocks
+        """Whether decodes that grow together get their blocks as a number first: where nobody reads tables step by step."""
         self.busy_group_tokens = busy_group_tokens

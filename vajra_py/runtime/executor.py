@@ -24,9 +24,11 @@ class PlannedChunk(NamedTuple):
     """"running", "admitted" or "resumed"."""
 
 
-@dataclass(slots=True)
-class StepPlan:
-    """What one step computes. Written by the batch builder alone; read by executors and observers."""
+class StepPlan(NamedTuple):
+    """What one step computes. Made by the batch builder alone, and never changed; read by executors and observers.
+
+    A tuple, since one is made for every step and a frozen dataclass takes several times as long to make.
+    """
 
     step_index: int
     replica_id: int
@@ -34,7 +36,7 @@ class StepPlan:
     """Tick at which it was formed."""
     shape: BatchShape
     """Features of the batch; of its slowest group under KV parallelism."""
-    chunks: list[PlannedChunk]
+    chunks: tuple[PlannedChunk, ...]
     """Prefill chunks, and decodes that are not part of the pool's step."""
     pool: DecodePool | None
     """All of whose members decode in this step, when there are any."""
@@ -54,7 +56,7 @@ class StepPlan:
     """With several steps in flight: each entry's admission, by which a result that came too late is recognised."""
     copies: Sequence[BlockCopy] = ()
     """KV blocks to move between device and host before the step runs."""
-    notes: Mapping[str, Mapping[str, float | int | str]] | None = None
+    notes: Mapping[str, Mapping[str, float | int | str]] = {}
 
     @property
     def num_requests(self) -> int:
@@ -63,15 +65,7 @@ class StepPlan:
 
     def entries(self) -> Iterator[PlannedChunk]:
         """Every entry in batch order. Valid from the plan's making until its result is applied."""
-        decodes = self._pool_entries()
-        if self.running_in_order:
-            running = [chunk for chunk in self.chunks if chunk.kind == "running"]
-            yield from sorted([*running, *decodes], key=lambda chunk: by_admission(chunk.request))
-            yield from (chunk for chunk in self.chunks if chunk.kind != "running")
-            return
-        yield from self.chunks[: self.pool_position]
-        yield from decodes
-        yield from self.chunks[self.pool_position :]
+        return in_batch_order(self.chunks, self._pool_entries(), self.pool_position, self.running_in_order)
 
     def _pool_entries(self) -> Sequence[PlannedChunk]:
         if self.pool is None:
@@ -80,6 +74,20 @@ class StepPlan:
             PlannedChunk(request, 1, request.num_computed_tokens - 1, "running")
             for request in self.pool.in_admission_order()
         ]
+
+
+def in_batch_order(
+    chunks: Sequence[PlannedChunk], decodes: Sequence[PlannedChunk], position: int, running_in_order: bool
+) -> Iterator[PlannedChunk]:
+    """The chunks and, behind the first `position` of them, the decodes; or all that run by admission, then who is admitted."""
+    if running_in_order:
+        running = [chunk for chunk in chunks if chunk.kind == "running"]
+        yield from sorted([*running, *decodes], key=lambda chunk: by_admission(chunk.request))
+        yield from (chunk for chunk in chunks if chunk.kind != "running")
+        return
+    yield from chunks[:position]
+    yield from decodes
+    yield from chunks[position:]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vajra_py.contract import BatchShape, RepeatsDecodes, SteadyState, StepRun
+from vajra_py.contract import RepeatsDecodes, SteadyState, StepRun
 from vajra_py.runtime.clock import to_seconds
 from vajra_py.runtime.executor import StepPlan
-from vajra_py.runtime.kv import KvMemory
 
 if TYPE_CHECKING:
     from vajra_py.runtime.replica import Replica
@@ -82,25 +81,17 @@ class Repeats:
         if self._replica.is_watched_by_step_end:
             self._num_waiting_in_run = self._replica.residents.num_waiting
 
-    def apply(self, plan: StepPlan, ended_at: Sequence[int]) -> None:
-        """`plan` and repetitions of it came back at these ticks; it becomes the one that is in flight after them."""
+    def apply(self, plan: StepPlan, ended_at: Sequence[int]) -> StepPlan:
+        """`plan` and repetitions of it came back at these ticks; returns the repetition that is in flight after them."""
         pool, replica = plan.pool, self._replica
-        memory = replica.memory
         assert pool is not None
-        assert isinstance(memory, KvMemory), "runs are known with one group only"
         num_steps = len(ended_at)
         if replica.is_watched_by_step_end:
             self._show_run(plan, ended_at)
-        num_blocks = pool.growth(num_steps)
-        memory.lend(num_blocks)
-        plan.free_blocks -= num_blocks
+        following = replica.builder.repeat(plan, num_steps, ended_at[-1], self._num_waiting_in_run)
         pool.advance(ended_at)
         replica.num_steps += num_steps
-        num_decodes = plan.num_pool_decodes
-        plan.shape = BatchShape(num_decodes, plan.shape.decode_context_tokens + num_steps * num_decodes)
-        plan.step_index += num_steps
-        plan.formed_at = ended_at[-1]
-        plan.num_waiting = self._num_waiting_in_run
+        return following
 
     def _show_run(self, plan: StepPlan, ended_at: Sequence[int]) -> None:
         assert plan.pool is not None

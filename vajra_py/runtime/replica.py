@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -86,7 +86,6 @@ class Replica:
         self._output_limits: dict[Request, int] = {}
         self._to_abort: dict[Request, tuple[EndReason, str]] = {}
         self._publish_at_end = not parts.options.publish_at_schedule
-        self._pipelined = parts.limits.pipeline_stages > 1
         self.repeats = Repeats(self)
         self._inherited: list[Request] = []
         """What runs though another policy admitted it, earliest admission first; the present one may be unable to go on."""
@@ -185,18 +184,18 @@ class Replica:
         """Form the next step that runs something; None when there is nothing to run until something changes."""
         if not self.has_requests and not len(self.residents.shared):
             return None
-        num_preempted = 0
+        builder = self.builder
+        builder.num_preempted_before = 0
         for _ in range(MAX_EMPTY_STEPS):
             plan = self.form_step(now)
             if plan is None:
                 if not self._inherited or not self._give_way(now):
                     return None
-                num_preempted += 1
+                builder.num_preempted_before += 1
                 continue
             if plan.num_requests:
-                plan.num_preempted_before = num_preempted
                 return plan
-            num_preempted += len(plan.preempted)
+            builder.num_preempted_before += len(plan.preempted)
         stuck = PolicyError(self.parts.policy_name, "preempts without ever running anything")
         raise stuck.at(self.replica_id, self.num_steps)
 
@@ -213,7 +212,6 @@ class Replica:
         """Ask the policy once. None: it did nothing; a plan without entries: it only preempted."""
         seconds, builder, name = to_seconds(now), self.builder, self.parts.policy_name
         builder.start(seconds)
-        self.residents.settle()
         self.queue.begin_step()
         try:
             self._schedule(self._view.at(seconds), builder, seconds)
@@ -227,78 +225,17 @@ class Replica:
             raise breach.at(self.replica_id, self.num_steps) from error
         except Exception as error:
             raise PolicyError.caused_by(name, error).at(self.replica_id, self.num_steps) from error
-        if not builder.num_requests and not builder.preempted:
-            builder.finish()
+        if not builder.num_requests and not builder.num_preempted:
+            builder.forget_looked_at()
             return None
-        return self._commit(now)
-
-    def _commit(self, now: int) -> StepPlan:
-        builder, residents = self.builder, self.residents
-        pool = residents.pool
-        plan = StepPlan(
-            step_index=self.num_steps,
-            replica_id=self.replica_id,
-            formed_at=now,
-            shape=builder.shape(),
-            chunks=builder.chunks,
-            pool=None,
-            num_pool_decodes=0,
-            pool_position=builder.bulk_position,
-            running_in_order=builder.running_in_order,
-            preempted=builder.preempted,
-            notes=builder.notes,
-        )
-        for chunk in builder.chunks:
-            chunk.request.set_computed(chunk.num_computed_before + chunk.num_tokens)
-        if builder.num_decodes:
-            if not builder.bulk:
-                self._park_all_but(builder.selected)
-            plan.pool = pool
-            plan.num_pool_decodes = len(pool.members)
-            pool.commit()
-        if self._pipelined:
-            self._detach(plan)
-        builder.finish()
-        plan.free_blocks = self.memory.free_blocks
-        plan.num_waiting = residents.num_waiting
-        plan.num_running = residents.num_running
+        plan = builder.plan(self.num_steps, now)
+        builder.forget_looked_at()
         if plan.num_requests:
             self.num_in_flight += 1
             self.num_steps += 1
-            plan.copies = self.memory.take_copies()
-            builder.swap_bytes_due = 0
-        else:  # what a step that only preempts has to copy is copied by the next one that runs
-            builder.swap_bytes_due = plan.shape.swap_bytes
         if self._step_watchers:
             self._show(plan)
         return plan
-
-    def _park_all_but(self, selected: Iterable[Request]) -> None:
-        residents = self.residents
-        chosen = set(selected)
-        for request in [one for one in residents.pool if one not in chosen]:
-            residents.park(request)
-        for request in [one for one in residents.parked if one in chosen]:
-            residents.unpark(request)
-
-    def _detach(self, plan: StepPlan) -> None:
-        """With several steps in flight, every entry keeps its own counters until it comes back."""
-        residents = self.residents
-        entries = list(plan.entries())
-        if plan.pool is not None:
-            plan.pool.num_committed -= 1
-            for request in list(plan.pool):
-                request.end_epoch = plan.pool.leave(request)
-                request.set_computed(request.num_computed_tokens + 1)
-                residents.partial[request] = None
-            plan.pool, plan.num_pool_decodes = None, 0
-        plan.chunks = entries
-        plan.admissions = {entry.request: entry.request.admitted_index for entry in entries}
-        plan.running_in_order = False
-        for entry in entries:
-            del residents.partial[entry.request]
-            residents.in_flight[entry.request] = None
-            entry.request.in_flight = True
 
     def _show(self, plan: StepPlan) -> None:
         record = StepRecord(
@@ -312,7 +249,7 @@ class Replica:
             free_blocks=plan.free_blocks,
             num_waiting=plan.num_waiting,
             num_running=plan.num_running,
-            notes=plan.notes or {},
+            notes=plan.notes,
         )
         for observer in self._step_watchers:
             observer.on_step_begin(record)
