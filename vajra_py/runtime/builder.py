@@ -53,6 +53,7 @@ class Builder(PlanDraft):
             self._to_publish = []
         pool = self._residents.pool
         self._growing = pool.needing_blocks()
+        self._lends = self._options.lends_blocks and not self._pipelined
         self._publishes_decodes = pool.num_public > 0 and self._options.publish_at_schedule
         self._empty()
 
@@ -260,7 +261,7 @@ class Builder(PlanDraft):
                 due = [one for one in due if memory.held_blocks(one) * size <= one.num_computed_tokens]
             if len(due) > memory.growth_headroom:
                 return False
-            if self._options.lends_blocks and isinstance(memory, KvMemory) and not pool.num_public:
+            if self._lends and isinstance(memory, KvMemory) and not pool.num_public:
                 memory.lend(len(due))
             else:
                 residents.settle()
