@@ -13,7 +13,7 @@ from vajra_py.engine.supervision import GivenUp, Restarted
 from vajra_py.engine.worker import Finished, Worker
 from vajra_py.errors import VajraError
 from vajra_py.runtime.executor import StepPlan
-from vajra_py.runtime.replica import Replica
+from vajra_py.runtime.serving.backend import BackendReplica
 from vajra_py.runtime.swapping import PolicyChange, Swapped
 
 
@@ -40,11 +40,18 @@ class SwapPolicy:
 Message: TypeAlias = Submission | TakeBack | SwapPolicy | Finished | Restarted | GivenUp | Stop
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A request that is made, and taken in, when the clock says so."""
+
+    tick: int
+    make: Callable[[], Submission]
+
+
 @dataclass(eq=False, slots=True)
-class Unit:
+class Unit(BackendReplica):
     """One replica with what computes for it."""
 
-    replica: Replica
     executor: EngineExecutor
     worker: Worker
     ahead: LookAhead | None = None
@@ -54,7 +61,6 @@ class Unit:
     is_lost: bool = False
     is_stale: bool = False
     """Whether it computes a step whose plan was dropped."""
-    form_pending: bool = False
     compute_s: float = 0.0
     """What its steps took on the device, in all."""
     busy_ticks: int = 0

@@ -177,7 +177,7 @@ class Simulator(Backend[SimReplica]):
     def on_placed(self, request: Request, replicas: Sequence[SimReplica]) -> None:
         """See `Backend`; one executor knows every request."""
 
-    def on_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
+    def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """See `Backend`; whoever follows one of them arrives after its think time."""
         for request, _ in ended:
             self._executor.release(request)

@@ -77,7 +77,7 @@ class Backend(Protocol[S]):
     def on_placed(self, request: Request, replicas: Sequence[S]) -> None:
         """The request waits, and may run on any of these replicas."""
 
-    def on_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
+    def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """These requests have left for good."""
 
     def on_isolated(self, replicaset: str, error: PolicyError) -> None:

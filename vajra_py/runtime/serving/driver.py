@@ -92,7 +92,7 @@ class Driver(Generic[R]):
             one.rank, self._num_replicas = self._num_replicas, self._num_replicas + 1
             self._replicas[name].append(one)
             self._idle[name][one.replica.replica_id] = one
-        controller.on_ended = backend.on_ended
+        controller.on_ended = backend.on_requests_ended
         self._read_declarations()
 
     # Time
@@ -167,7 +167,7 @@ class Driver(Generic[R]):
         backend.on_submitted(request, payload)
         if request.state is RequestState.ENDED:
             assert request.end_reason is not None
-            backend.on_ended(((request, request.end_reason),))
+            backend.on_requests_ended(((request, request.end_reason),))
             return
         if request.expires_at is not None and self._options.expires:
             self.events.push(max(self.now, to_ticks(request.expires_at)), Phase.EXPIRY, request)
