@@ -59,13 +59,6 @@ def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
-ASKING = {
-    "vajra_py/engine/loop.py::module",
-    "vajra_py/engine/units.py::module",
-}
-"""Docstrings still written as questions."""
-
-
 def imported_names(tree: ast.AST) -> set[str]:
     names: set[str] = set()
     for node in ast.walk(tree):
@@ -108,8 +101,7 @@ def test_docstrings_are_statements() -> None:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         and "?" in (ast.get_docstring(node) or "").partition("\n\n")[0]
     }
-    assert questions <= ASKING
-    assert not ASKING - questions, "no longer asking: take it off the list"
+    assert not questions
 
 
 def test_files_stay_small() -> None:

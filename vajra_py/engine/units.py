@@ -1,4 +1,4 @@
-"""What does the engine's loop keep of each replica, what may it be told, and by which rules does it run?"""
+"""What the engine's loop keeps of each replica, what it may be told, and the rules by which it runs."""
 
 from __future__ import annotations
 
