@@ -1,0 +1,189 @@
+"""Interpolate measured attention times over chunk, chunk's context, decodes and decodes' context.
+
+Three kernels are told apart, because engines launch different ones: decodes alone, chunks alone, and both in one call. Inside the
+measured grid times are linear in each axis. Holes of the grid are filled once, when the tables are built: inside by interpolation, at
+its rim by continuing the line through the two nearest points. Above the grid the same lines continue; `reach` bounds how far.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+Grid = npt.NDArray[np.float64]
+
+
+class DecodeRow:
+    """Times of a number of decodes by their mean context: linear between the knots and beyond them."""
+
+    __slots__ = ("knots", "slopes", "values")
+
+    def __init__(self, knots: Array, values: Array) -> None:
+        self.knots: list[float] = knots.tolist()
+        self.values: list[float] = values.tolist()
+        self.slopes: list[float] = (np.diff(values) / np.diff(knots)).tolist()
+
+    def at(self, context: float) -> float:
+        """Microseconds at one mean context; what lies below the first knot costs what the first knot does."""
+        if context <= self.knots[0]:
+            return self.values[0]
+        index = min(bisect_right(self.knots, context), len(self.slopes)) - 1
+        return self.values[index] + self.slopes[index] * (context - self.knots[index])
+
+    def at_each(self, contexts: Array) -> Array:
+        """The same for many, bit for bit."""
+        knots, values, slopes = np.array(self.knots), np.array(self.values), np.array(self.slopes)
+        clipped = np.maximum(contexts, knots[0])
+        indices = np.minimum(np.searchsorted(knots, clipped, side="right"), len(slopes)) - 1
+        found: Array = values[indices] + slopes[indices] * (clipped - knots[indices])
+        return found
+
+
+class MixedSlice:
+    """Times of one number of decodes beside a chunk, by (chunk, its context, the decodes' mean context)."""
+
+    __slots__ = ("_chunks", "_contexts", "_decode_contexts", "_stride_chunk", "_stride_context", "_times")
+
+    def __init__(self, chunks: Array, contexts: Array, decode_contexts: Array, times: Grid) -> None:
+        self._chunks, self._contexts = chunks.tolist(), contexts.tolist()
+        self._decode_contexts = decode_contexts.tolist()
+        self._stride_context = len(self._decode_contexts)
+        self._stride_chunk = self._stride_context * len(self._contexts)
+        self._times = array("d", np.ascontiguousarray(times).ravel())
+
+    def at(self, chunk: float, context: float, decode_context: float) -> float:
+        """Microseconds of one call."""
+        axis = self._chunks
+        i = bisect_right(axis, chunk, 1, len(axis) - 1) - 1
+        x = (chunk - axis[i]) / (axis[i + 1] - axis[i])
+        axis = self._contexts
+        j = bisect_right(axis, context, 1, len(axis) - 1) - 1
+        y = (context - axis[j]) / (axis[j + 1] - axis[j])
+        axis = self._decode_contexts
+        k = bisect_right(axis, decode_context, 1, len(axis) - 1) - 1
+        z = (decode_context - axis[k]) / (axis[k + 1] - axis[k])
+        # Below the first knot a call costs what the first knot does.
+        x, z = (x if x > 0.0 else 0.0), (z if z > 0.0 else 0.0)
+        times, one, two = self._times, self._stride_chunk, self._stride_context
+        at = i * one + j * two + k
+        near = _blend(times, at, two, y, z)
+        return near + x * (_blend(times, at + one, two, y, z) - near)
+
+
+def _blend(times: array[float], at: int, stride: int, y: float, z: float) -> float:
+    low = times[at]
+    low += z * (times[at + 1] - low)
+    at += stride
+    high = times[at]
+    high += z * (times[at + 1] - high)
+    return low + y * (high - low)
+
+
+class AttentionGrid:
+    """Attention times of one layer, microseconds, from rows of (chunk, context, decodes, decode context, time)."""
+
+    def __init__(self, rows: Array) -> None:
+        chunk, _, decodes, _ = rows[:, :4].T
+        alone = rows[(chunk == 0) & (decodes > 0)]
+        self._decode_counts, self.decode_contexts, decode = _grid(alone[:, 2], alone[:, 3], alone[:, 4])
+        self._decode = filled(decode, (self._decode_counts, self.decode_contexts))
+        first = rows[(chunk > 0) & (decodes == 0)]
+        chunks, contexts, prefill = _grid(first[:, 0], first[:, 1], first[:, 4])
+        self._prefill = MixedSlice(
+            chunks, contexts, np.array([0.0, 1.0]), np.repeat(filled(prefill, (chunks, contexts))[..., None], 2, axis=2)
+        )
+        self._mixed_axes, self._mixed, self.measured_share = _mixed_grid(rows[(chunk > 0) & (decodes > 0)])
+        self.largest: Mapping[str, float] = {
+            "prefill_chunk": float(chunks[-1]),
+            "kv_prefill": float(contexts[-1]),
+            "n_decode": float(self._decode_counts[-1]),
+            "kv_decode": float(self.decode_contexts[-1]),
+        }
+        self._rows: dict[int, DecodeRow] = {}
+        self._slices: dict[int, MixedSlice] = {}
+
+    def decodes(self, count: int) -> DecodeRow:
+        """Times of `count` decodes alone, by their mean context."""
+        row = self._rows.get(count)
+        if row is None:
+            values = _along_first(self._decode_counts, self._decode, float(count))
+            row = self._rows[count] = DecodeRow(self.decode_contexts, values)
+        return row
+
+    def prefill_us(self, chunk: float, context: float) -> float:
+        """Time of one chunk alone."""
+        return self._prefill.at(chunk, context, 0.0)
+
+    def mixed(self, count: int) -> MixedSlice:
+        """Times of `count` decodes beside a chunk."""
+        found = self._slices.get(count)
+        if found is None:
+            counts, chunks, contexts, decode_contexts = self._mixed_axes
+            values = _along_first(counts, self._mixed, float(count))
+            found = self._slices[count] = MixedSlice(chunks, contexts, decode_contexts, values)
+        return found
+
+
+def _grid(first: Array, second: Array, times: Array) -> tuple[Array, Array, Grid]:
+    rows, columns = np.unique(first), np.unique(second)
+    grid = np.full((len(rows), len(columns)), np.nan)
+    grid[np.searchsorted(rows, first), np.searchsorted(columns, second)] = times
+    return rows, columns, grid
+
+
+def _mixed_grid(rows: Array) -> tuple[tuple[Array, Array, Array, Array], Grid, float]:
+    """(axes, times by (decodes, chunk, context, decode context), share of the cells that were measured)."""
+    axes = (np.unique(rows[:, 2]), np.unique(rows[:, 0]), np.unique(rows[:, 1]), np.unique(rows[:, 3]))
+    grid = np.full(tuple(map(len, axes)), np.nan)
+    places = tuple(np.searchsorted(axis, rows[:, column]) for axis, column in zip(axes, (2, 0, 1, 3), strict=True))
+    grid[places] = rows[:, 4]
+    share = float(np.isfinite(grid).mean())
+    return axes, filled(grid, axes), share
+
+
+def filled(grid: Grid, axes: tuple[Array, ...]) -> Grid:
+    """The grid without holes: inside by linear interpolation along the last axis first, then at the rim along the same lines.
+
+    Times that such a line would make negative are the smallest that was measured.
+    """
+    result = grid.copy()
+    for beyond in (False, True):
+        for axis in reversed(range(result.ndim)):
+            if not np.isnan(result).any():
+                break
+            lines = np.moveaxis(result, axis, -1)
+            for index in np.ndindex(lines.shape[:-1]):
+                _fill_line(lines[index], axes[axis], beyond=beyond)
+    smallest = float(np.nanmin(grid))
+    cleaned: Grid = np.maximum(np.nan_to_num(result, nan=smallest), smallest)
+    return cleaned
+
+
+def _fill_line(line: Array, knots: Array, *, beyond: bool) -> None:
+    """Fill a line's holes in place."""
+    known = np.isfinite(line)
+    if known.all() or known.sum() < 2:
+        return
+    x, y = knots[known], line[known]
+    holes = np.flatnonzero(~known)
+    inside = (knots[holes] > x[0]) & (knots[holes] < x[-1])
+    line[holes[inside]] = np.interp(knots[holes[inside]], x, y)
+    if beyond:
+        low, high = holes[knots[holes] < x[0]], holes[knots[holes] > x[-1]]
+        line[low] = y[0]
+        line[high] = y[-1] + (y[-1] - y[-2]) / (x[-1] - x[-2]) * (knots[high] - x[-1])
+
+
+def _along_first(knots: Array, grid: Grid, at: float) -> Grid:
+    """The grid at one value of its first axis; beyond the last knot along the last line, below the first one as there."""
+    if at <= knots[0] or len(knots) == 1:
+        return grid[0]
+    index = int(np.clip(np.searchsorted(knots, at, side="right"), 1, len(knots) - 1)) - 1
+    part = (at - knots[index]) / (knots[index + 1] - knots[index])
+    found: Grid = grid[index] + part * (grid[index + 1] - grid[index])
+    return found

@@ -1,0 +1,255 @@
+"""Read a profile bundle: the operator times of one model on one GPU, measured by layer and stored as CSV files.
+
+The layout is `MODEL/VARIANT/meta.yaml` with one folder `tpN` for each tensor-parallel degree, which holds `dense.csv`,
+`per_sequence.csv`, `attention.csv` and, where they were measured, `moe.csv` and `skew.csv` (each also gzip'd). Times are
+microseconds of one call in one layer. Every mistake is reported with its file and line; nothing is guessed from a folder that is
+incomplete.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+
+from vajra_py.errors import ConfigError, Problem, did_you_mean
+
+Array = npt.NDArray[np.float64]
+
+ONCE_A_STEP = ("embedding", "final_layernorm")
+TWICE_A_LAYER = ("layernorm",)
+ONCE_A_LAYER = ("qkv_proj", "qk_norm", "rotary_emb", "o_proj", "gate_up_proj", "act_fn", "down_proj")
+DENSE_LAYERS = (*ONCE_A_STEP, *TWICE_A_LAYER, *ONCE_A_LAYER)
+NEEDED_DENSE = ("embedding", "final_layernorm", "layernorm", "qkv_proj", "rotary_emb", "o_proj")
+MLP_LAYERS = ("gate_up_proj", "act_fn", "down_proj")
+"""Missing where experts take their place."""
+SEQUENCE_LAYERS = ("lm_head", "sampler")
+ATTENTION_AXES = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+LONGEST_US = 1e6
+"""No single operator of one layer takes a second: a larger time is in another unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Times of one operator by one size; `sizes` ascend."""
+
+    sizes: Array
+    times_us: Array
+
+
+@dataclass(frozen=True, slots=True)
+class SkewSample:
+    """How much longer one attention call takes for unequal decode contexts than for equal ones of the same mean."""
+
+    num_decodes: float
+    prefill_chunk: float
+    variation: float
+    """Standard deviation of the contexts over their mean."""
+    ratio: float
+    """Time of the unequal batch over that of the equal one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What one `tpN` folder of a bundle says, checked; times in microseconds of one call of one layer."""
+
+    folder: Path
+    model: str
+    hardware: str
+    gpu: str
+    engine: str
+    """Engine and version inside which the operators ran."""
+    variant: str
+    tensor_parallel: int
+    dense: dict[str, Samples]
+    per_sequence: dict[str, Samples]
+    attention: Array
+    """Rows of (prefill_chunk, kv_prefill, n_decode, kv_decode, time_us)."""
+    experts: Array | None
+    """Rows of (tokens, activated_experts, time_us); None without experts."""
+    skew: tuple[SkewSample, ...]
+    """Empty where no batches of unequal contexts were measured."""
+
+
+def read_bundle(path: str | Path, tensor_parallel: int = 1) -> Bundle:
+    """The bundle at `path` (the folder with `meta.yaml`) for one tensor-parallel degree.
+
+    Raises:
+        ConfigError: a file or column is missing, a layer is unknown, a time is not positive or in an impossible unit, or the degree
+            was not measured (says which were).
+    """
+    root = Path(path)
+    meta = _read_meta(root)
+    folder = root / f"tp{tensor_parallel}"
+    if not folder.is_dir():
+        there = sorted(int(one.name[2:]) for one in root.glob("tp*") if one.is_dir() and one.name[2:].isdigit())
+        allowed = f"Measured degrees: {', '.join(map(str, there)) or 'none'}"
+        raise ConfigError(Problem(str(root), f"has no times for tensor_parallel {tensor_parallel}", allowed))
+    dense = _layers(folder, "dense", "tokens", DENSE_LAYERS)
+    moe = _file(folder, "moe", optional=True) or _file(root / "tp1", "moe", optional=True)
+    experts = None if moe is None else _table(moe, ("tokens", "activated_experts", "time_us"))
+    _check_layers(folder, dense, has_experts=experts is not None)
+    per_sequence = _layers(folder, "per_sequence", "sequences", SEQUENCE_LAYERS)
+    missing = [name for name in SEQUENCE_LAYERS if name not in per_sequence]
+    if missing:
+        raise ConfigError(Problem(f"{folder}/per_sequence.csv", f"has no times of {', '.join(missing)}"))
+    attention = _table(_needed(folder, "attention"), (*ATTENTION_AXES, "time_us"))
+    _check_attention(folder, attention)
+    skew = _file(folder, "skew", optional=True)
+    return Bundle(
+        folder=folder,
+        model=_text(root, meta, "model"),
+        hardware=str(meta.get("hardware", meta.get("gpu", ""))),
+        gpu=str(meta.get("gpu", meta.get("hardware", ""))),
+        engine=f"vLLM {meta['vllm_version']}" if "vllm_version" in meta else "an unnamed engine",
+        variant=str(meta.get("variant", root.name)),
+        tensor_parallel=tensor_parallel,
+        dense=dense,
+        per_sequence=per_sequence,
+        attention=attention,
+        experts=experts,
+        skew=() if skew is None else tuple(_skew_samples(skew)),
+    )
+
+
+def _read_meta(root: Path) -> dict[str, Any]:
+    if not root.is_dir():
+        raise ConfigError(Problem(str(root), "there is no such folder", "A profile bundle is a folder with meta.yaml"))
+    path = root / "meta.yaml"
+    if not path.is_file():
+        inside = sorted(one.parent for one in root.glob("**/meta.yaml"))
+        allowed = f"Bundles below it: {', '.join(map(str, inside[:5]))}" if inside else "A profile bundle has one"
+        raise ConfigError(Problem(str(path), "is missing", allowed))
+    try:
+        meta = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(Problem(str(path), f"cannot be read ({error})")) from error
+    if not isinstance(meta, dict):
+        raise ConfigError(Problem(str(path), f"is not a mapping (got {type(meta).__name__})"))
+    return meta
+
+
+def _text(root: Path, meta: dict[str, Any], key: str) -> str:
+    value = meta.get(key)
+    if not isinstance(value, str) or not value:
+        raise ConfigError(Problem(f"{root}/meta.yaml", f"does not say which {key} was measured (got {value!r})"))
+    return value
+
+
+def _file(folder: Path, stem: str, *, optional: bool = False) -> Path | None:
+    for name in (f"{stem}.csv", f"{stem}.csv.gz"):
+        if (folder / name).is_file():
+            return folder / name
+    if optional:
+        return None
+    there = ", ".join(sorted(one.name for one in folder.iterdir())) or "nothing"
+    raise ConfigError(Problem(f"{folder}/{stem}.csv", "is missing", f"The folder has: {there}"))
+
+
+def _needed(folder: Path, stem: str) -> Path:
+    found = _file(folder, stem)
+    assert found is not None
+    return found
+
+
+def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+    """(line, the texts of these columns) of each row."""
+    try:
+        with gzip.open(path, "rt", newline="") if path.name.endswith(".gz") else path.open(newline="") as file:
+            reader = csv.reader(file)
+            header = [name.strip() for name in next(reader, [])]
+            missing = [name for name in columns if name not in header]
+            if missing:
+                raise ConfigError(
+                    [Problem(f"{path}:1", f"has no column {name!r}", did_you_mean(name, header)) for name in missing]
+                )
+            places = [header.index(name) for name in columns]
+            for row in reader:
+                if row:
+                    if len(row) <= max(places):
+                        raise ConfigError(Problem(f"{path}:{reader.line_num}", f"has {len(row)} of {len(header)} columns"))
+                    yield reader.line_num, [row[place] for place in places]
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(Problem(str(path), f"cannot be read ({error})")) from error
+
+
+def _number(path: Path, line: int, name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ConfigError(Problem(f"{path}:{line} {name}", f"is not a number ({text!r})")) from None
+    if name == "time_us":
+        if not isfinite(value) or value <= 0:
+            raise ConfigError(Problem(f"{path}:{line} {name}", f"is not positive ({text})", "Times are microseconds"))
+        if value > LONGEST_US:
+            message = f"cannot be the time of one operator ({value / 1e6:g} s)"
+            raise ConfigError(Problem(f"{path}:{line} {name}", message, "Times are microseconds of one layer"))
+    elif not isfinite(value) or value < 0 or value != int(value):
+        raise ConfigError(Problem(f"{path}:{line} {name}", f"is not a count ({text})", "Allowed: whole numbers from 0"))
+    return value
+
+
+def _table(path: Path, columns: Sequence[str]) -> Array:
+    rows = [
+        [_number(path, line, name, text) for name, text in zip(columns, texts, strict=True)]
+        for line, texts in _rows(path, columns)
+    ]
+    if not rows:
+        raise ConfigError(Problem(str(path), "has no rows"))
+    return np.array(rows, dtype=np.float64)
+
+
+def _layers(folder: Path, stem: str, size: str, known: Sequence[str]) -> dict[str, Samples]:
+    path = _needed(folder, stem)
+    found: dict[str, dict[float, float]] = {}
+    for line, (layer, size_text, time_text) in _rows(path, ("layer", size, "time_us")):
+        if layer not in known:
+            raise ConfigError(Problem(f"{path}:{line} layer", f"is not known ({layer!r})", did_you_mean(layer, known)))
+        sizes = found.setdefault(layer, {})
+        sizes[_number(path, line, size, size_text)] = _number(path, line, "time_us", time_text)
+    return {
+        layer: Samples(np.array(sorted(times)), np.array([times[one] for one in sorted(times)]))
+        for layer, times in found.items()
+    }
+
+
+def _check_layers(folder: Path, dense: dict[str, Samples], *, has_experts: bool) -> None:
+    needed = NEEDED_DENSE if has_experts else (*NEEDED_DENSE, *MLP_LAYERS)
+    missing = [name for name in needed if name not in dense]
+    if missing:
+        allowed = "A model with experts has moe.csv in place of the feed-forward layers" if not has_experts else None
+        raise ConfigError(Problem(f"{folder}/dense.csv", f"has no times of {', '.join(missing)}", allowed))
+
+
+def _check_attention(folder: Path, attention: Array) -> None:
+    chunk, decodes = attention[:, 0], attention[:, 2]
+    kinds = {
+        "chunks alone (n_decode 0)": (chunk > 0) & (decodes == 0),
+        "decodes alone (prefill_chunk 0)": (chunk == 0) & (decodes > 0),
+        "chunks beside decodes": (chunk > 0) & (decodes > 0),
+    }
+    for kind, rows in kinds.items():
+        if rows.sum() < 4:
+            raise ConfigError(Problem(f"{folder}/attention.csv", f"has too few times of {kind} ({rows.sum()})"))
+
+
+def _skew_samples(path: Path) -> Iterator[SkewSample]:
+    columns = ("n", "nb", "pc", "kvs", "kv_big", "kv_mean", "t_mean_us", "t_skew_us")
+    for line, texts in _rows(path, columns):
+        try:
+            total, big, chunk, small, large, mean, t_mean, t_skew = map(float, texts)
+        except ValueError:
+            raise ConfigError(Problem(f"{path}:{line}", f"has a value that is not a number ({texts})")) from None
+        if not (t_mean > 0 and t_skew > 0 and mean > 0 and 0 < big <= total):
+            raise ConfigError(Problem(f"{path}:{line}", "has a time, mean or count that is not positive"))
+        share = big / total
+        spread = (large - small) * (share * (1.0 - share)) ** 0.5
+        yield SkewSample(total, chunk, spread / mean, t_skew / t_mean)

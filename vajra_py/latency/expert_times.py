@@ -1,0 +1,71 @@
+"""Time of one layer's experts on the fullest rank, from measured times by tokens and experts that they reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.latency.attention_grid import filled
+from vajra_py.latency.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a router spreads tokens over experts, and experts over ranks."""
+
+    kind: Literal["uniform", "balanced"] = "uniform"
+    """`uniform`: every token draws its experts at random; `balanced`: all experts get equally many tokens."""
+    ranks: int = 1
+    """Ranks that hold equal parts of the experts (expert parallelism)."""
+    imbalance: float = 1.0
+    """Tokens of the fullest rank over the mean of the ranks."""
+
+
+class ExpertTimes:
+    """Experts of one layer. `rows`: (tokens, activated experts, microseconds) of one rank, each token with the model's number of experts."""
+
+    def __init__(self, rows: npt.NDArray[np.float64], model: ModelSpec, routing: Routing) -> None:
+        experts = model.experts
+        if experts is None:
+            raise ConfigError(Problem("model", f"has no experts ({model.name})"))
+        if experts.num_experts % routing.ranks:
+            message = f"does not divide the {experts.num_experts} experts of {model.name} ({routing.ranks})"
+            raise ConfigError(Problem("expert_parallel", message))
+        self.num_layers = experts.num_layers
+        self._routing = routing
+        self._num_experts, self._per_token = experts.num_experts, experts.experts_per_token
+        self._tokens, self._activated = np.unique(rows[:, 0]), np.unique(rows[:, 1])
+        grid = np.full((len(self._tokens), len(self._activated)), np.nan)
+        grid[np.searchsorted(self._tokens, rows[:, 0]), np.searchsorted(self._activated, rows[:, 1])] = rows[:, 2]
+        self._grid = filled(grid, (self._tokens, self._activated))
+
+    def activated(self, tokens: float) -> float:
+        """Distinct experts that so many tokens reach on one rank, as is to be expected."""
+        local = self._num_experts / self._routing.ranks
+        if self._routing.kind == "balanced":
+            return min(local, ceil(tokens * self._per_token / self._routing.ranks))
+        missed = (1.0 - self._per_token / self._num_experts) ** tokens
+        return max(min(local, float(self._per_token)) if self._routing.ranks == 1 else 1.0, local * (1.0 - missed))
+
+    def layer_us(self, tokens: float) -> float:
+        """Microseconds of one layer's experts on the fullest rank, for so many tokens over all ranks."""
+        routing = self._routing
+        share = tokens / routing.ranks * (routing.imbalance if routing.ranks > 1 else 1.0)
+        return self._at(max(share, 1.0), self.activated(tokens))
+
+    def _at(self, tokens: float, activated: float) -> float:
+        columns = [_line(self._tokens, self._grid[:, column], tokens) for column in range(len(self._activated))]
+        return _line(self._activated, np.array(columns), activated)
+
+
+def _line(knots: npt.NDArray[np.float64], values: npt.NDArray[np.float64], at: float) -> float:
+    """Linear between the knots, the last line beyond them, the first value below them."""
+    if at <= knots[-1] or len(knots) == 1:
+        return float(np.interp(at, knots, values))
+    slope = max(0.0, float((values[-1] - values[-2]) / (knots[-1] - knots[-2])))
+    return float(values[-1]) + slope * (at - float(knots[-1]))

@@ -1,0 +1,73 @@
+"""Time that an engine's host adds to what its GPU computes, between steps and for each request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from vajra_py.errors import ConfigError, Problem, did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class HostOverhead:
+    """What scheduling, input preparation, sampling and output processing add to steps and requests; seconds.
+
+    Without asynchronous scheduling the GPU waits for the host in every step. With it the host prepares the next step while the GPU
+    computes this one, so that only `exposed_s` is added, unless the host takes longer than the GPU.
+    """
+
+    step_base_s: float = 0.0
+    """Host time of every step."""
+    step_per_request_s: float = 0.0
+    """Host time for each request in the step."""
+    exposed_s: float = 0.0
+    """Time that the GPU waits in every step although scheduling is asynchronous: launch, sampling, copy of the tokens."""
+    asynchronous: bool = False
+    """Whether the host's work overlaps the step before."""
+    arrival_s: float = 0.0
+    """From a request's arrival to its place in the scheduler's queue."""
+    first_token_s: float = 0.0
+    """From the end of the step that computed a request's token to the client."""
+
+    def step_s(self, gpu_s: float, num_requests: int) -> float:
+        """Seconds of a step whose kernels take `gpu_s`."""
+        host = self.step_base_s + self.step_per_request_s * num_requests
+        if self.asynchronous:
+            return max(gpu_s + self.exposed_s, host)
+        return gpu_s + host
+
+    @property
+    def request_s(self) -> float:
+        """What every request's time to its first token, and to its last, holds besides queueing and steps."""
+        return self.arrival_s + self.first_token_s
+
+
+HOST_OVERHEADS = MappingProxyType(
+    {
+        "none": HostOverhead(),
+        "vllm-0.19-sync": HostOverhead(
+            step_base_s=2.0e-3, step_per_request_s=12e-6, arrival_s=1.0e-3, first_token_s=0.5e-3
+        ),
+        "vllm-0.19-async": HostOverhead(
+            step_base_s=2.0e-3,
+            step_per_request_s=12e-6,
+            exposed_s=0.3e-3,
+            asynchronous=True,
+            arrival_s=1.0e-3,
+            first_token_s=0.5e-3,
+        ),
+    }
+)
+"""Overheads by name; where the figures come from is said in docs/latency-models.md."""
+
+
+def host_overhead(name: str, **changes: float | bool | None) -> HostOverhead:
+    """The overhead of that name, with what is given (not None) in place of its figures.
+
+    Raises:
+        ConfigError: there is no overhead of that name.
+    """
+    if name not in HOST_OVERHEADS:
+        raise ConfigError(Problem("host", f"is not known ({name!r})", did_you_mean(name, HOST_OVERHEADS)))
+    given = {key: value for key, value in changes.items() if value is not None}
+    return replace(HOST_OVERHEADS[name], **given)  # type: ignore[arg-type]
