@@ -182,7 +182,8 @@ def _fill_line(line: Array, knots: Array, *, beyond: bool) -> None:
 def _along_first(knots: Array, grid: Grid, at: float) -> Grid:
     """The grid at one value of its first axis; beyond the last knot along the last line, below the first one as there."""
     if at <= knots[0] or len(knots) == 1:
-        return grid[0]
+        lowest: Grid = grid[0]
+        return lowest
     index = int(np.clip(np.searchsorted(knots, at, side="right"), 1, len(knots) - 1)) - 1
     part = (at - knots[index]) / (knots[index + 1] - knots[index])
     found: Grid = grid[index] + part * (grid[index + 1] - grid[index])

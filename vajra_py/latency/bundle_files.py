@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import yaml
 
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 
@@ -128,9 +127,12 @@ def _read_meta(root: Path) -> dict[str, Any]:
         inside = sorted(one.parent for one in root.glob("**/meta.yaml"))
         allowed = f"Bundles below it: {', '.join(map(str, inside[:5]))}" if inside else "A profile bundle has one"
         raise ConfigError(Problem(str(path), "is missing", allowed))
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
     try:
-        meta = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        meta = YAML(typ="safe", pure=True).load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
         raise ConfigError(Problem(str(path), f"cannot be read ({error})")) from error
     if not isinstance(meta, dict):
         raise ConfigError(Problem(str(path), f"is not a mapping (got {type(meta).__name__})"))
@@ -175,7 +177,9 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]
             for row in reader:
                 if row:
                     if len(row) <= max(places):
-                        raise ConfigError(Problem(f"{path}:{reader.line_num}", f"has {len(row)} of {len(header)} columns"))
+                        raise ConfigError(
+                            Problem(f"{path}:{reader.line_num}", f"has {len(row)} of {len(header)} columns")
+                        )
                     yield reader.line_num, [row[place] for place in places]
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(Problem(str(path), f"cannot be read ({error})")) from error

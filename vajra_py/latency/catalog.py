@@ -18,6 +18,9 @@ _DEVICE_ALIASES = {
     "cpu": "cpu-epyc-7763",
     "h100": "h100-sxm",
     "h200": "h200-sxm",
+    "b200": "b200-sxm",
+    "rtx4090": "rtx-4090",
+    "rtxpro6000": "rtx-pro-6000",
 }
 
 

@@ -32,11 +32,13 @@ _Seconds = Annotated[float, Field(ge=0)]
 _Degree = Annotated[int, Field(ge=1)]
 
 
-class _Config(BaseModel):
+class SettingsModel(BaseModel):
+    """Base of every section under `latency:`: frozen, nothing extra, no NaN."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
-def _resolved(path: str, info: ValidationInfo) -> str:
+def resolved_path(path: str, info: ValidationInfo) -> str:
     """The path seen from `base_folder`, where the context names one and the file is there."""
     folder = info.context.get("base_folder") if isinstance(info.context, dict) else None
     if folder is not None and not Path(path).is_absolute():
@@ -46,7 +48,7 @@ def _resolved(path: str, info: ValidationInfo) -> str:
     return path
 
 
-def _or_complain(load: Callable[[], object], field: str = "") -> None:
+def complain_as_value_error(load: Callable[[], object], field: str = "") -> None:
     """Run `load`, turning the problems of a `ConfigError` into the ValueError that pydantic reports with its place, `field`."""
     try:
         load()
@@ -60,7 +62,7 @@ DeviceChoice = Annotated[
 ]
 
 
-class RooflineConfig(_Config):
+class RooflineConfig(SettingsModel):
     """`type: roofline`: from a model's config.json and a device's figures, without measurements of an engine."""
 
     type: Literal["roofline"] = "roofline"
@@ -78,19 +80,19 @@ class RooflineConfig(_Config):
     @field_validator("model")
     @classmethod
     def _known_model(cls, value: str, info: ValidationInfo) -> str:
-        value = _resolved(value, info)
-        _or_complain(lambda: load_model(value), "model")
+        value = resolved_path(value, info)
+        complain_as_value_error(lambda: load_model(value), "model")
         return value
 
     @field_validator("device")
     @classmethod
     def _known_device(cls, value: str | DeviceConfig) -> str | DeviceConfig:
-        _or_complain(lambda: load_device(value), "device")
+        complain_as_value_error(lambda: load_device(value), "device")
         return value
 
     @model_validator(mode="after")
     def _can_be_split(self) -> RooflineConfig:
-        _or_complain(self.deployment)
+        complain_as_value_error(self.deployment)
         return self
 
     def model_spec(self) -> ModelSpec:
@@ -119,7 +121,7 @@ class RooflineConfig(_Config):
         return RooflineModel(deployment.model, deployment.device, deployment.parallelism)
 
 
-class TableConfig(_Config):
+class TableConfig(SettingsModel):
     """`type: table`: measured times, of whole steps over a grid of features (`path`) or of a layer's operators (`operators`)."""
 
     type: Literal["table"] = "table"
@@ -149,7 +151,7 @@ class TableConfig(_Config):
     @field_validator("path", "operators")
     @classmethod
     def _resolve(cls, value: str | None, info: ValidationInfo) -> str | None:
-        return None if value is None else _resolved(value, info)
+        return None if value is None else resolved_path(value, info)
 
     @model_validator(mode="after")
     def _one_source(self) -> TableConfig:
@@ -176,7 +178,7 @@ class TableConfig(_Config):
         return OperatorTableModel.from_folder(self.operators, options)
 
 
-class ProfiledConfig(_Config):
+class ProfiledConfig(SettingsModel):
     """`type: profiled`: what `vajra profile` measured of a model on a device."""
 
     type: Literal["profiled"] = "profiled"
@@ -186,7 +188,7 @@ class ProfiledConfig(_Config):
     @field_validator("path")
     @classmethod
     def _resolve(cls, value: str, info: ValidationInfo) -> str:
-        return _resolved(value, info)
+        return resolved_path(value, info)
 
     def build(self) -> ProfiledModel:
         """The latency model.
@@ -197,7 +199,7 @@ class ProfiledConfig(_Config):
         return ProfiledModel(read_profile(self.path), varies=self.variation)
 
 
-class ConstantConfig(_Config):
+class ConstantConfig(SettingsModel):
     """`type: constant`: every step takes the same time."""
 
     type: Literal["constant"] = "constant"
@@ -209,7 +211,7 @@ class ConstantConfig(_Config):
         return ConstantModel(self.step_time_s, self.num_stages)
 
 
-class AffineConfig(_Config):
+class AffineConfig(SettingsModel):
     """`type: affine`: a base, and so much per token, request and attended token."""
 
     type: Literal["affine"] = "affine"
@@ -232,7 +234,7 @@ class AffineConfig(_Config):
         return AffineModel(**self.model_dump(exclude={"type"}))
 
 
-class RecordedConfig(_Config):
+class RecordedConfig(SettingsModel):
     """`type: recorded`: the step durations of an earlier run, in order."""
 
     type: Literal["recorded"] = "recorded"
@@ -241,7 +243,7 @@ class RecordedConfig(_Config):
     @field_validator("steps")
     @classmethod
     def _resolve(cls, value: str, info: ValidationInfo) -> str:
-        return _resolved(value, info)
+        return resolved_path(value, info)
 
     def build(self) -> RecordedModel:
         """The latency model, its recording at the start.
@@ -252,7 +254,7 @@ class RecordedConfig(_Config):
         return RecordedModel(RecordedDurations.from_steps_table(self.steps))
 
 
-class NoLengthsConfig(_Config):
+class NoLengthsConfig(SettingsModel):
     """`none`: no estimates."""
 
     def build(self) -> NoLengths:
@@ -260,7 +262,7 @@ class NoLengthsConfig(_Config):
         return NoLengths()
 
 
-class ConstantLengthsConfig(_Config):
+class ConstantLengthsConfig(SettingsModel):
     """`constant`: one estimate for all requests."""
 
     mean_tokens: Annotated[float, Field(gt=0)] = Field(256.0, description="Mean output length.")
@@ -273,7 +275,7 @@ class ConstantLengthsConfig(_Config):
         return ConstantLengths(LengthEstimate(mean, self.p50_tokens or mean, self.p90_tokens or mean))
 
 
-class QuantileLengthsConfig(_Config):
+class QuantileLengthsConfig(SettingsModel):
     """`histogram`: lengths follow given quantiles, narrowed by what a request has generated."""
 
     quantiles: dict[float, float] = Field(
@@ -297,11 +299,11 @@ class QuantileLengthsConfig(_Config):
         return QuantileLengths(self.quantiles)
 
 
-class OracleLengthsConfig(_Config):
+class OracleLengthsConfig(SettingsModel):
     """`oracle`: the truth."""
 
 
-class NoisyOracleLengthsConfig(_Config):
+class NoisyOracleLengthsConfig(SettingsModel):
     """`noisy_oracle`: the truth, disturbed."""
 
     sigma: Annotated[float, Field(ge=0)] = Field(0.3, description="Standard deviation of the logarithm of the error.")

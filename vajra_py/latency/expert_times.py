@@ -49,8 +49,9 @@ class ExpertTimes:
         local = self._num_experts / self._routing.ranks
         if self._routing.kind == "balanced":
             return min(local, ceil(tokens * self._per_token / self._routing.ranks))
-        missed = (1.0 - self._per_token / self._num_experts) ** tokens
-        return max(min(local, float(self._per_token)) if self._routing.ranks == 1 else 1.0, local * (1.0 - missed))
+        missed = float((1.0 - self._per_token / self._num_experts) ** tokens)
+        fewest = min(local, float(self._per_token)) if self._routing.ranks == 1 else 1.0
+        return max(fewest, local * (1.0 - missed))
 
     def layer_us(self, tokens: float) -> float:
         """Microseconds of one layer's experts on the fullest rank, for so many tokens over all ranks."""

@@ -29,13 +29,6 @@ class HostOverhead:
     first_token_s: float = 0.0
     """From the end of the step that computed a request's token to the client."""
 
-    def step_s(self, gpu_s: float, num_requests: int) -> float:
-        """Seconds of a step whose kernels take `gpu_s`."""
-        host = self.step_base_s + self.step_per_request_s * num_requests
-        if self.asynchronous:
-            return max(gpu_s + self.exposed_s, host)
-        return gpu_s + host
-
     @property
     def request_s(self) -> float:
         """What every request's time to its first token, and to its last, holds besides queueing and steps."""

@@ -7,18 +7,19 @@ all-reduces by a model of the link, and the host's overhead. Tables, rules at th
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import isclose, sqrt
+from math import sqrt
 
 import numpy as np
 import numpy.typing as npt
 
 from vajra_py.contract.latency import BatchShape
 from vajra_py.errors import ConfigError, ExecutorError, Problem
-from vajra_py.latency.attention_grid import AttentionGrid
+from vajra_py.latency.attention_grid import AttentionGrid, DecodeRow
 from vajra_py.latency.bundle_files import ONCE_A_STEP, TWICE_A_LAYER, Bundle, SkewSample
+from vajra_py.latency.calibration_file import Calibration
 from vajra_py.latency.deployment import Deployment, Parallelism
 from vajra_py.latency.devices import DeviceSpec
 from vajra_py.latency.expert_times import ExpertTimes, Routing
@@ -30,11 +31,17 @@ CAPTURE_LIMIT = 512
 """Largest batch for which vLLM captures a CUDA graph, in tokens."""
 SKEW_WINDOW = 0.2
 """Measured batches count towards the skew of one variation when theirs is within this."""
+MOST_DECODES = 1024
+"""Batches of more decodes have the skew of this many."""
 FEW_STEPS = 48
 """Up to here plain numbers are faster than arrays."""
 
-SCALES = ("dense", "prefill_attention", "decode_attention", "experts", "head", "all_reduce")
-"""Parts of a step that a calibration may scale."""
+SCALES = ("dense", "decode_attention", "mixed_attention", "experts", "head", "all_reduce")
+"""Parts of a step that a calibration may scale; `mixed_attention` is that of steps with prompts."""
+
+
+NO_OVERHEAD = HostOverhead()
+UNIFORM = Routing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +60,7 @@ class BundleOptions:
 
     link: Link | None = None
     """Needed with more than one GPU."""
-    host: HostOverhead = HostOverhead()
+    host: HostOverhead = NO_OVERHEAD
     context_variation: float = 0.0
     """Standard deviation of the contexts of a batch's decodes over their mean."""
     cuda_graphs: bool = True
@@ -62,11 +69,13 @@ class BundleOptions:
     """How many times the largest measured size is still answered."""
     data_parallel: int = 1
     """Data-parallel ranks that step together and share the experts (vLLM's data and expert parallelism); the replica is all of them."""
-    routing: Routing = Routing()
+    routing: Routing = UNIFORM
     scales: dict[str, float] = field(default_factory=dict)
     """Factors on the parts of a step, by name of `SCALES`; a part that is not named has 1."""
     fallback: RooflineModel | None = None
     """Answers where the tables do not reach; None: such a step is an error."""
+    calibration: Calibration | None = None
+    """Where `scales` and `host` were fitted."""
 
 
 def capture_sizes(limit: int) -> tuple[int, ...]:
@@ -92,6 +101,27 @@ def skew_ratio(samples: Sequence[SkewSample], variation: float, counts: Sequence
     return [1.0 if count <= 1 else float(np.interp(count, known, medians)) for count in counts]
 
 
+@dataclass(frozen=True, slots=True)
+class _DecodeBatch:
+    """What is known of steps with one number of decodes and nothing else."""
+
+    fixed_s: float
+    least_s: float
+    """The host's time where it overlaps the GPU's: the step lasts no less."""
+    per_us_s: float
+    """Seconds of the step for each microsecond of one layer's attention."""
+    row: DecodeRow
+    longest_context: float
+
+    def time_s(self, mean_context: float) -> float:
+        return max(self.fixed_s + self.per_us_s * self.row.at(mean_context), self.least_s)
+
+    def times_s(self, mean_contexts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The same for many, bit for bit."""
+        times: npt.NDArray[np.float64] = self.fixed_s + self.per_us_s * self.row.at_each(mean_contexts)
+        return np.maximum(times, self.least_s)
+
+
 class ProfileBundleModel:
     """A `LatencyModel` of one replica from a profile bundle; also answers `breakdown_s` and runs of decodes.
 
@@ -112,17 +142,18 @@ class ProfileBundleModel:
         self.device = device
         self._scale = {name: options.scales.get(name, 1.0) for name in SCALES}
         self._attention = AttentionGrid(bundle.attention)
+        self._mixed_us_s = 1e-6 * model.num_layers * self._scale["mixed_attention"]
+        """Seconds of a step with prompts for each microsecond of one layer's attention."""
         self._experts = None if bundle.experts is None else ExpertTimes(bundle.experts, model, options.routing)
         limit = options.capture_limit if options.cuda_graphs else 0
         self._captured = capture_sizes(limit)
         self._ranks = options.data_parallel
-        counts = range(1025)
+        counts = range(MOST_DECODES + 1)
         self._decode_skew = skew_ratio(bundle.skew, options.context_variation, counts, mixed=False)
         self._mixed_skew = skew_ratio(bundle.skew, options.context_variation, counts, mixed=True)
-        self._by_tokens: dict[tuple[int, int], float] = {}
-        """Dense layers, experts, collectives: by tokens of one rank and of all."""
-        self._by_requests: dict[int, float] = {}
-        """Head, by sequences."""
+        self._decode_batches: dict[int, _DecodeBatch] = {}
+        self._apart_from_attention: dict[tuple[int, int], tuple[float, float]] = {}
+        """(seconds added to attention, least seconds of the step), by tokens and sequences of the fullest rank."""
         self._largest_tokens = float(bundle.dense["qkv_proj"].sizes[-1])
 
     @property
@@ -137,18 +168,13 @@ class ProfileBundleModel:
         Raises:
             ExecutorError: a size is beyond the reach of the tables, and there is no fallback.
         """
-        num_decodes, decode_context, num_prefills, prefill_tokens = shape[:4]
-        if not prefill_tokens and not shape.swap_bytes:
-            if not num_decodes:
-                return 0.0
-            fixed, scale = self._decode_parts(num_decodes)
-            row, mean = self._attention.decodes(self._per_rank(num_decodes)), decode_context / num_decodes
-            if self._covers_decodes(num_decodes, mean):
-                return fixed + scale * row.at(mean)
-            return self._beyond(shape)
-        if not self.covers(shape):
-            return self._beyond(shape)
-        return self.options.host.step_s(sum(self._parts(shape).values()), shape.num_requests)
+        num_decodes = shape.num_decodes
+        if shape.prefill_tokens or shape.swap_bytes:
+            return self._mixed_s(shape) if self.covers(shape) else self._beyond(shape)
+        if not num_decodes:
+            return 0.0
+        mean, batch = shape.decode_context_tokens / num_decodes, self._decodes(num_decodes)
+        return batch.time_s(mean) if mean <= batch.longest_context else self._beyond(shape)
 
     def stage_time_s(self, shape: BatchShape) -> float:
         """Seconds of the step: there is one stage."""
@@ -159,17 +185,14 @@ class ProfileBundleModel:
     ) -> Sequence[float] | npt.NDArray[np.float64]:
         """Seconds of each step of a run of decodes; see `PredictsDecodeRuns`."""
         last = first_context_tokens + num_decodes * (num_steps - 1)
-        if not num_decodes or not self._covers_decodes(num_decodes, last / num_decodes):
-            contexts = range(first_context_tokens, last + 1, num_decodes) if num_decodes else [0] * num_steps
+        if not num_decodes:
+            return [0.0] * num_steps
+        batch, contexts = self._decodes(num_decodes), range(first_context_tokens, last + 1, num_decodes)
+        if last / num_decodes > batch.longest_context:
             return [self.batch_time_s(BatchShape(num_decodes, context)) for context in contexts]
-        fixed, scale = self._decode_parts(num_decodes)
-        row = self._attention.decodes(self._per_rank(num_decodes))
         if num_steps <= FEW_STEPS:
-            contexts = range(first_context_tokens, last + 1, num_decodes)
-            return [fixed + scale * row.at(context / num_decodes) for context in contexts]
-        means = np.arange(first_context_tokens, last + 1, num_decodes, dtype=np.float64) / num_decodes
-        times: npt.NDArray[np.float64] = fixed + scale * row.at_each(means)
-        return times
+            return [batch.time_s(context / num_decodes) for context in contexts]
+        return batch.times_s(np.array(contexts, dtype=np.float64) / num_decodes)
 
     def breakdown_s(self, shape: BatchShape) -> dict[str, float]:
         """Seconds of a step by what they are spent on; they add up to `batch_time_s` but for rounding."""
@@ -178,8 +201,8 @@ class ProfileBundleModel:
         if not self.covers(shape):
             return {"fallback": self._beyond(shape)}
         parts = self._parts(shape)
-        gpu = sum(parts.values())
-        return {**parts, "host": self.options.host.step_s(gpu, shape.num_requests) - gpu}
+        gpu, (added, least) = sum(parts.values()), self._host_s(shape.num_requests)
+        return {**parts, "host": max(gpu + added, least) - gpu}
 
     def covers(self, shape: BatchShape) -> bool:
         """Whether every size of the step is within `reach` times the largest that was measured."""
@@ -189,7 +212,8 @@ class ProfileBundleModel:
         return (
             shape.num_tokens <= reach * self._ranks * self._largest_tokens
             and prefill <= reach * largest["kv_prefill"]
-            and self._covers_decodes(shape.num_decodes, mean)
+            and mean <= reach * largest["kv_decode"]
+            and shape.num_decodes <= reach * self._ranks * largest["n_decode"]
         )
 
     def kv_blocks(self, block_size: int, memory_fraction: float = 0.9) -> int:
@@ -217,28 +241,51 @@ class ProfileBundleModel:
             "that (`reach`), or by the roofline with `fallback: roofline`."
         )
 
-    def _covers_decodes(self, num_decodes: int, mean_context: float) -> bool:
-        reach, largest = self.options.reach, self._attention.largest
-        return (
-            num_decodes <= reach * self._ranks * largest["n_decode"] and mean_context <= reach * largest["kv_decode"]
-        )
+    def _host_s(self, num_requests: int) -> tuple[float, float]:
+        """(seconds that the host adds to a step, least seconds of the step)."""
+        host = self.options.host
+        busy = host.step_base_s + host.step_per_request_s * -(-num_requests // self._ranks)
+        return (host.exposed_s, busy) if host.asynchronous else (busy, 0.0)
 
-    def _per_rank(self, num_decodes: int) -> int:
-        """Decodes of the fullest data-parallel rank."""
-        return -(-num_decodes // self._ranks)
+    def _per_rank(self, number: int) -> int:
+        """How many of these the fullest data-parallel rank has."""
+        return -(-number // self._ranks)
 
-    def _decode_parts(self, num_decodes: int) -> tuple[float, float]:
-        """(seconds that do not depend on the context, seconds per microsecond of one layer's attention)."""
-        fixed = self._by_requests.get(-num_decodes)
-        rank = self._per_rank(num_decodes)
-        skew = self._decode_skew[min(rank, len(self._decode_skew) - 1)]
-        scale = 1e-6 * self.model.num_layers * skew * self._scale["decode_attention"]
-        if fixed is None:
-            host = self.options.host
-            fixed = self._tokens_s(rank, num_decodes) + self._head_s(rank)
-            fixed = host.step_s(fixed, num_decodes) if not host.asynchronous else fixed + host.exposed_s
-            self._by_requests[-num_decodes] = fixed
-        return fixed, scale
+    def _decodes(self, num_decodes: int) -> _DecodeBatch:
+        batch = self._decode_batches.get(num_decodes)
+        if batch is None:
+            rank, reach, largest = self._per_rank(num_decodes), self.options.reach, self._attention.largest
+            parts = self._token_parts(rank)
+            added, least = self._host_s(num_decodes)
+            scale = self._scale["decode_attention"] * self._decode_skew[min(rank, MOST_DECODES)]
+            batch = self._decode_batches[num_decodes] = _DecodeBatch(
+                fixed_s=sum(parts.values()) + self._head_s(rank) + added,
+                least_s=least,
+                per_us_s=1e-6 * self.model.num_layers * scale,
+                row=self._attention.decodes(rank),
+                longest_context=reach * largest["kv_decode"] if rank <= reach * largest["n_decode"] else -1.0,
+            )
+        return batch
+
+    def _mixed_s(self, shape: BatchShape) -> float:
+        """Seconds of a step with prompts, or with KV blocks to swap."""
+        decodes, context, prefills, tokens, _, _, _, pairs, merged, swap_bytes = shape
+        if merged or swap_bytes or self._ranks > 1 or tokens > self._attention.largest["prefill_chunk"]:
+            gpu, (added, least) = sum(self._parts(shape).values()), self._host_s(shape.num_requests)
+            return max(gpu + added, least)
+        key = (decodes + tokens, decodes + prefills)
+        known = self._apart_from_attention.get(key)
+        if known is None:
+            added, least = self._host_s(key[1])
+            known = sum(self._token_parts(key[0]).values()) + self._head_s(key[1]) + added, least
+            self._apart_from_attention[key] = known
+        chunk, behind = _one_chunk(tokens, pairs)
+        if decodes:
+            microseconds = self._attention.mixed(decodes).at(chunk, behind, context / decodes)
+            microseconds *= self._mixed_skew[decodes] if decodes < MOST_DECODES else self._mixed_skew[-1]
+        else:
+            microseconds = self._attention.prefill_us(chunk, behind)
+        return max(self._mixed_us_s * microseconds + known[0], known[1])
 
     def _parts(self, shape: BatchShape) -> dict[str, float]:
         """Seconds of the GPU's work, by part."""
@@ -247,22 +294,21 @@ class ProfileBundleModel:
                 "profile_bundle: the tables have no times for attention merged over KV-parallel groups. Allowed: kv_parallel 1."
             )
         decodes, decode_context, prefills, tokens = shape[:4]
-        rank_decodes = self._per_rank(decodes)
-        rank_tokens = tokens if self._ranks == 1 or not prefills else tokens * (-(-prefills // self._ranks)) / prefills
-        parts = self._token_parts(rank_decodes + round(rank_tokens), decodes + tokens)
-        parts["head"] = self._head_s(min(rank_decodes + -(-prefills // self._ranks), decodes + prefills))
+        rank_decodes, rank_prefills = self._per_rank(decodes), self._per_rank(prefills)
+        # Prompts are not cut over ranks: one prompt alone is all on one of them.
+        rank_tokens = tokens * rank_prefills / prefills if prefills else 0
+        parts = self._token_parts(rank_decodes + round(rank_tokens))
+        parts["head"] = self._head_s(rank_decodes + rank_prefills)
         mean = decode_context / decodes if decodes else 0.0
         if tokens:
             chunk, context = _one_chunk(rank_tokens, shape.prefill_attention_pairs * rank_tokens / tokens)
             alone, both = self._chunk_us(chunk, context, rank_decodes, mean)
-            per_us = 1e-6 * self.model.num_layers
-            parts["prefill_attention"] = per_us * alone * self._scale["prefill_attention"]
+            parts["prefill_attention"] = self._mixed_us_s * min(alone, both)
             if decodes:
-                skew = self._mixed_skew[min(rank_decodes, len(self._mixed_skew) - 1)]
-                parts["decode_attention"] = per_us * max(0.0, both * skew - alone) * self._scale["decode_attention"]
+                parts["decode_attention"] = self._mixed_us_s * max(0.0, both - alone)
         elif decodes:
-            _, scale = self._decode_parts(decodes)
-            parts["decode_attention"] = scale * self._attention.decodes(rank_decodes).at(mean)
+            batch = self._decodes(decodes)
+            parts["decode_attention"] = batch.per_us_s * batch.row.at(mean)
         if shape.swap_bytes:
             if self.device is None:
                 raise ExecutorError("profile_bundle: nothing says how fast KV blocks are swapped. Name a device.")
@@ -271,28 +317,17 @@ class ProfileBundleModel:
 
     def _chunk_us(self, chunk: float, context: float, decodes: int, mean: float) -> tuple[float, float]:
         """Attention of one layer in microseconds: (the chunk alone, the chunk beside the decodes)."""
-        largest = self._attention.largest["prefill_chunk"]
-        if chunk > largest:
-            # Longer than any that was measured: as many equal chunks, each behind what was computed before.
-            number = -(-int(chunk) // int(largest))
-            part, middle = chunk / number, context + (chunk - chunk / number) / 2.0
-            alone = number * self._attention.prefill_us(part, middle)
-            if not decodes:
-                return alone, alone
-            beside = self._attention.mixed(decodes).at(part, middle, mean) - self._attention.prefill_us(part, middle)
-            return alone, alone + max(0.0, beside)
-        alone = self._attention.prefill_us(chunk, context)
-        return alone, alone if not decodes else max(alone, self._attention.mixed(decodes).at(chunk, context, mean))
+        # A chunk longer than any that was measured is as many equal ones, each behind what was computed before.
+        number = max(1, -(-int(chunk) // int(self._attention.largest["prefill_chunk"])))
+        part, middle = chunk / number, context + (chunk - chunk / number) / 2.0
+        one = self._attention.prefill_us(part, middle)
+        if not decodes:
+            return number * one, number * one
+        skew = self._mixed_skew[min(decodes, MOST_DECODES)]
+        return number * one, (number - 1) * one + skew * self._attention.mixed(decodes).at(part, middle, mean)
 
-    def _tokens_s(self, rank_tokens: int, all_tokens: int) -> float:
-        """Everything but attention and head, of so many tokens on the fullest rank and on all of them."""
-        key = (rank_tokens, all_tokens)
-        found = self._by_tokens.get(key)
-        if found is None:
-            found = self._by_tokens[key] = sum(self._token_parts(rank_tokens, all_tokens).values())
-        return found
-
-    def _token_parts(self, rank_tokens: int, all_tokens: int) -> dict[str, float]:
+    def _token_parts(self, rank_tokens: int) -> dict[str, float]:
+        """Seconds of everything but attention and head, for so many tokens on the fullest rank."""
         padded = self._padded(rank_tokens)
         layers = self.model.num_layers
         dense = 0.0
@@ -327,12 +362,9 @@ class ProfileBundleModel:
         return seconds
 
     def _head_s(self, sequences: int) -> float:
-        found = self._by_requests.get(sequences)
-        if found is None:
-            times = self.bundle.per_sequence.values()
-            found = sum(interpolated(one.sizes, one.times_us, max(1, sequences)) for one in times)
-            found = self._by_requests[sequences] = 1e-6 * found * self._scale["head"]
-        return found
+        times = self.bundle.per_sequence.values()
+        microseconds = sum(interpolated(one.sizes, one.times_us, max(1, sequences)) for one in times)
+        return 1e-6 * microseconds * self._scale["head"]
 
     def _padded(self, tokens: int) -> int:
         """Tokens that are computed for so many that are asked for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vajra_py.contract.hookspecs import LatencyModelSpec, OutputLengthSpec
+from vajra_py.latency.bundle_config import ProfileBundleConfig
 from vajra_py.latency.config import (
     AffineConfig,
     ConstantConfig,
@@ -24,6 +25,12 @@ BUILTIN_LATENCY_MODELS: list[LatencyModelSpec] = [
     ),
     LatencyModelSpec(
         "profiled", ProfiledConfig, lambda config: config.build(), "measured by `vajra profile` on a model and device"
+    ),
+    LatencyModelSpec(
+        "profile_bundle",
+        ProfileBundleConfig,
+        lambda config: config.build(),
+        "operator times measured inside an engine on the same GPU and model",
     ),
     LatencyModelSpec("table", TableConfig, lambda config: config.build(), "measured step times or operator times"),
     LatencyModelSpec(
