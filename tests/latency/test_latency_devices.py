@@ -11,7 +11,8 @@ from vajra_py.latency import DeviceConfig, device_names, device_sources, load_de
 
 def test_the_described_devices_have_the_figures_of_their_data_sheets() -> None:
     figures = {name: load_device(name) for name in device_names()}
-    assert set(figures) == {"a100-80gb-sxm", "cpu-epyc-7763", "h100-sxm", "h200-sxm", "l4"}
+    older = {"a100-80gb-sxm", "cpu-epyc-7763", "h100-sxm", "h200-sxm", "l4"}
+    assert set(figures) == older | {"b200-sxm", "l40s", "rtx-4090", "rtx-pro-6000"}
     peaks = {
         name: (device.peak_flops["bfloat16"] / 1e12, device.memory_bandwidth / 1e12) for name, device in figures.items()
     }
@@ -19,6 +20,10 @@ def test_the_described_devices_have_the_figures_of_their_data_sheets() -> None:
     assert peaks["h100-sxm"] == (989.0, 3.35)
     assert peaks["h200-sxm"] == (989.0, 4.8)
     assert peaks["l4"] == (121.0, 0.3)
+    assert peaks["b200-sxm"] == (2250.0, 8.0)
+    assert peaks["l40s"] == (362.05, 0.864)
+    assert peaks["rtx-4090"] == (165.2, 1.008)
+    assert peaks["rtx-pro-6000"] == (504.0, 1.597)
     assert "fp8" not in figures["a100-80gb-sxm"].peak_flops
 
 

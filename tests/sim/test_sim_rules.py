@@ -325,3 +325,34 @@ def test_the_same_run_twice_is_the_same() -> None:
     one, other = (run(specs, options, policies=policies) for _ in range(2))
     assert one.harness.steps == other.harness.steps
     assert one.ends() == other.ends()
+
+
+# How requests reach the scheduler
+
+
+def test_a_request_reaches_the_queue_late_by_the_hosts_delay() -> None:
+    served = run([spec("a", 0.0), spec("b", 0.5)], rules=SimulationOptions(arrival_delay_s=0.003))
+    assert [served[name].ended_at for name in "ab"] == [pytest.approx(0.023), pytest.approx(0.523)]
+    assert [served[name].arrived_at for name in "ab"] == [0.0, 0.5]
+
+
+def test_asynchronous_scheduling_misses_the_step_that_is_scheduled_already() -> None:
+    """The step from 0.01 on is scheduled at 0.0, so that what arrives in between is computed from 0.02 on."""
+    specs = [spec("a", 0.0, num_output=10), spec("b", 0.004, num_output=1)]
+    synchronous, asynchronous = (run(specs, rules=SimulationOptions(asynchronous=choice)) for choice in (False, True))
+    assert synchronous["b"].first_token_at == pytest.approx(0.02)
+    assert asynchronous["b"].first_token_at == pytest.approx(0.03)
+    assert asynchronous["a"].ended_at == pytest.approx(0.1)
+
+
+def test_asynchronous_scheduling_sees_a_request_at_once_when_nothing_runs() -> None:
+    served = run([spec("a", 0.0), spec("b", 0.5)], rules=SimulationOptions(asynchronous=True))
+    assert served["b"].first_token_at == pytest.approx(0.51)
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_late_requests_do_not_depend_on_running_ahead(runs_ahead: bool) -> None:
+    specs = [spec("a", 0.0, num_output=100), *(spec(f"b{index}", 0.0504 + 0.1 * index) for index in range(5))]
+    served = run(specs, rules=SimulationOptions(asynchronous=True, arrival_delay_s=0.001, runs_ahead=runs_ahead))
+    firsts = [served[f"b{index}"].first_token_at for index in range(5)]
+    assert firsts == [pytest.approx(0.081 + 0.1 * index) for index in range(5)]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from vajra_py.config import TypedChoice
 from vajra_py.contract import LatencyModel
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.backend import Outcome, Run
-from vajra_py.latency import ReplaysDurations, RooflineModel
+from vajra_py.latency import HasHostOverhead, ProfileBundleModel, ReplaysDurations, RooflineModel
 from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
 from vajra_py.runtime.assembly import ModelFacts, Services, build_controller
 from vajra_py.runtime.clock import to_seconds
@@ -44,7 +45,10 @@ class SimulatedRun:
         self.controller = build_controller(run.config, services)
         memories = [one.replica.memory for one in run.config.effective_replicasets.values()]
         options = SimulationOptions(
-            horizon_s=settings.horizon_s, drain=settings.drain, tenant_salt=any(one.tenant_salt for one in memories)
+            horizon_s=settings.horizon_s,
+            drain=settings.drain,
+            tenant_salt=any(one.tenant_salt for one in memories),
+            **_intake(latency),
         )
         self._simulator = Simulator(
             self.controller,
@@ -84,14 +88,24 @@ def _told(latency: LatencyModel, choice: TypedChoice | None, registry: Registry)
 
 def model_facts(latency: LatencyModel) -> ModelFacts:
     """What a latency model knows about memory and lengths."""
-    if not isinstance(latency, RooflineModel):
+    if isinstance(latency, RooflineModel):
+        model = latency.deployment.model
+    elif isinstance(latency, ProfileBundleModel):
+        model = latency.model
+    else:
         return ModelFacts()
-    model = latency.deployment.model
     return ModelFacts(
         num_blocks=latency.kv_blocks,
         max_model_len=model.max_model_len,
         kv_bytes_per_token=model.kv_bytes_per_token,
     )
+
+
+def _intake(latency: LatencyModel) -> dict[str, Any]:
+    """How requests reach the scheduler of the engine that the model is of."""
+    if not isinstance(latency, HasHostOverhead):
+        return {}
+    return {"arrival_delay_s": latency.host.request_s, "asynchronous": latency.host.asynchronous}
 
 
 def _timers(latency: LatencyModel, overhead_s: float, seeds: SeedTree) -> Callable[[Replica], StepTimer]:

@@ -162,6 +162,11 @@ class ProfileBundleModel:
         degree = f", TP {self.bundle.tensor_parallel}" if self.bundle.tensor_parallel > 1 else ""
         return f"operators measured on {self.bundle.gpu} inside {self.bundle.engine} ({self.bundle.model}{degree})"
 
+    @property
+    def host(self) -> HostOverhead:
+        """What the engine's host adds to steps and requests."""
+        return self.options.host
+
     def batch_time_s(self, shape: BatchShape) -> float:
         """Seconds of the step; 0 for an empty batch.
 

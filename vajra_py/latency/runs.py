@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from vajra_py.latency.host_overhead import HostOverhead
 from vajra_py.latency.variation import Variation
 
 
@@ -30,6 +31,15 @@ class VariesSteps(Protocol):
 
     variation: Variation | None
     """None: they do not differ."""
+
+
+@runtime_checkable
+class HasHostOverhead(Protocol):
+    """Knows what an engine's host adds to requests, besides what the model's steps take."""
+
+    @property
+    def host(self) -> HostOverhead:
+        """The overhead; steps hold their part of it already."""
 
 
 @runtime_checkable

@@ -47,6 +47,10 @@ class SimulationOptions:
     """Check conservation every so many steps; 0: never."""
     expires: bool = True
     """Whether requests expire by the clock; False: only when told."""
+    arrival_delay_s: float = 0.0
+    """From a request's arrival to the scheduler's queue, seconds."""
+    asynchronous: bool = False
+    """Whether an engine schedules a step while the one before runs: a request that arrives meanwhile misses the next step."""
     contains_breaches: bool = False
     """Whether a policy that breaks the contract takes its replicaset out of service, instead of ending the simulation."""
 
@@ -58,6 +62,8 @@ class Acceptance:
     spec: RequestSpec
     arrived_at: float
     """When the client sent it, seconds."""
+    is_queued: bool = True
+    """Whether the scheduler sees it at once; otherwise with the next step that is scheduled."""
 
 
 Injected: TypeAlias = Acceptance | Failure | Restart | Abandonment | PolicyChange | str
@@ -85,6 +91,8 @@ class Simulator(Backend[SimReplica]):
         self._arrivals: Iterator[RequestSpec] = iter(())
         self._horizon = NEVER if options.horizon_s is None else to_ticks(options.horizon_s)
         replicas = [self._replica(replica, timer_of(replica)) for replica in controller.replicas()]
+        self._sim_replicas = replicas
+        self._num_delayed = 0
         rules = DriverOptions(options.check_every_steps, options.expires, options.contains_breaches)
         self._driver = Driver(controller, self, replicas, rules)
         self._fast_forward = self._driver.fast_forward = DecodeFastForward(self._driver, self._end_now)
@@ -163,12 +171,33 @@ class Simulator(Backend[SimReplica]):
             return
         if isinstance(payload, Acceptance):
             spec, arrived_at = payload.spec, payload.arrived_at
+            if not payload.is_queued and (seen_at := self._next_scheduling()) > self.now:
+                self.inject(seen_at, Phase.ARRIVAL, Acceptance(spec, arrived_at))
+                return
         else:
             spec, arrived_at = payload, None
             if spec.follows is None:  # first, so that no step is formed between arrivals of one tick
                 self._next_arrival()
+            options = self._options
+            if options.asynchronous or options.arrival_delay_s:
+                acceptance = Acceptance(spec, to_seconds(self.now), is_queued=not options.asynchronous)
+                self.inject(self.now + to_ticks(options.arrival_delay_s), Phase.ARRIVAL, acceptance)
+                return
         salt = spec.tenant if self._options.tenant_salt else ""
         self._driver.submit(facts_of(spec), lambda size: keys_of(spec, size, salt), spec, arrived_at)
+
+    def _next_scheduling(self) -> int:
+        """When an asynchronous engine sees a request that comes now: as soon as the step after the one in flight has begun.
+
+        At once while a replica is idle; of several busy ones each is asked in turn.
+        """
+        replicas = self._sim_replicas
+        if any(one.is_idle for one in replicas):
+            return self.now
+        one = replicas[self._num_delayed % len(replicas)]
+        self._num_delayed += 1
+        ends = one.run_ends or one.stage_free_at[:1] or [one.free_at]
+        return next((end for end in ends if end >= self.now), self.now) + 1
 
     def on_submitted(self, request: Request, payload: RequestSpec) -> None:
         """See `Backend`."""

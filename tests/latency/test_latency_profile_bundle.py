@@ -1,0 +1,296 @@
+"""Steps are predicted from operator times that were measured inside an engine, and what they do not cover is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.latency.conftest import attention_us, dense_us, head_us
+from vajra_py.contract import BatchShape
+from vajra_py.errors import ConfigError, ExecutorError
+from vajra_py.latency import (
+    BundleOptions,
+    Calibration,
+    Link,
+    ProfileBundleConfig,
+    ProfileBundleModel,
+    load_model,
+    read_bundle,
+)
+from vajra_py.latency.expert_times import ExpertTimes, Routing
+from vajra_py.latency.host_overhead import HostOverhead
+from vajra_py.latency.profile_bundle import capture_sizes
+
+NUM_LAYERS = 32
+MICRO = 1e-6
+"""Llama-3.1-8B's."""
+
+
+def of(path: Path, **settings: object) -> ProfileBundleModel:
+    return ProfileBundleConfig.model_validate(
+        {"path": str(path), "host": "none", "context_variation": 0.0, **settings}
+    ).build()
+
+
+def step_us(tokens: int, sequences: int, attention: float) -> float:
+    """By hand: eight operators a layer (the norm runs twice), two outside, attention, and the head."""
+    return NUM_LAYERS * (8 * dense_us(tokens) + attention) + 2 * dense_us(tokens) + 2 * head_us(sequences)
+
+
+def test_a_step_is_the_sum_of_its_operators(bundle: Path) -> None:
+    model = of(bundle)
+    chunk = BatchShape().with_chunk(1024, 512)
+    assert model.batch_time_s(chunk) == pytest.approx(MICRO * step_us(1024, 1, attention_us(1024, 512, 0, 0)))
+    decodes = BatchShape(64, 64 * 900)
+    assert model.batch_time_s(decodes) == pytest.approx(MICRO * step_us(64, 64, attention_us(0, 0, 64, 900)))
+    mixed = decodes.with_chunk(960, 100)
+    assert model.batch_time_s(mixed) == pytest.approx(MICRO * step_us(1024, 65, attention_us(960, 100, 64, 900)))
+    assert model.batch_time_s(BatchShape()) == 0.0
+
+
+def test_batches_are_padded_to_the_sizes_of_cuda_graphs(bundle: Path) -> None:
+    assert capture_sizes(24) == (1, 2, 4, 8, 16, 24)
+    assert capture_sizes(512)[-3:] == (480, 496, 512)
+    padded, eager = of(bundle), of(bundle, cuda_graphs=False)
+    shape = BatchShape(61, 61 * 100)
+    attention, head = attention_us(0, 0, 61, 100), head_us(61)
+    for model, tokens in ((padded, 64), (eager, 61)):
+        expected = NUM_LAYERS * (8 * dense_us(tokens) + attention) + 2 * dense_us(tokens) + 2 * head
+        assert model.batch_time_s(shape) == pytest.approx(MICRO * expected)
+    large = BatchShape().with_chunk(517, 0)
+    assert padded.batch_time_s(large) == eager.batch_time_s(large)
+
+
+def test_chunks_side_by_side_have_the_attention_of_their_pairs(bundle: Path) -> None:
+    model = of(bundle)
+    one = model.breakdown_s(BatchShape().with_chunk(1024, 1024))
+    two = model.breakdown_s(BatchShape().with_chunk(512, 1024).with_chunk(512, 1536))
+    assert two["prefill_attention"] == pytest.approx(one["prefill_attention"])
+    assert two["dense"] == one["dense"]
+    side_by_side = model.breakdown_s(BatchShape().with_chunk(512, 0).with_chunk(512, 0))
+    assert side_by_side["prefill_attention"] < model.breakdown_s(BatchShape().with_chunk(1024, 0))["prefill_attention"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    decodes=st.integers(0, 300),
+    context=st.integers(1, 9000),
+    chunks=st.lists(st.tuples(st.integers(1, 700), st.integers(0, 9000)), max_size=3),
+)
+def test_parts_add_up_and_times_are_positive(decodes: int, context: int, chunks: list[tuple[int, int]]) -> None:
+    shape = BatchShape(decodes, decodes * context)
+    for tokens, behind in chunks:
+        shape = shape.with_chunk(tokens, behind)
+    model = _shared_model()
+    time = model.batch_time_s(shape)
+    assert sum(model.breakdown_s(shape).values()) == pytest.approx(time)
+    assert (time > 0) == (shape.num_tokens > 0)
+
+
+_MODELS: list[ProfileBundleModel] = []
+
+
+def _shared_model() -> ProfileBundleModel:
+    return _MODELS[-1]
+
+
+@pytest.fixture(autouse=True)
+def _model_for_properties(bundle: Path) -> None:
+    _MODELS[:] = [of(bundle, host="vllm-0.19-sync")]
+
+
+@pytest.mark.parametrize("num_steps", [5, 300])
+@pytest.mark.parametrize("host", ["none", "vllm-0.19-sync", "vllm-0.19-async"])
+def test_runs_of_decodes_equal_single_steps_bit_for_bit(bundle: Path, host: str, num_steps: int) -> None:
+    model = of(bundle, host=host)
+    times = model.decode_run_times_s(37, 37 * 990 + 11, num_steps)
+    single = [model.batch_time_s(BatchShape(37, 37 * 990 + 11 + 37 * step)) for step in range(num_steps)]
+    assert list(times) == single
+
+
+def test_beyond_the_tables_the_last_line_goes_on_up_to_the_reach(bundle: Path) -> None:
+    model = of(bundle)
+    far = BatchShape(128, 128 * 16384)
+    attention = attention_us(0, 0, 128, 16384)
+    assert model.batch_time_s(far) == pytest.approx(MICRO * step_us(128, 128, attention))
+    too_far = BatchShape(128, 128 * 8192 * 5)
+    with pytest.raises(
+        ExecutorError, match=r"does not reach a step of 128 decodes .* Measured up to .*'kv_decode': 8192"
+    ):
+        model.batch_time_s(too_far)
+    with pytest.raises(ExecutorError, match="does not reach"):
+        model.decode_run_times_s(128, 128 * (4 * 8192 - 1), 10)
+    with_roofline = of(bundle, fallback="roofline")
+    assert with_roofline.batch_time_s(too_far) > model.batch_time_s(far)
+    assert not with_roofline.covers(too_far)
+
+
+def test_a_long_chunk_is_as_many_measured_ones(bundle: Path) -> None:
+    model = of(bundle)
+    halves = sum(attention_us(2048, context, 0, 0) for context in (0, 2048))
+    assert model.breakdown_s(BatchShape().with_chunk(4096, 0))["prefill_attention"] == pytest.approx(
+        MICRO * NUM_LAYERS * halves
+    )
+
+
+def test_two_gpus_exchange_twice_a_layer_and_need_a_link(bundle: Path) -> None:
+    linked = of(bundle, tensor_parallel=2, link_bandwidth_gb_s=10.0, link_latency_us=20.0)
+    alone = of(bundle)
+    shape = BatchShape().with_chunk(1024, 0)
+    bytes_each = 1024 * 4096 * 2
+    assert linked.batch_time_s(shape) - alone.batch_time_s(shape) == pytest.approx(65 * (20e-6 + bytes_each / 10e9))
+    found = read_bundle(bundle, 2)
+    with pytest.raises(ConfigError, match="link: is needed for the collectives of 2 GPUs"):
+        ProfileBundleModel(found, load_model("Llama-3.1-8B"), BundleOptions())
+    assert of(bundle, tensor_parallel=2).options.link == Link(16e9, 20e-6)  # that of the bundle's own device
+
+
+def test_host_overhead_is_between_steps_or_overlaps_them(bundle: Path) -> None:
+    shape = BatchShape(64, 64 * 100)
+    gpu_s = of(bundle).batch_time_s(shape)
+    given = {"host_step_us": 1000.0, "host_per_request_us": 10.0, "host_exposed_us": 200.0}
+    assert of(bundle, host="vllm-0.19-sync", **given).batch_time_s(shape) == pytest.approx(gpu_s + 1.64e-3)
+    assert of(bundle, host="vllm-0.19-async", **given).batch_time_s(shape) == pytest.approx(gpu_s + 0.2e-3)
+    slow_host = of(bundle, host="vllm-0.19-async", **{**given, "host_step_us": 50_000.0})
+    assert slow_host.batch_time_s(shape) == pytest.approx(50.64e-3)
+    assert of(bundle, arrival_us=300.0, first_token_us=200.0).host.request_s == pytest.approx(0.5e-3)
+
+
+def test_unequal_contexts_take_as_much_longer_as_was_measured(bundle: Path) -> None:
+    header = "regime,n,nb,ratio,skew,pc,kp,kvs,kv_big,kv_mean,t_mean_us,t_max_us,t_skew_us,alpha"
+    # Half of 64 contexts are 1500, half 500: they vary by 0.5, and attention takes a fifth longer than for 64 of 1000.
+    rows = [
+        "pure,64,32,0.5,3,0,0,500,1500,1000,100,150,120,0.4",
+        "mixed,64,32,0.5,3,512,0,500,1500,1000,100,150,110,0.2",
+    ]
+    (bundle / "tp1" / "skew.csv").write_text("\n".join([header, *rows, ""]))
+    equal, unequal = of(bundle), of(bundle, context_variation=0.5)
+    decodes, mixed = BatchShape(64, 64 * 1000), BatchShape(64, 64 * 1000).with_chunk(512, 0)
+    per_layer = attention_us(0, 0, 64, 1000)
+    assert unequal.batch_time_s(decodes) - equal.batch_time_s(decodes) == pytest.approx(
+        MICRO * NUM_LAYERS * 0.2 * per_layer
+    )
+    per_layer = attention_us(512, 0, 64, 1000)
+    assert unequal.batch_time_s(mixed) - equal.batch_time_s(mixed) == pytest.approx(
+        MICRO * NUM_LAYERS * 0.1 * per_layer
+    )
+    alone = BatchShape().with_chunk(512, 0)
+    assert unequal.batch_time_s(alone) == equal.batch_time_s(alone)
+
+
+def test_a_calibration_scales_parts_and_fits_one_bundle(bundle: Path, tmp_path: Path) -> None:
+    host = {"step_base_s": 0.001, "step_per_request_s": 0.0}
+    fitted = Calibration(
+        "meta-llama/Llama-3.1-8B", "RTXPRO6000", 1, host, {"dense": 1.5}, "a test", {"tpot_mean_ms": 0.01}
+    )
+    fitted.write(tmp_path / "calibration.json")
+    shape = BatchShape().with_chunk(1024, 0)
+    plain = of(bundle)
+    scaled = of(bundle, host="vllm-0.19-sync", calibration=str(tmp_path / "calibration.json"))
+    dense_s = plain.breakdown_s(shape)["dense"]
+    assert scaled.batch_time_s(shape) == pytest.approx(plain.batch_time_s(shape) + 0.5 * dense_s + 0.001)
+    with pytest.raises(
+        ConfigError, match=r"was fitted for .* tensor_parallel 1, and the bundle is of .* tensor_parallel 2"
+    ):
+        of(bundle, tensor_parallel=2, calibration=str(tmp_path / "calibration.json"))
+
+
+def test_experts_are_read_by_tokens_and_experts_that_they_reach() -> None:
+    model = load_model("Qwen3-30B-A3B")  # 128 experts, 8 a token
+    tokens, activated = np.meshgrid([1.0, 64.0, 4096.0], [8.0, 64.0, 128.0], indexing="ij")
+    rows = np.column_stack([tokens.ravel(), activated.ravel(), (tokens + 10 * activated).ravel()])
+    one = ExpertTimes(rows, model, Routing("balanced"))
+    assert one.activated(1) == 8
+    assert one.activated(1000) == 128
+    assert one.layer_us(64) == pytest.approx(64 + 1280)
+    two = ExpertTimes(rows, model, Routing("balanced", ranks=2))
+    assert two.layer_us(64) == pytest.approx(32 + 640)  # half of the tokens and of the experts
+    uniform = ExpertTimes(rows, model, Routing("uniform"))
+    assert uniform.activated(1) == pytest.approx(8)
+    assert 100 < uniform.activated(32) < 128
+    crowded = ExpertTimes(rows, model, Routing("balanced", ranks=2, imbalance=1.5))
+    assert crowded.layer_us(64) == pytest.approx(48 + 640)
+    with pytest.raises(ConfigError, match="does not divide the 128 experts"):
+        ExpertTimes(rows, model, Routing(ranks=3))
+
+
+def test_ranks_that_share_experts_share_a_step(bundle: Path) -> None:
+    tp1 = bundle / "tp1"
+    (tp1 / "moe.csv").write_text("tokens,activated_experts,time_us\n1,8,50\n2048,8,80\n1,128,800\n2048,128,1000\n")
+    text = (bundle / "meta.yaml").read_text().replace("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B-Instruct-2507")
+    (bundle / "meta.yaml").write_text(text)
+    kept = [
+        line
+        for line in (tp1 / "dense.csv").read_text().splitlines()
+        if not line.startswith(("gate_up", "act_fn", "down"))
+    ]
+    (tp1 / "dense.csv").write_text("\n".join(kept) + "\n")
+    one = of(bundle)
+    assert one.model.name == "Qwen3-30B-A3B"  # a tuned variant has its model's shape
+    two = of(bundle, data_parallel=2, expert_parallel=True)
+    shape = BatchShape(128, 128 * 500)
+    alone, shared = one.breakdown_s(BatchShape(64, 64 * 500)), two.breakdown_s(shape)
+    assert shared["dense"] == alone["dense"]
+    assert shared["decode_attention"] == pytest.approx(alone["decode_attention"])
+    assert shared["all_reduce"] > 0
+    assert shared["experts"] < one.breakdown_s(shape)["experts"]
+    # One prompt is on one rank; two are on both.
+    prompts = BatchShape().with_chunk(512, 0)
+    assert two.breakdown_s(prompts)["dense"] == two.breakdown_s(prompts.with_chunk(512, 0))["dense"]
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("tp1/dense.csv", "qkv_proj,1,", "qvk_proj,1,", r"dense.csv:2 layer: is not known \('qvk_proj'\). Did you mean 'qkv_proj'"),
+        ("tp1/dense.csv", "qkv_proj,1,10.05", "qkv_proj,1,-3", r"dense.csv:2 time_us: is not positive \(-3\)"),
+        ("tp1/dense.csv", "qkv_proj,1,10.05", "qkv_proj,1,1e7", r"dense.csv:2 time_us: cannot be the time of one operator \(10 s\)"),
+        ("tp1/dense.csv", "qkv_proj,1,10.05", "qkv_proj,1,soon", r"dense.csv:2 time_us: is not a number \('soon'\)"),
+        ("tp1/dense.csv", "qkv_proj,1,10.05", "qkv_proj,1.5,10", r"dense.csv:2 tokens: is not a count \(1.5\)"),
+        ("tp1/attention.csv", "kv_decode,time_us", "kv_decode,time_ms", r"attention.csv:1: has no column 'time_us'. Did you mean 'time_ms'"),
+        ("meta.yaml", "model: meta-llama/Llama-3.1-8B", "model: [1]", r"meta.yaml: does not say which model was measured"),
+        ("meta.yaml", "model:", "model: {", r"meta.yaml: cannot be read"),
+        ("meta.yaml", "Llama-3.1-8B", "Llama-9", r"model: there is no such model or file \('Llama-9'\)"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_found_with_file_and_line(
+    bundle: Path, edit: Callable[[Path, str, str], None], file: str, old: str, new: str, said: str
+) -> None:
+    edit(bundle / file, old, new)
+    with pytest.raises(ConfigError, match=said):
+        of(bundle)
+
+
+def test_missing_files_and_degrees_say_what_there_is(bundle: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no times for tensor_parallel 4. Measured degrees: 1, 2"):
+        read_bundle(bundle, 4)
+    with pytest.raises(ConfigError, match=r"meta.yaml: is missing. Bundles below it: .*bf16"):
+        read_bundle(bundle.parent, 1)
+    (bundle / "tp1" / "per_sequence.csv").unlink()
+    with pytest.raises(ConfigError, match=r"per_sequence.csv: is missing. The folder has: attention.csv, dense.csv"):
+        read_bundle(bundle, 1)
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        read_bundle(bundle / "nowhere", 1)
+
+
+def test_memory_comes_from_the_device_that_the_bundle_names(
+    bundle: Path, edit: Callable[[Path, str, str], None]
+) -> None:
+    assert 25_000 < of(bundle).kv_blocks(16) < 40_000
+    edit(bundle / "meta.yaml", "hardware: RTXPRO6000", "hardware: A card of mine")
+    with pytest.raises(ConfigError, match="nothing says how much memory the GPU has"):
+        of(bundle).kv_blocks(16)
+
+
+def test_merged_attention_is_not_in_the_tables(bundle: Path) -> None:
+    with pytest.raises(ExecutorError, match="no times for attention merged over KV-parallel groups"):
+        of(bundle).batch_time_s(BatchShape().with_chunk(16, 0)._replace(num_merged_tokens=4))
+
+
+def test_host_overhead_has_no_cost_by_default() -> None:
+    assert HostOverhead().request_s == 0.0

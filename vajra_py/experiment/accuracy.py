@@ -1,0 +1,233 @@
+"""Compare a simulation with the measured run that it repeats: errors of latencies request by request, and of the load by second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vajra_py.errors import RunError
+from vajra_py.experiment.measured_run import MeasuredRequests, MeasuredRun
+from vajra_py.metrics.run_data import RunData
+
+Floats = npt.NDArray[np.float64]
+
+MEAN_BOUND = 0.08
+"""Largest error of a mean that a validation passes with."""
+TTFT_BOUND = 0.15
+QUANTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
+LATENCIES = ("ttft", "tpot", "e2e")
+SERIES = ("running", "waiting", "gen_throughput")
+
+
+@dataclass(frozen=True, slots=True)
+class MetricError:
+    """One number, measured and simulated."""
+
+    name: str
+    measured: float
+    simulated: float
+    bound: float | None = None
+    """Largest relative error that passes; None: reported only."""
+
+    @property
+    def relative(self) -> float:
+        """Simulated over measured, less 1."""
+        if self.measured == self.simulated:
+            return 0.0
+        return self.simulated / self.measured - 1.0 if self.measured else float("inf")
+
+    @property
+    def passes(self) -> bool:
+        """Whether it is within its bound."""
+        return self.bound is None or abs(self.relative) <= self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesError:
+    """How far a quantity is off over time: mean absolute difference by second over the measured mean."""
+
+    name: str
+    seconds: Floats
+    measured: Floats
+    simulated: Floats
+
+    @property
+    def relative(self) -> float:
+        """The error; 0 where nothing was ever measured nor simulated."""
+        mean = float(self.measured.mean())
+        difference = float(np.abs(self.measured - self.simulated).mean())
+        return difference / mean if mean else (0.0 if not difference else float("inf"))
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """A simulation beside the run that it repeats."""
+
+    name: str
+    measured: MeasuredRequests
+    simulated: MeasuredRequests
+    errors: tuple[MetricError, ...]
+    series: tuple[SeriesError, ...]
+    trust: str
+    """Where the step times come from."""
+
+    @property
+    def passes(self) -> bool:
+        """Whether every mean is within its bound."""
+        return all(one.passes for one in self.errors)
+
+    def lines(self) -> Iterator[str]:
+        """One line a metric: name, measured, simulated, error in percent."""
+        names = [*(error.name for error in self.errors), *(series.name for series in self.series)]
+        width = max(map(len, names)) + 2
+        yield f"{'metric':<{width}}{'measured':>12}{'simulated':>12}{'error':>9}"
+        for one in self.errors:
+            mark = "" if one.passes else f"  beyond {one.bound:.0%}"
+            yield f"{one.name:<{width}}{one.measured:>12.4g}{one.simulated:>12.4g}{one.relative:>+9.1%}{mark}"
+        for series in self.series:
+            means = f"{series.measured.mean():>12.4g}{series.simulated.mean():>12.4g}"
+            yield f"{series.name:<{width}}{means}{series.relative:>9.1%}"
+
+
+def compare_with_measured(run: MeasuredRun, simulated: RunData) -> Accuracy:
+    """The errors of a simulation of a measured run.
+
+    Raises:
+        RunError: the simulation did not finish, or served other requests.
+    """
+    served = requests_of(simulated)
+    if served.request_id != run.requests.request_id:
+        raise RunError(f"{simulated.path}: did not serve the requests of {run.path}. Simulate the run's own workload.")
+    trust = str(simulated.summary.value("step_times") or "")
+    return Accuracy(
+        run.path.name,
+        run.requests,
+        served,
+        tuple(latency_errors(run.requests, served)),
+        tuple(series_errors(run, served, simulated)),
+        trust,
+    )
+
+
+def requests_of(simulated: RunData) -> MeasuredRequests:
+    """A simulated run's requests in the form of measured ones.
+
+    Raises:
+        RunError: a request did not get its whole answer.
+    """
+    table = simulated.requests(
+        "request_id",
+        "num_prompt_tokens",
+        "num_output_tokens",
+        "arrived_at",
+        "admitted_at",
+        "first_token_at",
+        "ended_at",
+    )
+    columns = {name: table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names}
+    order = np.argsort(columns["arrived_at"], kind="stable")
+    ended = columns["ended_at"].astype(np.float64)
+    if not np.isfinite(ended).all() or not np.isfinite(columns["first_token_at"].astype(np.float64)).all():
+        raise RunError(f"{simulated.path}: not every request was served. Simulate the run to its end.")
+    return MeasuredRequests(
+        request_id=tuple(columns["request_id"][order]),
+        num_prompt_tokens=columns["num_prompt_tokens"][order].astype(np.int64),
+        num_output_tokens=columns["num_output_tokens"][order].astype(np.int64),
+        arrived_at=columns["arrived_at"][order].astype(np.float64),
+        first_token_at=columns["first_token_at"][order].astype(np.float64),
+        last_token_at=ended[order],
+        scheduled_at=columns["admitted_at"][order].astype(np.float64),
+    )
+
+
+def latency_errors(measured: MeasuredRequests, simulated: MeasuredRequests) -> Iterator[MetricError]:
+    """Mean and quantiles of TTFT, TPOT and E2E in milliseconds, and the output throughput."""
+    for name in LATENCIES:
+        bound = TTFT_BOUND if name == "ttft" else MEAN_BOUND
+        one, other = (1e3 * getattr(requests, f"{name}_s") for requests in (measured, simulated))
+        one, other = one[np.isfinite(one)], other[np.isfinite(other)]
+        if len(one) and len(other):
+            yield MetricError(f"{name}_mean_ms", float(one.mean()), float(other.mean()), bound)
+            for label, percent in QUANTILES.items():
+                yield MetricError(
+                    f"{name}_{label}_ms", float(np.percentile(one, percent)), float(np.percentile(other, percent))
+                )
+    rate, other_rate = (
+        float(requests.num_output_tokens.sum() / (requests.last_token_at.max() - requests.arrived_at.min()))
+        for requests in (measured, simulated)
+    )
+    yield MetricError("output_tokens_per_s", rate, other_rate, MEAN_BOUND)
+
+
+def series_errors(run: MeasuredRun, simulated: MeasuredRequests, data: RunData) -> Iterator[SeriesError]:
+    """Running and waiting requests and generated tokens by second, from the first arrival to the last end of either."""
+    measured = run.requests
+    end = float(max(measured.last_token_at.max(), simulated.last_token_at.max()))
+    seconds = np.arange(0.5, end + 1.0)
+    if measured.scheduled_at is None or simulated.scheduled_at is None:
+        return
+    for name, start, stop in (("running", "scheduled_at", "last_token_at"), ("waiting", "arrived_at", "scheduled_at")):
+        yield SeriesError(
+            name,
+            seconds,
+            _present(getattr(measured, start), getattr(measured, stop), seconds),
+            _present(getattr(simulated, start), getattr(simulated, stop), seconds),
+        )
+    rates = None if run.series is None else _recorded_rate(run, seconds)
+    if rates is not None:
+        yield SeriesError("gen_throughput", seconds, rates, _simulated_rate(data, simulated, seconds))
+
+
+def _present(start: Floats, stop: Floats, at: Floats) -> Floats:
+    """How many requests are between the two at each time."""
+    begun = np.searchsorted(np.sort(start), at, side="right")
+    ended = np.searchsorted(np.sort(stop), at, side="right")
+    return (begun - ended).astype(np.float64)
+
+
+def _recorded_rate(run: MeasuredRun, seconds: Floats) -> Floats | None:
+    """Generated tokens by second as the engine logged them, on the clock of the requests.
+
+    The log's clock starts some time before the first arrival: where the running requests of log and requests agree best.
+    """
+    series = run.series
+    requests = run.requests
+    if series is None or requests.scheduled_at is None or len(series["t"]) < 2:
+        return None
+    ends, running = series["t"], series["running"]
+    shifts = np.arange(-2.0, 2.0, 0.02)
+    gaps = [
+        float(np.abs(_present(requests.scheduled_at, requests.last_token_at, ends - shift) - running).sum())
+        for shift in shifts
+    ]
+    shift = float(shifts[int(np.argmin(gaps))])
+    step = float(np.median(np.diff(ends)))
+    edges = np.concatenate([[ends[0] - step], ends]) - shift
+    total = np.concatenate([[0.0], np.cumsum(series["gen_throughput"] * np.diff(edges))])
+    return _rate(edges, total, seconds)
+
+
+def _simulated_rate(data: RunData, requests: MeasuredRequests, seconds: Floats) -> Floats:
+    """Generated tokens by second: those of decodes, and first ones."""
+    table = data.steps("formed_at", "duration_s", "num_decodes")
+    formed, duration, decodes = (table.column(name).to_numpy() for name in table.column_names)
+    at = np.concatenate([formed + duration, requests.first_token_at])
+    tokens = np.concatenate([decodes.astype(np.float64), np.ones(len(requests.first_token_at))])
+    order = np.argsort(at, kind="stable")
+    return _rate(at[order], np.cumsum(tokens[order]), seconds)
+
+
+def _rate(at: Floats, total: Floats, seconds: Floats) -> Floats:
+    """The growth of a running total in each second around `seconds`."""
+    edges = np.concatenate([seconds - 0.5, seconds[-1:] + 0.5])
+    rate: Floats = np.diff(np.interp(edges, at, total, left=0.0, right=float(total[-1])))
+    return rate
+
+
+def as_mapping(accuracy: Accuracy) -> Mapping[str, float]:
+    """Relative error of every metric and series, by name."""
+    errors = {error.name: error.relative for error in accuracy.errors}
+    return errors | {series.name: series.relative for series in accuracy.series}

@@ -1,0 +1,117 @@
+"""Simulate a measured run: the same requests under vLLM's scheduler with the engine's own settings, steps timed by a latency model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vajra_py.config import ExperimentConfig, config_from_mapping
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.experiment.measured_run import EngineSettings, MeasuredRun
+from vajra_py.experiment.run import run_experiment
+from vajra_py.latency import ProfileBundleConfig, read_bundle
+from vajra_py.metrics.run_data import RunData
+from vajra_py.workload import write_jsonl
+
+PRESET = "vllm-v1"
+WORKLOAD_FILE = "workload.jsonl.gz"
+SIMULATED = "simulated"
+
+
+def bundle_latency(
+    run: MeasuredRun, profile: str | Path, calibration: str | Path | None = None, **changes: Any
+) -> dict[str, Any]:
+    """What stands under `latency:` to simulate a measured run with a profile bundle; `changes` win.
+
+    Parallelism, CUDA graphs and asynchronous scheduling are the run's; the contexts vary as much as its requests' do.
+
+    Raises:
+        ConfigError: the bundle is of another model.
+    """
+    settings = run.settings
+    bundle = read_bundle(profile, settings.tensor_parallel)
+    if _bare(bundle.model) != _bare(settings.model):
+        message = f"is of {bundle.model}, and the run of {settings.model}"
+        raise ConfigError(Problem(str(profile), message, "Allowed: a bundle of the same model"))
+    latency: dict[str, Any] = {
+        "type": "profile_bundle",
+        "path": str(Path(profile).resolve()),
+        "tensor_parallel": settings.tensor_parallel,
+        "host": "vllm-0.19-async" if settings.asynchronous else "vllm-0.19-sync",
+        "context_variation": round(run.context_variation, 4),
+    }
+    if settings.capture_limit == 0:
+        latency["cuda_graphs"] = False
+    else:
+        limit = settings.capture_limit or min(512, 2 * settings.max_num_seqs, settings.max_num_batched_tokens)
+        latency["capture_limit"] = limit
+    if _is_one_group(settings, latency):
+        latency["data_parallel"] = settings.data_parallel
+    if settings.expert_parallel:
+        latency["expert_parallel"] = True
+    if calibration is not None:
+        latency["calibration"] = str(Path(calibration).resolve())
+    return {**latency, **changes}
+
+
+def _bare(model: str) -> str:
+    return model.rsplit("/", 1)[-1].lower()
+
+
+def _is_one_group(settings: EngineSettings, latency: Mapping[str, Any]) -> bool:
+    """Whether data-parallel ranks step together, because they share experts."""
+    if settings.data_parallel == 1:
+        return False
+    config = ProfileBundleConfig(path=latency["path"], tensor_parallel=settings.tensor_parallel)
+    return config.model_spec(read_bundle(latency["path"], settings.tensor_parallel)).experts is not None
+
+
+def simulation_of(run: MeasuredRun, latency: Mapping[str, Any], workload_file: Path) -> ExperimentConfig:
+    """The experiment that serves the run's requests as its engine did.
+
+    Data-parallel ranks that share experts step together and are simulated as one replica of all their sequences and tokens; other
+    ranks are replicas of their own.
+    """
+    settings = run.settings
+    together = int(latency.get("data_parallel", 1))
+    memory: dict[str, Any] = {
+        "block_size": settings.block_size,
+        "prefix_cache": {"enabled": settings.prefix_caching},
+    }
+    if settings.num_blocks is not None:
+        memory["num_blocks"] = together * (settings.num_blocks - 1)  # the first one of a rank is vLLM's null block
+    replica: dict[str, Any] = {
+        "max_batch_size": together * settings.max_num_seqs,
+        "max_batch_tokens": together * settings.max_num_batched_tokens,
+        "memory": memory,
+    }
+    if settings.max_model_len is not None:
+        replica["max_model_len"] = settings.max_model_len
+    mapping: dict[str, Any] = {
+        "version": 1,
+        "name": SIMULATED,
+        "preset": PRESET,
+        "replica": replica,
+        "num_replicas": settings.data_parallel // together,
+        "workload": {"type": "jsonl", "path": str(workload_file)},
+        "backend": {"simulator": {"latency": dict(latency)}},
+        "output": {"decision_log": False},
+    }
+    if together > 1:
+        # One rank computes a prompt, and has its own budget for it.
+        params = {"long_prefill_threshold_tokens": settings.max_num_batched_tokens}
+        mapping["scheduling"] = {"replica_scheduler": {"policy": "vllm_v1", "params": params}}
+    return config_from_mapping(mapping)
+
+
+def simulate_measured(run: MeasuredRun, latency: Mapping[str, Any], folder: Path) -> RunData:
+    """Simulate the run with this latency model; its results go below `folder`.
+
+    Raises:
+        ConfigError: the latency model or the sizes cannot be used.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    workload_file = (folder / WORKLOAD_FILE).resolve()
+    write_jsonl(run.workload, workload_file)
+    return run_experiment(simulation_of(run, latency, workload_file), folder=folder / SIMULATED, overwrite=True)
