@@ -54,7 +54,7 @@ def run(  # noqa: PLR0913 - one argument for each option
     validate: bool,
     quiet: bool,
 ) -> int:
-    """Run the experiment of FILE, or every point of its sweep.
+    """Run the experiment of FILE, or every point of its sweep and every replication.
 
     What is finished already is not run again, so a broken sweep goes on where it stopped.
     """
@@ -74,7 +74,7 @@ def run(  # noqa: PLR0913 - one argument for each option
     display = _Display(len(expand_sweep(config)), quiet, is_simulated=config.backend.kind == "simulator")
     failures: list[tuple[str, str]] = []
     with display:
-        if config.sweep is None:
+        if config.is_single:
             runs = [_run_one(config, overwrite, display)]
         else:
             result = sweep(config, workers=workers, overwrite=overwrite, progress=display.point)

@@ -21,8 +21,8 @@ from vajra_py.config.explain import explain
 from vajra_py.config.nodes import Finding, Node, Place, in_order, node_of, plain
 from vajra_py.config.overrides import apply_overrides
 from vajra_py.config.presets import expand, long_forms
-from vajra_py.config.schema import ExperimentConfig
-from vajra_py.config.sweeps import SweepPoint, sweep_points
+from vajra_py.config.schema import MAX_REPLICATIONS, ExperimentConfig
+from vajra_py.config.sweeps import SweepPoint, replicated, sweep_points
 from vajra_py.config.yaml_file import read_yaml
 from vajra_py.errors import ConfigError
 from vajra_py.plugins import Registry, load_registry
@@ -67,11 +67,11 @@ def config_from_mapping(
 def expand_sweep(
     config: ExperimentConfig, registry: Registry | None = None
 ) -> list[tuple[SweepPoint, ExperimentConfig]]:
-    """The points of the experiment's sweep with a complete experiment each, in order; one empty point without a sweep.
+    """The points of the experiment's sweep, each once for every replication, with a complete experiment each, in order; one empty point of a single run.
 
-    Each experiment stands for itself: it has no sweep. Raises `ConfigError`.
+    Each experiment stands for itself: it has no sweep and no replications. Raises `ConfigError`.
     """
-    if config.sweep is None:
+    if config.is_single:
         return [(SweepPoint({}, config.name, config.name), config)]
     source = config._source
     if isinstance(source, Source):
@@ -88,7 +88,7 @@ def dump_effective(config: ExperimentConfig) -> str:
     from ruamel.yaml import YAML
 
     source = config._source
-    if config.sweep is not None and isinstance(source, Source):
+    if not config.is_single and isinstance(source, Source):
         data = plain(source.root)
     else:
         data = config.model_dump(mode="json", by_alias=True)
@@ -110,17 +110,40 @@ def _load(root: Node, overrides: Iterable[str], context: Context) -> ExperimentC
     if root.entries is None:
         raise ConfigError(Finding(root.place, (), f"must be a mapping (got {plain(root)!r})").problem())
     root, findings = apply_overrides(long_forms(root), overrides, long_forms)
-    sweep = root.get("sweep")
-    if sweep is None or sweep.value is None:
+    sweep, count = root.get("sweep"), _replications(root)
+    has_sweep = sweep is not None and sweep.value is not None
+    if not has_sweep and count == 1:
         config, more = _resolve(root.without("sweep"), context)
         if config is None or findings:
             raise ConfigError(in_order([*findings, *more]))
         config._source = Source(root, ())
         return config
     points = _points(root, context, findings)
-    base = points[0][1].model_copy(update={"sweep": plain(sweep)})
+    base = points[0][1].model_copy(
+        update={"sweep": plain(sweep) if sweep is not None and has_sweep else None, "replications": count}
+    )
     base._source = Source(root, points)
     return base
+
+
+def _replications(root: Node) -> int:
+    """How often each setting is run; 1 where what is written is no such number, which the schema then says."""
+    node = root.get("replications")
+    value = None if node is None else node.value
+    return value if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_REPLICATIONS else 1
+
+
+def _replicated(points: list[SweepPoint], root: Node) -> tuple[list[SweepPoint], list[Finding]]:
+    """The points under all seeds of the replications."""
+    count, seed = _replications(root), root.get("seed")
+    first = 0 if seed is None else seed.value
+    if count == 1 or not isinstance(first, int):  # a seed of another kind is for the schema to refuse
+        return points, []
+    place = (root.get("replications") or root).place
+    try:
+        return replicated(points, [Node(first + k, place) for k in range(count)]), []
+    except ValueError as error:
+        return [], [Finding(place, ("replications",), str(error), "Allowed: one of the two")]
 
 
 def _points(
@@ -129,8 +152,16 @@ def _points(
     """Every point with its experiment; raises `ConfigError` with what is wrong with any of them (and `findings`)."""
     found = list(findings)
     base = root.without("sweep")
-    points, wrong = sweep_points(root.get("sweep") or root)
+    sweep = root.get("sweep")
+    if sweep is None or sweep.value is None:
+        points, wrong = [SweepPoint({}, "", "")], list[Finding]()
+    else:
+        points, wrong = sweep_points(sweep)
     found += wrong
+    if _replications(root) > 1:
+        base = base.without("replications")
+        points, wrong = _replicated(points, root)
+        found += wrong
     if not points:
         _, more = _resolve(base, context)
         raise ConfigError(in_order([*found, *more]))

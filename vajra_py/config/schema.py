@@ -26,6 +26,7 @@ Seconds: TypeAlias = Annotated[float, Field(strict=True, ge=0)]
 Switch: TypeAlias = Annotated[bool, Field(strict=True)]
 Text: TypeAlias = Annotated[str, Field(strict=True, min_length=1)]
 
+MAX_REPLICATIONS = 1000
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
@@ -314,6 +315,15 @@ class ExperimentConfig(Section):
         None, description="Values to try: a grid `path: [values]`, `zip: {…}`, or a list of points `- {path: value}`."
     )
 
+    replications: PositiveCount = Field(
+        1,
+        le=MAX_REPLICATIONS,
+        description=(
+            "Runs of each setting, under the seeds `seed`, `seed` + 1, …: the same ones for every point of a sweep, so that settings are "
+            "compared in pairs."
+        ),
+    )
+
     _source: Any = PrivateAttr(None)
     """The tree that this was made from; a sweep's points are made from it too."""
 
@@ -333,6 +343,11 @@ class ExperimentConfig(Section):
         if self.scheduling is None and not self.replicasets:
             raise ValueError("scheduling is missing, and there are no replicasets that have their own")
         return self
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one run: neither a sweep nor replications."""
+        return self.sweep is None and self.replications == 1
 
     def __eq__(self, other: object) -> bool:
         """Equal when they say the same, wherever it was written."""

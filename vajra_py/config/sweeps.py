@@ -25,6 +25,7 @@ MAX_POINTS = 10_000
 ZIP = "zip"
 BASELINE = "baseline"
 """What a listed point is called that sets nothing: the experiment as it stands."""
+SEED = "seed"
 FORMS = "Write `path: [values]`, `zip: {path: [values]}`, or a list of points `- {path: value}`"
 
 Assignment: TypeAlias = tuple[str, Node]
@@ -85,6 +86,15 @@ def sweep_points(sweep: Node) -> tuple[list[SweepPoint], list[Finding]]:
             )
         seen.add(point.point_id)
     return ([] if findings else points), findings
+
+
+def replicated(points: Sequence[SweepPoint], seeds: Sequence[Node]) -> list[SweepPoint]:
+    """Each point once under each of these seeds, the seeds fastest. Raises `ValueError` where a point sets the seed itself."""
+    if any(SEED in point for point in points):
+        raise ValueError("replications and a sweep of the seed say the same twice")
+    rows = [(*point.assignments, (SEED, seed)) for point in points for seed in seeds]
+    names = short_names(list(dict.fromkeys(path for row in rows for path, _ in row)))
+    return [_point(row, names) for row in rows]
 
 
 def _listed(sweep: Node, findings: list[Finding]) -> list[Row]:
@@ -162,7 +172,7 @@ def _check_path(path: str, node: Node, base: KeyPath, findings: list[Finding]) -
     steps = parse_path(path)
     if not all(steps):
         findings.append(Finding(node.place, (*base, path), "is no path", "Write keys joined by dots: workload.rate"))
-    elif steps[0] in ("sweep", "version"):
+    elif steps[0] in ("sweep", "version", "replications"):
         findings.append(Finding(node.place, (*base, path), f"{steps[0]!r} cannot be swept"))
 
 

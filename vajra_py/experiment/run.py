@@ -40,9 +40,10 @@ def run_experiment(
     Raises `ConfigError` before anything is written when the experiment cannot be built or its folder holds other results;
     a failure or an interruption later leaves the tables so far in the folder, marked in its manifest, and is raised on.
     """
-    if config.sweep is not None:
+    if not config.is_single:
+        what = "replications" if config.sweep is None else "sweep"
         raise ConfigError(
-            Problem("sweep", "this experiment has a sweep", "Use `sweep` for it, or take one of its points")
+            Problem(what, "this experiment is more than one run", "Use `sweep` for it, or take a point of it")
         )
     registry = registry or load_registry()
     place = RunFolder(folder if folder is not None else config.output_dir / config.name)

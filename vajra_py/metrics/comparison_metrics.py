@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -84,19 +85,24 @@ def titled(metric: Metric) -> str:
     return f"{metric.label} ({metric.unit})" if metric.unit else metric.label
 
 
-def metric_text(metric: Metric, value: float | None, *, is_error: bool = False) -> str:
-    """A raw value of this metric in its unit, with three or four significant digits; a dash for none.
-
-    An error of a count keeps a decimal below ten.
-    """
+def metric_text(metric: Metric, value: float | None) -> str:
+    """A raw value of this metric in its unit, with three or four significant digits; a dash for none."""
     if value is None:
         return "–"
     shown = value * metric.scale
-    if metric.key.startswith("num_") and not (is_error and shown < 10):
+    if metric.key.startswith("num_"):
         return f"{shown:,.0f}"
-    if metric.unit == "%" or metric.key.startswith("num_"):
+    if metric.unit == "%":
         return f"{shown:.1f}"
     return significant(shown)
+
+
+def error_text(metric: Metric, value: float) -> str:
+    """A difference or half of an interval's width, in the metric's unit, with two significant digits and no exponent."""
+    shown = abs(value * metric.scale)
+    if shown == 0 or shown >= 100:
+        return f"{shown:,.0f}"
+    return f"{shown:.{max(0, 1 - math.floor(math.log10(shown)))}f}"
 
 
 def significant(value: float) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vajra_py.metrics.comparison import OVERALL, Comparison, scope_title
-from vajra_py.metrics.comparison_metrics import BY_KEY, Metric, metric_text, titled
+from vajra_py.metrics.comparison_metrics import BY_KEY, Metric, error_text, metric_text, titled
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
@@ -43,11 +43,11 @@ def caption(comparison: Comparison) -> str | None:
 def plus_minus(comparison: Comparison, metric: Metric, position: int, scope: str = OVERALL) -> str:
     """The interval as ` ±0.12`, as a range where it is lopsided, or nothing."""
     value, interval = comparison.values[scope][metric.key][position], comparison.interval(metric.key, position, scope)
-    if interval is None or value is None:
+    if interval is None or value is None or interval.half_width == 0:
         return ""
-    half = metric_text(metric, interval.half_width, is_error=True)
+    half = error_text(metric, interval.half_width)
     middle = (interval.low + interval.high) / 2
-    if abs(middle - value) <= 0.1 * interval.half_width or interval.half_width == 0:
+    if abs(middle - value) <= 0.1 * interval.half_width:
         return f" ±{half}"
     return f" [{metric_text(metric, interval.low)}, {metric_text(metric, interval.high)}]"
 

@@ -20,7 +20,7 @@ ABSENT = "–"
 """Stands for a value that a configuration does not have."""
 
 # Where a run writes to, and what it is called, says nothing about what it does.
-_IGNORED = ("name", "output", "out", "run_dir", "output_dir", "results", "sweep")
+_IGNORED = ("name", "output", "out", "run_dir", "output_dir", "results", "sweep", "replications")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from vajra_py.metrics.comparison import OVERALL, Comparison, scope_title
-from vajra_py.metrics.comparison_metrics import BY_KEY, METRICS, Metric, metric_text, titled
+from vajra_py.metrics.comparison_metrics import BY_KEY, METRICS, Metric, error_text, metric_text, titled
 from vajra_py.metrics.comparison_tables import BEST, TIE, WIDE, mark, plus_minus
 from vajra_py.metrics.differences import differences
 from vajra_py.metrics.run_data import RunData
@@ -151,7 +151,7 @@ def versus_table(comparison: Comparison) -> Folded:
                 cells.append(Cell("–"))
                 continue
             metric, gap = BY_KEY[key], one.difference
-            half = metric_text(metric, gap.interval.half_width, is_error=True)
+            half = error_text(metric, gap.interval.half_width)
             better = "" if one.better_fraction is None else f", better in {one.better_fraction:.0%}"
             cells.append(Cell(_signed(metric, gap.mean), f" ±{half}{better}", BEST if one.is_significant else ""))
         head = f"{comparison.names[i]} − {comparison.names[baseline]}"
@@ -180,5 +180,5 @@ def _cells(comparison: Comparison, metric: Metric, scope: str) -> tuple[Cell, ..
 
 
 def _signed(metric: Metric, value: float) -> str:
-    text = metric_text(metric, abs(value), is_error=True)
+    text = error_text(metric, value)
     return text if not any(digit in "123456789" for digit in text) else f"{'−' if value < 0 else '+'}{text}"

@@ -109,8 +109,9 @@ def config_of_file(path: Path, overrides: Sequence[str], registry: Registry) -> 
     said = entries is not None and "workload" in entries
     texts = [] if said else [f"workload={json.dumps(NO_WORKLOAD)}"]  # JSON is YAML on one line
     config = load_config(path, (*texts, *overrides), registry)
-    if config.sweep is not None:
-        raise ConfigError(Problem(f"{path} sweep", "a server runs one experiment", "Leave the sweep out"))
+    if not config.is_single:
+        what = "replications" if config.sweep is None else "sweep"
+        raise ConfigError(Problem(f"{path} {what}", "a server runs one experiment", f"Leave the {what} out"))
     return config
 
 
