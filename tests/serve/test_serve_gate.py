@@ -88,10 +88,10 @@ def test_unknown_paths_methods_and_models(puppet_server: Callable[..., Any]) -> 
     assert "puppet" in error_of(missing)["message"]
 
 
-def test_a_key_guards_every_path_but_two(puppet_server: Callable[..., Any]) -> None:
+def test_a_key_guards_every_path_but_those_of_probes(puppet_server: Callable[..., Any]) -> None:
     server = puppet_server(api_key="sesame-9")
     assert httpx.get(f"{server.url}/health").status_code == 200
-    for path in ("/v1/models", "/ready", "/version", "/openapi.json", "/nowhere"):
+    for path in ("/v1/models", "/version", "/openapi.json", "/nowhere"):
         for key in (None, "wrong", "sesame-9x"):
             headers = {} if key is None else {"authorization": f"Bearer {key}"}
             response = httpx.get(server.url + path, headers=headers)

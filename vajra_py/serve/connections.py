@@ -30,6 +30,8 @@ class Connections:
     def __init__(self, options: ServeOptions) -> None:
         self.options = options
         self.max_connections = min(options.max_connections, most_connections(options.max_connections))
+        self.max_per_client = min(options.max_connections_per_client, max(1, self.max_connections * 3 // 4))
+        """One address never has all connections."""
         self.per_client: Counter[str] = Counter()
         self.alive: set[Connection] = set()
         self.num_refused = 0
@@ -100,8 +102,7 @@ class Connection(HttpToolsProtocol):
         everyone.per_client[host] += 1
         if len(everyone.alive) > everyone.max_connections:
             self._refuse(503, f"the server has {everyone.max_connections} connections; no more are allowed")
-        elif host and everyone.per_client[host] > self._limits.max_connections_per_client:
-            most = self._limits.max_connections_per_client
+        elif host and everyone.per_client[host] > (most := everyone.max_per_client):
             self._refuse(503, f"{host} has {most} connections; no more are allowed from one address")
 
     def connection_lost(self, exc: Exception | None) -> None:
