@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -203,3 +207,14 @@ def _run(config: Any, registry: Any, given: dict[str, Any]) -> None:
         click.echo(f"listening on http://{shown}:{port} (models: {', '.join(service.names)})", err=True)
 
     run_server(service, listening)
+    _leave()
+
+
+def _leave() -> None:
+    """End the process at once: libraries of a loaded model take themselves apart for seconds, and the system does not."""
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads them any more
+            stream.flush()
+    os._exit(0)
