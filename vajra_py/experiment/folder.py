@@ -61,12 +61,12 @@ class RunFolder:
                 )
             )
 
-    def start(self, config: ExperimentConfig, registry: Registry, *, overwrite: bool) -> None:
-        """Make the folder ready for a run of these settings; raises like `check`."""
+    def start(self, config: ExperimentConfig, registry: Registry, *, overwrite: bool, is_private: bool = False) -> None:
+        """Make the folder ready for a run of these settings, for everyone or its owner only; raises like `check`."""
         self.check(config, overwrite=overwrite)
         if self.path.exists():
             shutil.rmtree(self.path)
-        self.path.mkdir(parents=True)
+        self.path.mkdir(0o700 if is_private else 0o777, parents=True)
         manifest = run_manifest(config, registry)
         environment = manifest.pop("environment")
         self._facts = {**manifest, "config_digest": config_digest(config)}

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from vajra_py.contract import Observer, StepEnd, StepRecord
+
+
+def open_binary(path: Path) -> BinaryIO:
+    """A new file to write bytes to."""
+    return path.open("wb")
 
 
 class DecisionLog(Observer):
@@ -18,8 +24,8 @@ class DecisionLog(Observer):
 
     wants_steps = True
 
-    def __init__(self, path: Path) -> None:
-        self._raw = path.open("wb")
+    def __init__(self, path: Path, open_file: Callable[[Path], BinaryIO] = open_binary) -> None:
+        self._raw = open_file(path)
         self._file = gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=self._raw, mtime=0)
         self._open: dict[tuple[str, int, int], dict[str, Any]] = {}
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 from vajra_py.config import PolicyChoice
 from vajra_py.contract import Layer
 from vajra_py.errors import Problem, RunError
+from vajra_py.runtime.decision_log import open_binary
 from vajra_py.runtime.request import RequestFacts
 from vajra_py.runtime.swapping import PolicyChange
 from vajra_py.workload import PromptContent, RequestSpec, SegmentId
@@ -148,8 +149,8 @@ _KINDS: Mapping[str, type[Abort | Expiry | Failure | Restart | Abandonment | Swa
 class InputLog:
     """Writes `inputs.jsonl.gz` while a run goes on."""
 
-    def __init__(self, path: Path) -> None:
-        self._raw = path.open("wb")
+    def __init__(self, path: Path, open_file: Callable[[Path], BinaryIO] = open_binary) -> None:
+        self._raw = open_file(path)
         self._file = gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=self._raw, mtime=0)
         self._write({"version": INPUTS_VERSION})
 

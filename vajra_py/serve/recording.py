@@ -2,15 +2,21 @@
 
 The folder is complete when the server has shut down. Until then its logs grow on disk, and its tables in memory: about 200
 bytes a request and a step, 8 a token; so a session is recorded when asked for.
+
+Invariants:
+    - A disk that is full ends the recording, and not the server: its manifest then says so.
+    - Nobody but the server's user may read the folder: it holds prompts.
 """
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract import EndReason, Observer
@@ -30,6 +36,42 @@ from vajra_py.runtime.decision_log import DecisionLog
 from vajra_py.runtime.input_log import INPUTS_FILE, Input, InputLog
 from vajra_py.runtime.request import Request
 
+_log = logging.getLogger(__name__)
+_RESERVE = "reserve.partial"
+_RESERVE_BYTES = 2**16
+"""Kept on the disk, so that the manifest can still be written when it is full."""
+
+
+class _Log(io.RawIOBase):
+    """A file that takes everything, and keeps it as long as the disk does."""
+
+    def __init__(self, path: Path, tell: Callable[[OSError], None]) -> None:
+        super().__init__()
+        self._file = path.open("wb", buffering=0)
+        self._tell = tell
+        self._works = True
+
+    def writable(self) -> bool:
+        """See `io`."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write it whole, unless writing has failed before."""
+        left = memoryview(data)
+        size = left.nbytes
+        try:
+            while self._works and left.nbytes:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self._works = False
+            self._tell(error)
+        return size
+
+    def close(self) -> None:
+        """See `io`."""
+        self._file.close()
+        super().close()
+
 
 class RunRecording:
     """Keeps one session. Made before the model is loaded, so that a folder that is taken is found out at once."""
@@ -39,13 +81,25 @@ class RunRecording:
             problem = Problem(f"run folder {folder}", "is there already, and not empty", "A folder that is not there")
             raise ConfigError(problem)
         self._place = RunFolder(folder)
-        self._place.start(config, registry, overwrite=False)
+        self._place.start(config, registry, overwrite=False, is_private=True)
+        (folder / _RESERVE).write_bytes(bytes(_RESERVE_BYTES))
         self._keeps_steps = config.output.steps
         self._inputs: InputLog | None = None
         self._outputs: gzip.GzipFile | None = None
         self._recorder: Recorder | None = None
         self._decisions: DecisionLog | None = None
         self._changes = Changes()
+        self.stopped = ""
+        """Why nothing is recorded any more; empty: it is."""
+
+    def _stop(self, error: Exception) -> None:
+        """Record nothing more."""
+        if not self.stopped:
+            self.stopped = f"the recording stopped, and the server went on: {error}"
+            _log.error("%s (%s)", self.stopped, self._place.path)
+
+    def _open(self, path: Path) -> BinaryIO:
+        return cast(BinaryIO, _Log(path, self._stop))
 
     @property
     def observers(self) -> Sequence[Observer]:
@@ -59,9 +113,10 @@ class RunRecording:
         (path / ENGINE_FILE).write_text(description + "\n")
         sizes = {name: one.replicas[0].memory.num_blocks for name, one in engine.controller.replicasets.items()}
         self._recorder = Recorder(sizes.__getitem__, self._keeps_steps)
-        self._decisions = DecisionLog(path / "decisions.jsonl.gz")
-        self._inputs = InputLog(path / INPUTS_FILE)
-        self._outputs = gzip.GzipFile(path / OUTPUTS_FILE, "wb", compresslevel=1, mtime=0)
+        self._decisions = DecisionLog(path / "decisions.jsonl.gz", self._open)
+        self._inputs = InputLog(path / INPUTS_FILE, self._open)
+        self._raw_outputs = self._open(path / OUTPUTS_FILE)
+        self._outputs = gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=self._raw_outputs, mtime=0)
 
     def note(self, entry: Input) -> None:
         """See `Recording`."""
@@ -72,28 +127,48 @@ class RunRecording:
         """See `Recording`."""
         self._write_output(request, submission, reason.value)
 
-    def finish(self, loop: EngineLoop, error: BaseException | None) -> None:
+    def finish(self, loop: EngineLoop | None, error: BaseException | None) -> None:
         """See `Recording`."""
+        facts: dict[str, Any] = {}
+        try:
+            if loop is not None:
+                self._finish_logs(loop)
+                facts = self._facts(loop)
+                if not self.stopped:
+                    self._write_tables(loop)
+        except Exception as failed:  # whatever it is, the server has done its work
+            self._stop(failed)
+        for partial in self._place.path.glob("*.partial"):  # makes room on a full disk
+            partial.unlink()
+        said = (
+            "" if error is None else str(error) if isinstance(error, VajraError) else f"{type(error).__name__}: {error}"
+        )
+        why = "; ".join(one for one in (said, self.stopped) if one)
+        try:
+            if why:
+                self._place.note(FAILED, error=why, **facts)
+            else:
+                self._place.note(FINISHED, **facts)
+            for file in self._place.path.iterdir():
+                file.chmod(0o600)
+        except OSError as failed:
+            _log.error("the state of the recording cannot be written: %s", failed)
+
+    def _finish_logs(self, loop: EngineLoop) -> None:
         assert self._inputs is not None
         assert self._outputs is not None
+        assert self._decisions is not None
         for request, submission in loop.alive():
             self._write_output(request, submission, "")
         self._inputs.close()
         self._outputs.close()
-        self._write_tables(loop)
-        facts = self._facts(loop)
-        if error is None:
-            self._place.note(FINISHED, **facts)
-        else:
-            said = str(error) if isinstance(error, VajraError) else f"{type(error).__name__}: {error}"
-            self._place.note(FAILED, error=said, **facts)
+        self._raw_outputs.close()
+        self._decisions.close()
 
     def _write_tables(self, loop: EngineLoop) -> None:
         recorder, path = self._recorder, self._place.path
         assert recorder is not None
-        assert self._decisions is not None
         recorder.record_unfinished(loop.controller.alive())
-        self._decisions.close()
         write_parquet(recorder.requests, path / "requests.parquet")
         write_parquet(recorder.steps, path / "steps.parquet")
         write_parquet(recorder.tbt, path / "tbt.parquet")

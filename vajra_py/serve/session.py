@@ -73,8 +73,8 @@ class Recording(Protocol):
     def ended(self, submission: Submission, request: Request, reason: EndReason) -> None:
         """A request has ended."""
 
-    def finish(self, loop: EngineLoop, error: BaseException | None) -> None:
-        """Nothing more will happen; called in the engine's thread before the engine is closed."""
+    def finish(self, loop: EngineLoop | None, error: BaseException | None) -> None:
+        """Nothing more will happen; called in the engine's thread before the engine is closed. No loop: it never began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +325,7 @@ class EngineSession:
 
     def _finish(self, error: BaseException | None) -> None:
         try:
-            if self._parts.recording is not None and self._loop is not None:
+            if self._parts.recording is not None:
                 self._parts.recording.finish(self._loop, error)
         finally:
             if self.engine is not None:
