@@ -24,11 +24,13 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
 __all__ = [
+    "BREACHES",
     "ConfigError",
+    "DidNotReturn",
     "ExecutorError",
     "PluginError",
     "PolicyError",
@@ -40,6 +42,7 @@ __all__ = [
     "WorkloadError",
     "did_you_mean",
     "place_of_definition",
+    "place_of_frame",
 ]
 
 
@@ -135,6 +138,23 @@ class UnknownNameError(VajraError):
         return str(Problem(self.kind, message, did_you_mean(self.name, self.choices)))
 
 
+class DidNotReturn(BaseException):
+    """Raised inside a plug-in's call that has not returned for too long; no `except Exception` of the plug-in's own stops it.
+
+    Whoever asked a policy catches it beside `Exception` (`BREACHES`) and makes a `PolicyError` of it.
+    """
+
+    message: ClassVar[str] = "did not return"
+
+    def __str__(self) -> str:
+        """What is wrong with the call, after its subject."""
+        return self.message
+
+
+BREACHES: tuple[type[BaseException], ...] = (Exception, DidNotReturn)
+"""What may escape from a policy and is its own fault."""
+
+
 class PolicyError(VajraError):
     """A policy broke the contract: a non-finite key, more tokens than remain, an unknown request, an exception of its own.
 
@@ -165,14 +185,16 @@ class PolicyError(VajraError):
     def caused_by(
         cls,
         policy: str,
-        error: Exception,
+        error: BaseException,
         *,
         message: str | None = None,
         request_id: str | int | None = None,
         step: int | None = None,
     ) -> PolicyError:
         """The error for an exception that escaped from a policy; raise it `from` that exception. `message`: in place of its own."""
-        if message is None:
+        if isinstance(error, DidNotReturn):
+            message = str(error)
+        elif message is None:
             message = f"{type(error).__name__}: {error}"
         return cls(policy, message, request_id=request_id, step=step, place=_place_in_policy(error.__traceback__))
 
@@ -216,6 +238,11 @@ def _place_in_policy(traceback: TracebackType | None) -> str | None:
         return None
     code = found.tb_frame.f_code
     return f"{_short_path(code.co_filename)}:{found.tb_lineno} in {code.co_name}"
+
+
+def place_of_frame(frame: FrameType) -> str:
+    """Where a call stands now (`fair.py:41 in key`)."""
+    return f"{_short_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def place_of_definition(method: Callable[..., Any]) -> str | None:

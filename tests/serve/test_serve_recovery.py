@@ -163,6 +163,13 @@ class Brittle:
             raise RuntimeError("thirteen")
         return float(request.priority)
 
+class Endless:
+    key_motion = KeyMotion.STATIC
+    def key(self, request, now):
+        while request.priority == 13:
+            pass
+        return float(request.priority)
+
 class Sudden:
     def schedule(self, replica, batch, now):
         fill(replica, batch, lambda request, batch, replica: min(batch.max_chunk(request), batch.tokens_left))
@@ -179,6 +186,7 @@ def vajra_policies():
     return [
         PolicySpec("patient", Layer.REPLICA_SCHEDULER, PolicyConfig, lambda c, x: Patient(), "Waits for two."),
         PolicySpec("brittle", Layer.REQUEST_PRIORITIZER, PolicyConfig, lambda c, x: Brittle(), "Fears a number."),
+        PolicySpec("endless", Layer.REQUEST_PRIORITIZER, PolicyConfig, lambda c, x: Endless(), "Never returns."),
         PolicySpec("sudden", Layer.REPLICA_SCHEDULER, PolicyConfig, lambda c, x: Sudden(), "Fears it later."),
     ]
 """
@@ -261,6 +269,23 @@ def test_a_server_whose_only_policy_broke_says_that_it_is_not_ready(
     assert "policy brittle" in unready.json()["error"]["message"]
     assert httpx.get(f"{server.url}/health").status_code == 200
     assert server.post().status_code == 503
+    assert httpx.post(f"{server.url}/admin/policy", json={**body, "policy": "priority"}).status_code == 200
+    assert server.post(priority=13).status_code == 200
+
+
+def test_a_policy_that_does_not_return_takes_its_replicaset_out_of_service(
+    registry: Any, puppet_server: Callable[..., Any]
+) -> None:
+    server = puppet_server({"policy_timeout_s": 0.3}, admin=True, registry=registry)
+    body = {"layer": "request_prioritizer", "policy": "endless"}
+    assert httpx.post(f"{server.url}/admin/policy", json=body).status_code == 200
+    broken = server.post(priority=13)
+    assert broken.status_code == 503
+    message = broken.json()["error"]["message"]
+    assert "policy endless, request " in message
+    assert "did not return within 0.3 s (" in message
+    assert "brittle.py:" in message
+    assert httpx.get(f"{server.url}/ready").status_code == 503
     assert httpx.post(f"{server.url}/admin/policy", json={**body, "policy": "priority"}).status_code == 200
     assert server.post(priority=13).status_code == 200
 

@@ -55,6 +55,7 @@ def settings(folder: Path) -> dict[str, Any]:
         },
         "backend": {"simulator": {"latency": {"type": "constant", "step_time_s": 0.01}}},
         "output": {"dir": str(folder)},
+        "policy_timeout_s": 0.3,
     }
 
 
@@ -132,6 +133,13 @@ class StopsScheduling(PlainChunks):
             super().schedule(replica, batch, now)
 
 
+class NeverReturns(PlainChunks):
+    def schedule(self, replica: Any, batch: Any, now: float) -> None:
+        while any(request.index == 9 for request in replica.waiting()):
+            batch.add_decodes()
+        super().schedule(replica, batch, now)
+
+
 class PreemptsForEver(PlainChunks):
     def schedule(self, replica: Any, batch: Any, now: float) -> None:
         if replica.num_waiting and next(replica.waiting()).index == 9:
@@ -165,6 +173,7 @@ NINE_SERVED = 27
         (SCHEDULER, AsksForTooMuch, True, NINE_SERVED, "cannot add 31 tokens. Its next chunk may have at most 30"),
         (SCHEDULER, PassesRubbish, False, NINE_SERVED, "AttributeError"),
         (SCHEDULER, StopsScheduling, True, NINE_SERVED, "scheduled nothing although"),
+        (SCHEDULER, NeverReturns, False, NINE_SERVED, "did not return within 0.3 s"),
         (SCHEDULER, PreemptsForEver, False, NINE_SERVED, "preempts without ever running anything"),
     ],
 )

@@ -309,6 +309,13 @@ class ExperimentConfig(Section):
     admission: AdmissionConfig = Field(default_factory=AdmissionConfig, description="Bounds of the queues.")
     workload: WorkloadConfig = Field(description="Requests: when they arrive and how long they are.")
     backend: BackendConfig = Field(description="What runs the experiment.")
+    policy_timeout_s: Annotated[float, Field(strict=True, gt=0)] | None = Field(
+        60.0,
+        description=(
+            "Real time after which a policy that has not returned breaks the contract: a run ends with its name, a server takes its "
+            "replicaset out of service, seconds; null: it may take for ever."
+        ),
+    )
     observers: tuple[TypedChoice, ...] = Field((), description="Installed observers that watch the run.")
     output: OutputConfig = Field(default_factory=OutputConfig, description="What a run writes.")
     sweep: Sweep | None = Field(

@@ -224,7 +224,13 @@ class Engine:
         settings: EngineConfig = self.config.backend.settings
         recovery = settings.recovery.when(serves=serves)
         options = LoopOptions(
-            serves, self.tenant_salt, check_every_steps, recovery.max_reruns, recovery.wait_s, contains_breaches
+            serves=serves,
+            tenant_salt=self.tenant_salt,
+            check_every_steps=check_every_steps,
+            max_reruns=recovery.max_reruns,
+            wait_s=recovery.wait_s,
+            contains_breaches=contains_breaches,
+            policy_timeout_s=self.config.policy_timeout_s,
         )
         loop = EngineLoop(self.controller, self.units, self.maker.services.make_clock(), options, note)
         for key, unit in self.units.items():

@@ -22,6 +22,7 @@ from vajra_py.engine.supervision import GivenUp, Restarted, Restarter
 from vajra_py.engine.units import LoopOptions, Message, Stop, SwapPolicy, TakeBack, Timed, Unit
 from vajra_py.engine.worker import Finished, ReplicaKey, lost
 from vajra_py.errors import ExecutorError, PolicyError, VajraError
+from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.clock import NEVER, to_seconds, to_ticks
 from vajra_py.runtime.collector import what_exists_left_out
 from vajra_py.runtime.controller import Controller
@@ -129,7 +130,7 @@ class EngineLoop(Backend[Unit]):
         Raises `PolicyError` when a policy breaks the contract or leaves requests standing for ever.
         """
         try:
-            with what_exists_left_out():
+            with what_exists_left_out(), no_endless_calls(self._options.policy_timeout_s):
                 while self._wait():
                     self._turn()
         finally:

@@ -82,3 +82,5 @@ class LoopOptions:
     """How long requests wait while no replica of theirs is up."""
     contains_breaches: bool = False
     """Whether a policy that breaks the contract takes its replicaset out of service, instead of ending the run."""
+    policy_timeout_s: float | None = 60.0
+    """A policy that has not returned after so many seconds breaks the contract; None: it may take for ever."""

@@ -48,6 +48,7 @@ class SimulatedRun:
             horizon_s=settings.horizon_s,
             drain=settings.drain,
             tenant_salt=any(one.tenant_salt for one in memories),
+            policy_timeout_s=run.config.policy_timeout_s,
             **_intake(latency),
         )
         self._simulator = Simulator(

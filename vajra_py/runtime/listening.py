@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from vajra_py.errors import PolicyError, VajraError
+from vajra_py.contract import EndedStep
+from vajra_py.errors import BREACHES, PolicyError, VajraError
 
 Told = Callable[..., None]
 """A listening method of `ListensToRequests`, under its policy's name."""
@@ -43,9 +44,11 @@ def _under_name(method: Told, name: str) -> Told:
             method(about, *facts)
         except VajraError:
             raise
-        except Exception as error:
+        except BREACHES as error:
             one = about[0] if isinstance(about, tuple | list) and len(about) == 1 else about
-            request_id = getattr(one, "request_id", None)
-            raise PolicyError.caused_by(name, error, request_id=request_id) from error
+            breach = PolicyError.caused_by(name, error, request_id=getattr(one, "request_id", None))
+            if isinstance(about, EndedStep):
+                breach.at(about.replica_id, about.step_index)
+            raise breach from error
 
     return tell

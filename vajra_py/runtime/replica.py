@@ -20,7 +20,7 @@ from vajra_py.contract import (
     StepRecord,
     StepRun,
 )
-from vajra_py.errors import PolicyError, VajraError
+from vajra_py.errors import BREACHES, PolicyError, VajraError
 from vajra_py.runtime.builder import Builder
 from vajra_py.runtime.builder_options import BuilderOptions, IllegalPlan
 from vajra_py.runtime.clock import to_seconds
@@ -223,7 +223,7 @@ class Replica:
         except IllegalPlan as error:
             breach = PolicyError.caused_by(name, error, message=str(error), request_id=error.request_id)
             raise breach.at(self.replica_id, self.num_steps) from error
-        except Exception as error:
+        except BREACHES as error:
             raise PolicyError.caused_by(name, error).at(self.replica_id, self.num_steps) from error
         if not builder.num_requests and not builder.num_preempted:
             builder.forget_looked_at()

@@ -16,7 +16,7 @@ from vajra_py.contract import (
     ReplicaView,
     RequestView,
 )
-from vajra_py.errors import PolicyError, VajraError, place_of_definition
+from vajra_py.errors import BREACHES, PolicyError, VajraError, place_of_definition
 from vajra_py.runtime.clock import to_seconds
 from vajra_py.runtime.lifecycle import end_request
 from vajra_py.runtime.listening import NOBODY
@@ -229,7 +229,7 @@ class Replicaset:
         name = self.replicas[0].parts.policy_name
         try:
             detail = self._refuses(request)
-        except Exception as error:
+        except BREACHES as error:
             raise PolicyError.caused_by(name, error, request_id=request.request_id) from error
         return None if detail is None else f"{name}: {detail}"
 
@@ -274,7 +274,7 @@ class Replicaset:
             chosen = self._assign_call(request, views, now)
         except VajraError:
             raise
-        except Exception as error:
+        except BREACHES as error:
             raise PolicyError.caused_by(self.scheduler_name, error, request_id=request.request_id) from error
         if chosen is None:
             return None
@@ -303,7 +303,7 @@ class Replicaset:
                 yield request
         except VajraError:
             raise
-        except Exception as error:
+        except BREACHES as error:
             raise PolicyError.caused_by(self.scheduler_name, error) from error
 
     def offers(self, replica_id: int, now: int) -> bool:

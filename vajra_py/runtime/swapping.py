@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from vajra_py.config import PolicyChoice
 from vajra_py.contract import Layer, PolicySwap, RefusesRequests, RequestView
-from vajra_py.errors import ConfigError, PolicyError, Problem, VajraError
+from vajra_py.errors import BREACHES, ConfigError, PolicyError, Problem, VajraError
 from vajra_py.plugins import kind_of
 from vajra_py.runtime.clock import to_seconds
 from vajra_py.runtime.listening import listeners_among
@@ -159,7 +159,7 @@ def _check_refusals(name: str, scheduler: object, alive: Sequence[Request]) -> N
     for request in alive:
         try:
             reason = scheduler.refuses(cast(RequestView, request))
-        except Exception as error:
+        except BREACHES as error:
             raise PolicyError.caused_by(name, error, request_id=request.request_id) from error
         if reason is not None:
             what = f"{name!r} would never run request {request.request_id!r}, which is being served ({reason})"

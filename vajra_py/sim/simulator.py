@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from vajra_py.contract import EndReason
 from vajra_py.errors import PolicyError
+from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.clock import NEVER, to_seconds, to_ticks
 from vajra_py.runtime.collector import rare_collections
 from vajra_py.runtime.content_of import facts_of, keys_of
@@ -53,6 +54,8 @@ class SimulationOptions:
     """Whether an engine schedules a step while the one before runs: a request that arrives meanwhile misses the next step."""
     contains_breaches: bool = False
     """Whether a policy that breaks the contract takes its replicaset out of service, instead of ending the simulation."""
+    policy_timeout_s: float | None = 60.0
+    """A policy that has not returned after so many seconds of real time breaks the contract; None: it may take for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ class Simulator(Backend[SimReplica]):
 
     def run(self, workload: Iterable[RequestSpec]) -> None:
         """Simulate to the end (or the horizon). Raises `PolicyError` when a policy leaves requests standing for ever."""
-        with rare_collections():
+        with rare_collections(), no_endless_calls(self._options.policy_timeout_s):
             self._arrivals = self._timed(workload)
             self._next_arrival()
             self._run(NEVER if self._options.drain else self._horizon)

@@ -31,8 +31,9 @@ from vajra_py.contract import (
     RequestPrioritizer,
     RequestView,
 )
-from vajra_py.errors import VajraError
+from vajra_py.errors import DidNotReturn, VajraError
 from vajra_py.plugins import check_policy_shape, load_registry
+from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.testing import scenarios
 from vajra_py.testing.harness import Harness, PolicySource
 from vajra_py.testing.partners import ByArrival, InTurn, PlainChunks, Shared, by_slack
@@ -56,18 +57,25 @@ Interposing = Callable[[Any], Any]
 """Puts something between a policy and the mechanism."""
 
 
-def check_policy(spec: PolicySpec, params: Mapping[str, Any] | None = None) -> None:
+POLICY_TIMEOUT_S = 30.0
+"""How long a policy may think about one question under test, seconds of real time."""
+
+
+def check_policy(
+    spec: PolicySpec, params: Mapping[str, Any] | None = None, *, policy_timeout_s: float = POLICY_TIMEOUT_S
+) -> None:
     """Run every check of the policy's layer, with its default parameters or these.
 
-    Raises `AssertionError` that names the policy and, one to a line, every check that failed and what was found.
+    Raises `AssertionError` that names the policy and, one to a line, every check that failed and what was found. A policy that
+    takes longer than `policy_timeout_s` to answer a question fails, and is not asked anything more.
     """
     subject = Subject(spec, params or {})
     failures = []
     for check in conformance_checks(spec.layer):
-        failure = check.failure(subject)
+        failure = check.failure(subject, policy_timeout_s)
         if failure is not None:
             failures.append(f"  {check.name}: {failure}")
-            if check.is_needed_by_all:
+            if check.is_needed_by_all or subject.is_endless:
                 break
     if failures:
         raise AssertionError("\n".join([f"{subject} breaks the contract:", *failures]))
@@ -101,11 +109,13 @@ class Check:
         if failure is not None:
             raise AssertionError(f"{subject} breaks the contract:\n  {self.name}: {failure}")
 
-    def failure(self, subject: Subject) -> str | None:
+    def failure(self, subject: Subject, policy_timeout_s: float = POLICY_TIMEOUT_S) -> str | None:
         """What was found; None when all is well."""
         try:
-            self.run(subject)
+            with no_endless_calls(policy_timeout_s):
+                self.run(subject)
         except (AssertionError, VajraError, StuckError, RuntimeError) as error:
+            subject.is_endless = _is_from_endless_call(error)
             return str(error)
         return None
 
@@ -117,6 +127,8 @@ class Subject:
     spec: PolicySpec
     params: Mapping[str, Any]
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    is_endless: bool = False
+    """Whether it did not return once, so that asking on would take as long each time."""
 
     def __str__(self) -> str:
         """How failures name it."""
@@ -159,6 +171,13 @@ class Subject:
         if outcome is None:
             outcome = self.outcomes[scenario.name] = self.run(scenario)
         return outcome
+
+
+def _is_from_endless_call(error: BaseException | None) -> bool:
+    """Whether an error goes back to a call that was interrupted."""
+    while error is not None and not isinstance(error, DidNotReturn):
+        error = error.__cause__
+    return error is not None
 
 
 def _context(scenario: Scenario) -> PolicyContext:

@@ -30,6 +30,7 @@ from vajra_py.contract import (
 from vajra_py.latency import AffineModel, PrefillTimeTable
 from vajra_py.latency.output_length import NoLengths
 from vajra_py.plugins import build_policy, check_policy_shape
+from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.builder_options import BuilderOptions
 from vajra_py.runtime.clock import to_seconds, to_ticks
 from vajra_py.runtime.content_of import facts_of, keys_of
@@ -93,7 +94,9 @@ class HarnessOptions:
     output_lengths: OutputLengthPredictor = field(default_factory=NoLengths)
     seed: int = 0
     check_conservation: bool = True
-    """Whether requests and KV blocks are counted after every step: costs time for every block."""
+    """Whether requests and KV blocks are counted after every step."""
+    policy_timeout_s: float | None = 60.0
+    """A policy that has not returned after so many seconds of real time breaks the contract, in `run` and `steps_until_idle`."""
 
     def limits(self) -> ReplicaLimits:
         """The sizes as policies see them."""
@@ -357,10 +360,11 @@ class Harness:
     def steps_until_idle(self, replica_id: int = 0, at_most: int = 10_000) -> list[Step]:
         """Step one replica until it has nothing to run. Raises `RuntimeError` if that takes too many steps."""
         steps: list[Step] = []
-        while (step := self.step(replica_id)) is not None:
-            steps.append(step)
-            if len(steps) > at_most:
-                raise RuntimeError(f"replica {replica_id} is still busy after {at_most} steps")
+        with no_endless_calls(self.options.policy_timeout_s):
+            while (step := self.step(replica_id)) is not None:
+                steps.append(step)
+                if len(steps) > at_most:
+                    raise RuntimeError(f"replica {replica_id} is still busy after {at_most} steps")
         return steps
 
     # Driven by the simulator
@@ -375,7 +379,10 @@ class Harness:
         Raises `PolicyError` when the policies leave requests standing for ever.
         """
         first = len(self.steps)
-        options = SimulationOptions(check_every_steps=1 if self.options.check_conservation else 0)
+        options = SimulationOptions(
+            check_every_steps=1 if self.options.check_conservation else 0,
+            policy_timeout_s=self.options.policy_timeout_s,
+        )
         simulator = self.simulator(options)
         simulator.run(list(workload))
         self._now = simulator.now

@@ -124,6 +124,8 @@ class Rules:
     runs_ahead: bool = True
     check_every_step: bool = True
     """Whether requests and blocks are counted after every step, or at the end alone."""
+    policy_timeout_s: float | None = None
+    """A policy that has not returned after so many seconds breaks the contract; None: somebody else watches, or nobody."""
 
 
 def simulate(scenario: Scenario, policies: Policies, rules: Rules) -> Outcome:
@@ -138,7 +140,11 @@ def simulate(scenario: Scenario, policies: Policies, rules: Rules) -> Outcome:
     watch = _Watch(detailed=rules.detailed)
     harness.controller.watch((watch,))
     simulator = harness.simulator(
-        SimulationOptions(runs_ahead=rules.runs_ahead, check_every_steps=int(rules.check_every_step))
+        SimulationOptions(
+            runs_ahead=rules.runs_ahead,
+            check_every_steps=int(rules.check_every_step),
+            policy_timeout_s=rules.policy_timeout_s,
+        )
     )
     specs = requests_of(scenario, rules.num_replicas)
     stream = np.random.default_rng(11)

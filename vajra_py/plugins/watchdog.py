@@ -1,0 +1,119 @@
+"""Interrupt plug-in code that does not return: a thread that looks at another thread's stack now and then.
+
+It stands outside the deterministic world: it reads the wall clock, and nothing that is decided depends on it. What it watches
+pays nothing, since no call is wrapped; the same call is recognised by its frame being there at one look after another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+from types import FrameType
+
+from vajra_py.errors import DidNotReturn, RunError, place_of_frame
+
+_log = logging.getLogger(__name__)
+
+_CALLERS = tuple(f"vajra_py.{name}" for name in ("runtime", "testing", "serve", "latency", "plugins"))
+"""Packages of the framework that call policies, by themselves or for another one of these."""
+_DEBUGGERS = frozenset({"bdb", "pdb", "pydevd", "_pydevd_bundle"})
+_LOOKS = 8
+"""Looks within the time limit; a look counts for at most twice its share, so that a stopped process ages nobody."""
+_MAX_SECONDS_BETWEEN_LOOKS = 1.0
+
+
+@contextmanager
+def no_endless_calls(limit_s: float | None) -> Iterator[None]:
+    """Watch this thread while the context lasts: a call of a plug-in that takes longer than `limit_s` is interrupted.
+
+    `DidNotReturn` is raised inside the call; whoever asked a policy makes a `PolicyError` of it. Elsewhere (an observer) it
+    becomes a `RunError` here. A call that is blocked outside Python cannot be interrupted: it is named in the log. None: nothing
+    is watched.
+    """
+    if limit_s is None:
+        yield
+        return
+    watchdog = _Watchdog(threading.get_ident(), limit_s)
+    watchdog.start()
+    try:
+        yield
+    except DidNotReturn as error:
+        raise RunError(f"a plug-in {error}") from error
+    finally:
+        watchdog.stop()
+
+
+class _Watchdog(threading.Thread):
+    """Looks at the stack of one thread."""
+
+    def __init__(self, thread_id: int, limit_s: float) -> None:
+        super().__init__(name="vajra-watchdog", daemon=True)
+        self._thread_id = thread_id
+        self._limit_s = limit_s
+        self._pause_s = min(limit_s / _LOOKS, _MAX_SECONDS_BETWEEN_LOOKS)
+        self._is_over = threading.Event()
+        self._call: FrameType | None = None
+        self._in_call_s = 0.0
+        self._num_interrupts = 0
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._is_over.set()
+        self.join()
+
+    def run(self) -> None:
+        """Look until told to stop."""
+        looked_at = monotonic()
+        while not self._is_over.wait(self._pause_s):
+            now = monotonic()
+            self._look(min(now - looked_at, 2 * self._pause_s))
+            looked_at = now
+        self._call = None
+
+    def _look(self, passed_s: float) -> None:
+        top = sys._current_frames().get(self._thread_id)
+        call = None if top is None else _plugin_call(top)
+        if call is None or call is not self._call:
+            self._call, self._in_call_s, self._num_interrupts = call, 0.0, 0
+            return
+        self._in_call_s += passed_s
+        if self._in_call_s >= self._limit_s:
+            assert top is not None
+            self._interrupt(top, call)
+
+    def _interrupt(self, top: FrameType, call: FrameType) -> None:
+        """Raise inside the call; if that had no effect, say so once, and try again with every look."""
+        self._num_interrupts += 1
+        message = f"did not return within {self._limit_s:g} s"
+        if self._num_interrupts == 3:
+            where = place_of_frame(call)
+            _log.error("%s %s; it is blocked outside Python or takes no interruption, and goes on", where, message)
+        kind = type("DidNotReturn", (DidNotReturn,), {"message": message})
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), ctypes.py_object(kind))
+
+
+def _plugin_call(top: FrameType) -> FrameType | None:
+    """The outermost frame of a plug-in that the mechanism has called; None when there is none, or when it is being debugged."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = top
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    caller = ""
+    for depth in range(len(frames) - 1, -1, -1):
+        module = _module_of(frames[depth])
+        package = module.partition(".")[0]
+        if caller.startswith(_CALLERS) and package != "vajra_py" and package not in sys.stdlib_module_names:
+            inner = {_module_of(one).partition(".")[0] for one in frames[: depth + 1]}
+            return None if inner & _DEBUGGERS else frames[depth]
+        caller = module
+    return None
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
