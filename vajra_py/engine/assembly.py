@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from vajra_py.engine.params import PromptLimits
 from vajra_py.engine.processes import ProcessWorker
 from vajra_py.engine.supervision import MakeRestarter, Restarter, RestartLimits, Supervisor
 from vajra_py.engine.units import LoopOptions, Unit
-from vajra_py.engine.worker import LoadRunner, ReplicaKey, Worker, checked_facts, load_in_process
+from vajra_py.engine.worker import LoadRunner, ReplicaKey, Worker, checked_facts, close_all, load_in_process
 from vajra_py.errors import ConfigError, Problem, VajraError, did_you_mean
 from vajra_py.plugins import Registry
 from vajra_py.runtime import assembly
@@ -148,8 +147,7 @@ class Engine:
         try:
             return cls._built(config, maker, workers)
         except BaseException:
-            for worker in workers.values():
-                worker.close()
+            close_all(workers.values())
             raise
 
     @classmethod
@@ -284,10 +282,7 @@ class Engine:
         self._is_closed = True
         if self.restarter is not None:
             self.restarter.close()
-        workers = [unit.worker for unit in self.units.values()]
-        with ThreadPoolExecutor(len(workers), "vajra-close") as threads:  # they end side by side
-            for closing in [threads.submit(worker.close) for worker in workers]:
-                closing.result()
+        close_all([unit.worker for unit in self.units.values()])
 
 
 def _check(settings: EngineConfig, replicasets: Mapping[str, ReplicasetConfig]) -> None:
@@ -401,8 +396,7 @@ def _load_workers(maker: WorkerMaker) -> dict[ReplicaKey, Worker]:
         for worker in workers.values():
             worker.wait_loaded()
     except BaseException:
-        for started in workers.values():
-            started.close()
+        close_all(workers.values())
         raise
     return workers
 

@@ -108,6 +108,11 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
+    @property
+    def failed(self) -> str | None:
+        """Why nothing can be computed any more: every replica was lost and given up. For good; None: requests are served."""
+        return self._loop.failed
+
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[StreamPart]:
         """What is new of the request, step by step; the last part has the whole output.
 
@@ -121,6 +126,8 @@ class AsyncLLM:
         with self._gate:
             if self._ended is not None:
                 raise self._ended
+            if self._loop.failed is not None:
+                raise ExecutorError(f"LLM: no replica is left ({self._loop.failed}). Make another one.")
             self._readers[name] = reader
             self._loop.submit(submission)
         is_done = False

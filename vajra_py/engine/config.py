@@ -98,19 +98,24 @@ class RecoveryConfig(Section):
         ),
     )
     max_restarts: Count | None = Field(
-        None, description="Attempts in a row to start a lost replica again. null: 5 on a server, none in a run."
+        None,
+        description=(
+            "Starts in a row that may fail (the replica does not load, or is lost before its first step is done) before it "
+            "is given up; a start that computes a step fills the count up again. null: 8 on a server; in a run, a lost "
+            "replica is not started again."
+        ),
     )
     backoff_s: Seconds = Field(
-        0.5, description="Pause before the first attempt; it doubles with each, up to 30 seconds."
+        0.5, description="Pause before the first start; it doubles with each further loss, up to 30 seconds."
     )
-    settled_s: Seconds = Field(60.0, description="A replica that computed for so long begins to count attempts anew.")
+    settled_s: Seconds = Field(60.0, description="After a replica was up for so long, pauses begin anew.")
     wait_s: Seconds = Field(
         60.0, description="How long requests wait while no replica of theirs is up, before they end as failed."
     )
 
     def when(self, *, serves: bool) -> Recovery:
         """The same with its defaults filled in."""
-        max_restarts = self.max_restarts if self.max_restarts is not None else 5 if serves else 0
+        max_restarts = self.max_restarts if self.max_restarts is not None else 8 if serves else 0
         max_reruns = self.max_reruns if self.max_reruns is not None else 3 if serves else None
         return Recovery(max_reruns, max_restarts, self.backoff_s, self.settled_s, self.wait_s)
 

@@ -57,6 +57,10 @@ class EngineLoop(Backend[Unit]):
         """Told how long forming each step took: (replicaset, seconds)."""
         self.last_loss = ""
         """Why the replica that failed last did."""
+        self.failed: str | None = None
+        """Why nothing can be served any more: every replica was lost and given up. For good: it does not change again."""
+        self.on_failed: Callable[[str], None] | None = None
+        """Told once, in the loop's thread, when `failed` is set."""
         self.restarter: Restarter | None = None
         """Who finds workers for replicas that lost theirs; None: nobody."""
         self._units = dict(units)
@@ -223,6 +227,7 @@ class EngineLoop(Backend[Unit]):
             self._restore(unit, news)
         elif isinstance(news, GivenUp):
             self._restarting.discard(news.replica)
+            self._check_failed(lost(news.replica, news.why))  # whoever is told of the end may ask
             self._abandon_unless_some(news.replica[0], lost(news.replica, news.why))
         elif unit.is_lost:
             return
@@ -309,8 +314,9 @@ class EngineLoop(Backend[Unit]):
         name, replica_id = unit.replica.replicaset, unit.replica.replica_id
         unit.is_lost, unit.is_stale, self.last_loss = True, False, detail
         self._take_up_deferred()
-        if self.restarter is not None and self.restarter.lost((name, replica_id), unit.worker):
+        if self.restarter is not None and self.restarter.lost((name, replica_id), unit.worker, unit.replica.num_steps):
             self._restarting.add((name, replica_id))
+        self._check_failed(detail)
         num_up = self.controller.replicasets[name].num_up
         others = num_up > 1 or any(one == name for one, _ in self._restarting)
         max_reruns = self._options.max_reruns if others else None
@@ -326,6 +332,13 @@ class EngineLoop(Backend[Unit]):
         self._restarting.discard(news.replica)
         self._abandon_at.pop(news.replica[0], None)
         self._events.push(self.now, Phase.FAILURE, Restart(self.now, *news.replica))
+
+    def _check_failed(self, detail: str) -> None:
+        if self.failed is None and not self._restarting and self.num_lost == len(self._units):
+            self.failed = detail
+            _log.error("no replica is left, and none is started again: %s", detail)
+            if self.on_failed is not None:
+                self.on_failed(detail)
 
     def _abandon_unless_some(self, name: str, detail: str) -> None:
         if name in self._abandon_at and not any(one == name for one, _ in self._restarting):

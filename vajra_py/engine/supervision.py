@@ -1,7 +1,9 @@
-"""Restart replicas whose worker is lost, with a pause, while the others go on.
+"""Restarts of replicas whose worker is lost: another one is loaded beside what goes on, after a pause.
 
-Attempts are bounded: so many in a row, with pauses that double. A replica that computed for a while starts to count anew.
-What comes of it reaches the loop as a message, so that nothing changes but between two steps.
+Pauses back off exponentially: they double with every loss, up to `LONGEST_PAUSE_S`, and begin anew once a replica was up for
+`settled_s`. However often a replica is lost, it is started again, as long as its starts succeed: it computes a step. Only
+starts that fail in a row are counted, and so many of them give the replica up for good. What comes of it reaches the loop as
+a message, so that nothing changes but between two steps.
 """
 
 from __future__ import annotations
@@ -39,10 +41,13 @@ Outcome: TypeAlias = Restarted | GivenUp
 
 
 class Restarter(Protocol):
-    """Who finds another worker for a replica that lost its own."""
+    """Finds another worker for a replica that lost its own."""
 
-    def lost(self, replica: ReplicaKey, worker: Worker) -> bool:
-        """This worker is lost. Whether another one is tried for; what comes of it is told once."""
+    def lost(self, replica: ReplicaKey, worker: Worker, num_steps: int) -> bool:
+        """This worker is lost, in the replica's step of this number (the first is 1; 0: before it).
+
+        Whether another one is tried for; what comes of it is told once.
+        """
 
     def close(self) -> None:
         """Try no more; nothing is told after this."""
@@ -50,12 +55,12 @@ class Restarter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RestartLimits:
-    """How often and how fast.
+    """How often and how fast replicas are started again.
 
     Attributes:
-        max_restarts: attempts in a row.
-        backoff_s: pause before the first one, seconds; it doubles from one to the next.
-        settled_s: a replica that computed for so long counts its attempts anew, seconds.
+        max_restarts: starts in a row that may fail.
+        backoff_s: pause before the first start, seconds; it doubles from one to the next.
+        settled_s: after a replica was up for so long, pauses begin anew, seconds.
     """
 
     max_restarts: int
@@ -77,8 +82,13 @@ MakeRestarter: TypeAlias = Callable[
 
 @dataclass(slots=True)
 class _Record:
-    num_attempts: int = 0
+    num_failed: int = 0
+    """Starts in a row that came to nothing."""
+    num_pauses: int = 0
+    """Pauses since it last was up for long."""
     up_since: float = 0.0
+    num_steps: int = 0
+    """Of the replica when it was lost last."""
 
 
 class Supervisor:
@@ -90,8 +100,13 @@ class Supervisor:
         begin: Callable[[ReplicaKey], Worker],
         finish: Callable[[ReplicaKey, Worker], None],
         tell: Callable[[Outcome], None],
+        pause: Callable[[float], bool] | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`begin` makes a worker that may still be loading; `finish` waits for it and gives it its memory."""
+        """`begin` makes a worker that may still be loading; `finish` waits for it and gives it its memory.
+
+        `pause` waits for so many seconds and says whether it was cut short by `close`; `now` is a clock. Both for tests.
+        """
         self._limits = limits
         self._begin = begin
         self._finish = finish
@@ -101,13 +116,18 @@ class Supervisor:
         self._threads: dict[ReplicaKey, threading.Thread] = {}
         self._gate = threading.Lock()
         self._closing = threading.Event()
+        self._pause = pause or self._closing.wait
+        self._now = now
 
-    def lost(self, replica: ReplicaKey, worker: Worker) -> bool:
+    def lost(self, replica: ReplicaKey, worker: Worker, num_steps: int) -> bool:
         """See `Restarter`."""
-        record = self._records.setdefault(replica, _Record())
-        if time.monotonic() - record.up_since >= self._limits.settled_s:
-            record.num_attempts = 0
-        comes_back = record.num_attempts < self._limits.max_restarts
+        record = self._records.setdefault(replica, _Record(up_since=self._now()))
+        if num_steps > record.num_steps + 1:  # the step that it was lost in is not done
+            record.num_failed = 0
+        if self._now() - record.up_since >= self._limits.settled_s:
+            record.num_failed = record.num_pauses = 0
+        record.num_steps = num_steps
+        comes_back = record.num_failed < self._limits.max_restarts
         target = self._replace if comes_back else self._discard
         name = f"vajra-restart-{replica[0]}-{replica[1]}"
         thread = threading.Thread(target=target, args=(replica, worker), name=name, daemon=True)
@@ -134,14 +154,16 @@ class Supervisor:
     def _replace(self, replica: ReplicaKey, worker: Worker) -> None:
         self._discard(replica, worker)
         limits, record, why = self._limits, self._records[replica], ""
-        while record.num_attempts < limits.max_restarts:
-            pause_s = min(limits.backoff_s * 2.0**record.num_attempts, LONGEST_PAUSE_S)
-            if self._closing.wait(pause_s):
+        while record.num_failed < limits.max_restarts:
+            pause_s = min(limits.backoff_s * 2.0 ** min(record.num_pauses, 32), LONGEST_PAUSE_S)
+            record.num_pauses += 1
+            if self._pause(pause_s):
                 return
-            record.num_attempts += 1
+            # It has failed until it computes a step.
+            record.num_failed += 1
             _log.warning(
-                "replica %s of %s: attempt %d of %d to start it again",
-                *(replica[1], replica[0], record.num_attempts, limits.max_restarts),
+                "replica %s of %s is started again (%d starts in a row have failed, %d may)",
+                *(replica[1], replica[0], record.num_failed - 1, limits.max_restarts),
             )
             try:
                 made = self._load(replica)
@@ -151,10 +173,10 @@ class Supervisor:
                 continue
             if made is None:
                 return
-            record.up_since = time.monotonic()
+            record.up_since = self._now()
             self._tell(Restarted(replica, made))
             return
-        self._tell(GivenUp(replica, f"{limits.max_restarts} attempts to start it again failed; the last: {why}"))
+        self._tell(GivenUp(replica, f"{limits.max_restarts} starts in a row failed; the last: {why}"))
 
     def _load(self, replica: ReplicaKey) -> Worker | None:
         """A worker that is ready; None when nobody wants it any more."""

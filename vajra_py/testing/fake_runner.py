@@ -303,7 +303,7 @@ class SteppedRestarter:
         self._max = max_restarts
         self._replace = replace
 
-    def lost(self, replica: ReplicaKey, worker: Worker) -> bool:
+    def lost(self, replica: ReplicaKey, worker: Worker, num_steps: int) -> bool:
         """See `Restarter`."""
         left = self._left[replica] = self._left.get(replica, self._max) - 1
         if left < 0:

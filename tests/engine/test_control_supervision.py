@@ -1,0 +1,149 @@
+"""Lost replicas are started again after growing pauses, are given up when starts fail, and end side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from vajra_py import AsyncLLM, SamplingParams
+from vajra_py.engine.compute import RunnerOptions, StepInput, StepOutput
+from vajra_py.engine.supervision import GivenUp, Outcome, Restarted, RestartLimits, Supervisor
+from vajra_py.engine.worker import ReplicaKey, close_all
+from vajra_py.errors import ExecutorError
+from vajra_py.testing.fake_runner import FakeRunner
+
+KEY = ("default", 0)
+
+
+class FakeWorker:
+    """Nothing to compute with."""
+
+    def discard(self) -> None:
+        pass
+
+
+class Trial:
+    """A supervisor under a clock of its own; loads fail while `fails` is set."""
+
+    def __init__(self, max_restarts: int) -> None:
+        self.now_s = 0.0
+        self.pauses: list[float] = []
+        self.fails = False
+        self.outcomes: SimpleQueue[Outcome] = SimpleQueue()
+        self.num_steps = 0
+        limits = RestartLimits(max_restarts, 0.5, 60.0)
+        self.supervisor = Supervisor(
+            limits, self._begin, lambda *_: None, self.outcomes.put, self._pause, lambda: self.now_s
+        )
+
+    def _begin(self, replica: ReplicaKey) -> Any:
+        if self.fails:
+            raise ExecutorError("no device")
+        return FakeWorker()
+
+    def _pause(self, seconds: float) -> bool:
+        self.pauses.append(seconds)
+        self.now_s += seconds
+        return False
+
+    def lose(self, after_steps: int, after_s: float = 0.0) -> Outcome | None:
+        self.num_steps += after_steps
+        self.now_s += after_s
+        worker: Any = FakeWorker()
+        return self.outcomes.get(timeout=30) if self.supervisor.lost(KEY, worker, self.num_steps) else None
+
+
+def test_a_replica_that_computes_is_started_again_however_often_it_is_lost() -> None:
+    trial = Trial(max_restarts=3)
+    for _ in range(40):
+        assert isinstance(trial.lose(after_steps=2, after_s=1.0), Restarted)
+    assert trial.pauses[:8] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert set(trial.pauses[7:]) == {30.0}
+    assert isinstance(trial.lose(after_steps=100, after_s=61.0), Restarted)
+    assert trial.pauses[-1] == 0.5, "it was up for long: pauses begin anew"
+
+
+def test_starts_that_fail_in_a_row_give_the_replica_up() -> None:
+    trial = Trial(max_restarts=3)
+    trial.fails = True
+    outcome = trial.lose(after_steps=9)
+    assert isinstance(outcome, GivenUp)
+    assert outcome.why == "3 starts in a row failed; the last: no device"
+    assert trial.pauses == [0.5, 1.0, 2.0]
+
+
+def test_a_replica_that_is_lost_in_its_first_step_again_and_again_is_given_up() -> None:
+    trial = Trial(max_restarts=3)
+    assert isinstance(trial.lose(after_steps=5), Restarted)
+    assert [type(trial.lose(after_steps=1)) for _ in range(3)] == [Restarted, Restarted, type(None)]
+    trial = Trial(max_restarts=3)
+    for steps in (5, 1, 1, 2, 1, 1):  # one that computes a step in between fills the count up again
+        assert isinstance(trial.lose(after_steps=steps), Restarted)
+
+
+class Closing:
+    """A worker whose end waits until every other one was asked to end, too."""
+
+    def __init__(self, barrier: threading.Barrier) -> None:
+        self._barrier = barrier
+
+    def close(self) -> None:
+        self._barrier.wait(30)
+
+
+def test_workers_end_side_by_side() -> None:
+    barrier = threading.Barrier(5)
+    workers: list[Any] = [Closing(barrier) for _ in range(4)]
+    closing = threading.Thread(target=close_all, args=(workers,))
+    closing.start()
+    barrier.wait(30)
+    closing.join(30)
+    assert not closing.is_alive()
+    assert not barrier.broken
+
+
+class Broken(FakeRunner):
+    """Computes a few steps in its first life, and none after."""
+
+    lives = 0
+
+    def __init__(self, options: RunnerOptions) -> None:
+        super().__init__(options)
+        type(self).lives += 1
+        if type(self).lives > 1:
+            raise ExecutorError("no such device any more")
+
+    def run(self, step: StepInput) -> StepOutput:
+        output = super().run(step)
+        if self._num_steps > 3:
+            raise ExecutorError("the device fell off the bus")
+        return output
+
+
+def test_an_engine_that_failed_for_good_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    monkeypatch.setattr(Broken, "lives", 0)
+    recovery = {"backoff_s": 0.0, "max_restarts": 2}
+    config = {
+        "replica": {"max_model_len": 200, "memory": {"block_size": 8, "num_blocks": 60}},
+        "backend": {"engine": {"random_weights": True, "recovery": recovery}},
+    }
+
+    async def serve() -> None:
+        async with AsyncLLM(tmp_path, config, load=Broken) as llm:
+            assert llm.failed is None
+            output = await llm.generate([1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True))
+            assert output.finish_reason == "failed"
+            assert "2 starts in a row failed; the last: no such device any more" in output.detail
+            assert llm.failed is not None
+            assert "no such device any more" in llm.failed
+            with pytest.raises(ExecutorError, match="no replica is left"):
+                await llm.generate([1, 2, 3])
+
+    asyncio.run(serve())
