@@ -61,6 +61,25 @@ def test_metrics_count_what_happened(puppet_server: Callable[..., Any], prefix: 
     assert found["vajra:policy_decision_seconds_count", decisions] >= server.strings.num_steps
 
 
+def test_dashboards_made_for_vllm_find_their_names(puppet_server: Callable[..., Any]) -> None:
+    server = puppet_server()
+    traffic(server)
+    found = samples(server)
+    for name in (
+        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc",
+        "time_to_first_token_seconds_bucket", "time_per_output_token_seconds_bucket", "inter_token_latency_seconds_bucket",
+        "e2e_request_latency_seconds_bucket", "request_queue_time_seconds_sum", "request_prefill_time_seconds_sum",
+        "request_decode_time_seconds_sum", "request_inference_time_seconds_sum", "request_prompt_tokens_bucket",
+        "request_generation_tokens_bucket", "prompt_tokens_total", "generation_tokens_total", "request_success_total",
+        "num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total", "iteration_tokens_total_bucket",
+        "request_time_per_output_token_seconds_count",
+    ):  # fmt: skip
+        assert any(one == f"vllm:{name}" for one, _ in found), name
+    for (name, labels), value in found.items():
+        if name.startswith("vllm:") and name.removeprefix("vllm:") in {one.removeprefix("vajra:") for one, _ in found}:
+            assert found.get(("vajra:" + name.removeprefix("vllm:"), labels)) == value, name
+
+
 def test_every_number_has_its_name(puppet_server: Callable[..., Any]) -> None:
     server = puppet_server(engine={"latency": {"type": "constant", "step_time_s": 0.25}})
     traffic(server)

@@ -19,8 +19,20 @@ if TYPE_CHECKING:
     from vajra_py.serve.options import ServeOptions
     from vajra_py.serve.tracing import Tracing
 
+_log = logging.getLogger(__name__)
 API_KEY_VARIABLE = "VAJRA_API_KEY"
+ADMIN_KEY_VARIABLE = "VAJRA_ADMIN_API_KEY"
+SSL_PASSWORD_VARIABLE = "VAJRA_SSL_KEYFILE_PASSWORD"
 _COUNT = click.IntRange(min=1)
+_PATH = click.Path(path_type=Path)
+
+
+_SECRETS = {
+    "api_key": API_KEY_VARIABLE,
+    "admin_api_key": ADMIN_KEY_VARIABLE,
+    "ssl_keyfile_password": SSL_PASSWORD_VARIABLE,
+}
+"""Options that may come from the environment, where they do not show in the list of processes."""
 
 
 def _flags(command: click.Command | Any) -> Any:
@@ -124,10 +136,10 @@ def _server_options(command: click.Command | Any) -> Any:
         ),
         click.option(
             "--metric-names",
-            type=click.Choice(["vajra", "vllm"]),
+            type=click.Choice(["vajra", "vllm", "both"]),
             default=default.metric_names,
             show_default=True,
-            help="Prefix in /metrics of what vLLM has too.",
+            help="Prefixes in /metrics of what vLLM has too.",
         ),
         click.option(
             "--otlp-traces-endpoint",
@@ -136,7 +148,29 @@ def _server_options(command: click.Command | Any) -> Any:
         click.option(
             "--admin", is_flag=True, help="Let policies be swapped while the server serves: POST /admin/policy."
         ),
+        click.option(
+            "--admin-api-key",
+            help=f"Bearer key of /admin, in the place of --api-key; better: the variable {ADMIN_KEY_VARIABLE}.",
+        ),
         click.option("--guard-health", is_flag=True, help="Ask for the key at /health and /ready too."),
+        click.option("--access-log/--no-access-log", default=True, help="A log line for each request."),
+        click.option(
+            "--log-format", type=click.Choice(["text", "json"]), default=default.log_format, show_default=True
+        ),
+        click.option(
+            "--log-level",
+            type=click.Choice(["debug", "info", "warning", "error"]),
+            default=default.log_level,
+            show_default=True,
+        ),
+        click.option("--uds", type=_PATH, help="Listen on this Unix socket, and not on --host and --port."),
+        click.option("--root-path", default=default.root_path, help="Prefix under which a proxy shows the server."),
+        click.option("--ssl-certfile", type=_PATH, help="Certificate, PEM: speak TLS."),
+        click.option("--ssl-keyfile", type=_PATH, help="Its private key."),
+        click.option(
+            "--ssl-keyfile-password", help=f"Of an encrypted key; better: the variable {SSL_PASSWORD_VARIABLE}."
+        ),
+        click.option("--ssl-ca-certs", type=_PATH, help="Ask clients for a certificate that one of these signed."),
         click.option("--save-run", type=click.Path(path_type=Path), help="Keep the session as a run in this folder."),
     )
     for option in reversed(options):
@@ -168,8 +202,11 @@ def serve(file: Path | None, overrides: tuple[str, ...], **given: Any) -> None:
             message = f"do not go with an experiment file ({', '.join(said)})"
             raise ConfigError(Problem("serve", message, "Write it into the file, or `--set PATH=VALUE`"))
         config = config_of_file(file, overrides, registry)
-    given["api_key"] = given["api_key"] or os.environ.get(API_KEY_VARIABLE) or None
-    if given["host"] not in LOOPBACK and given["api_key"] is None:
+    for name, variable in _SECRETS.items():
+        given[name] = given[name] or os.environ.get(variable) or None
+    if not given["admin"] and os.environ.get(ADMIN_KEY_VARIABLE) == given["admin_api_key"]:
+        given["admin_api_key"] = None
+    if given["host"] not in LOOPBACK and given["uds"] is None and given["api_key"] is None:
         click.echo(f"anyone who reaches {given['host']} can use this server: there is no --api-key", err=True)
     _run(config, registry, given)
 
@@ -192,21 +229,19 @@ def _run(config: Any, registry: Any, given: dict[str, Any]) -> None:
             raise
         message = f"its packages are not installed ({error.name})"
         raise ConfigError(Problem("serve", message, 'Install the extra: pip install "vajra-py[serve]"')) from None
+    from vajra_py.serve.logs import configure_logging
     from vajra_py.serve.options import ServeOptions
     from vajra_py.serve.recording import RunRecording
     from vajra_py.serve.session import EngineSession, SessionParts
 
     options = ServeOptions(**given)
     options.check()
+    configure_logging(options.log_format, options.log_level)
     recording = None if options.save_run is None else RunRecording(config, registry, options.save_run)
     session = EngineSession(SessionParts(config, registry, recording=recording))
     service = Service(session, options, _tracing(options) if options.traces else None)
 
-    def listening(host: str, port: int) -> None:
-        shown = f"[{host}]" if ":" in host else host
-        click.echo(f"listening on http://{shown}:{port} (models: {', '.join(service.names)})", err=True)
-
-    run_server(service, listening)
+    run_server(service, lambda address: _log.info("listening on %s (models: %s)", address, ", ".join(service.names)))
     _leave()
 
 

@@ -1,11 +1,12 @@
 """Prometheus metrics.
 
-Names are vLLM's where the thing is the same, behind the prefix `vajra:` (or `vllm:`, where dashboards for vLLM are to work
-unchanged); what vLLM has no name for always has the prefix `vajra:`.
+What vLLM has too has vLLM's name, behind the prefix `vajra:`, and behind `vllm:`, so that dashboards made for vLLM work
+unchanged; some have names there that older versions gave them. What vLLM has no name for has the prefix `vajra:` alone.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from vajra_py.runtime.controller import Controller
 from vajra_py.serve.catalogue import Catalogue
+from vajra_py.serve.options import MetricNames
 from vajra_py.serve.stats import Histogram, ServerStats, SetStats
 
 _HISTOGRAMS = (
@@ -23,6 +25,8 @@ _HISTOGRAMS = (
     ("e2e_request_latency_seconds", "From arrival to the end, seconds.", "e2e"),
     ("request_queue_time_seconds", "From arrival to the first admission, seconds.", "queue"),
     ("request_prefill_time_seconds", "From the first admission to the first token, seconds.", "prefill"),
+    ("request_inference_time_seconds", "From the first admission to the end, seconds.", "inference"),
+    ("request_time_per_output_token_seconds", "Mean time of a request's tokens after the first, seconds.", "tpot"),
     ("request_decode_time_seconds", "From the first token to the end, seconds.", "decode"),
     ("iteration_tokens_total", "Tokens of a step.", "step_tokens"),
     ("request_prompt_tokens", "Tokens of a prompt.", "prompt"),
@@ -35,6 +39,13 @@ _COUNTERS: tuple[tuple[str, str, Callable[[SetStats], float]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up.", lambda one: one.num_looked_up_tokens),
     ("prefix_cache_hits", "Prompt tokens found.", lambda one: one.num_cached_tokens),
 )
+_VLLM_HISTOGRAMS = (("time_per_output_token_seconds", "inter_token_latency_seconds by its older name.", "gaps"),)
+_VLLM_COUNTERS: tuple[tuple[str, str, Callable[[SetStats], float]], ...] = (
+    ("gpu_prefix_cache_queries", "prefix_cache_queries by its older name.", lambda one: one.num_looked_up_tokens),
+    ("gpu_prefix_cache_hits", "prefix_cache_hits by its older name.", lambda one: one.num_cached_tokens),
+)
+_VLLM_REASONS = {"aborted": "abort", "failed": "error", "rejected": "error", "expired": "error"}
+"""How vLLM calls the ways to end that it has other words for."""
 _OWN_HISTOGRAMS = (
     ("step_time_seconds", "From forming a step to its end, seconds.", "step"),
     ("step_forming_seconds", "Forming a step: policies and bookkeeping, seconds.", "forming"),
@@ -68,9 +79,9 @@ class Source(Protocol):
 class Exposition(Collector):
     """A server's `/metrics`."""
 
-    def __init__(self, source: Source, prefix: str) -> None:
+    def __init__(self, source: Source, names: MetricNames) -> None:
         self._source = source
-        self._prefix = f"{prefix}:"
+        self._prefixes = ("vajra:", "vllm:") if names == "both" else (f"{names}:",)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -90,47 +101,61 @@ class Exposition(Collector):
         stats, controller = source.stats, source.controller
         if stats is None or controller is None:
             return
-        yield from self._gauges(controller)
-        yield from self._counters(stats)
-        for names, prefix in ((_HISTOGRAMS, self._prefix), (_OWN_HISTOGRAMS, "vajra:")):
-            for name, text, attribute in names:
-                family = HistogramMetricFamily(prefix + name, text, labels=("model_name", "replicaset"))
-                for replicaset, one in stats.sets.items():
-                    _add(family, self._at(replicaset), getattr(one, attribute))
-                yield family
+        for prefix in self._prefixes:
+            is_vllm = prefix == "vllm:"
+            yield from self._gauges(controller, prefix)
+            yield from self._counters(stats, prefix)
+            yield from self._histograms(stats, prefix, _HISTOGRAMS + (_VLLM_HISTOGRAMS if is_vllm else ()))
+        yield from self._histograms(stats, "vajra:", _OWN_HISTOGRAMS)
         yield from self._own(stats)
+
+    def _histograms(
+        self, stats: ServerStats, prefix: str, names: Sequence[tuple[str, str, str]]
+    ) -> Iterator[HistogramMetricFamily]:
+        for name, text, attribute in names:
+            family = HistogramMetricFamily(prefix + name, text, labels=("model_name", "replicaset"))
+            for replicaset, one in stats.sets.items():
+                _add(family, self._at(replicaset), getattr(one, attribute))
+            yield family
 
     def _at(self, replicaset: str) -> tuple[str, str]:
         return self._source.catalogue.label(replicaset), replicaset
 
-    def _gauges(self, controller: Controller) -> Iterator[Metric]:
+    def _gauges(self, controller: Controller, prefix: str) -> Iterator[Metric]:
         labels = ("model_name", "replicaset", "replica")
-        running = GaugeMetricFamily(
-            self._prefix + "num_requests_running", "Requests that hold KV blocks.", labels=labels
-        )
-        waiting = GaugeMetricFamily(self._prefix + "num_requests_waiting", "Requests that wait.", labels=labels)
-        usage = GaugeMetricFamily(self._prefix + "kv_cache_usage_perc", "Used part of the KV blocks.", labels=labels)
+        running = GaugeMetricFamily(prefix + "num_requests_running", "Requests that hold KV blocks.", labels=labels)
+        waiting = GaugeMetricFamily(prefix + "num_requests_waiting", "Requests that wait.", labels=labels)
+        usage = GaugeMetricFamily(prefix + "kv_cache_usage_perc", "Used part of the KV blocks, 0 to 1.", labels=labels)
+        older = GaugeMetricFamily("vllm:gpu_cache_usage_perc", "kv_cache_usage_perc by its older name.", labels=labels)
         for name, replicaset in controller.replicasets.items():
             for replica in replicaset.replicas:
                 at = (*self._at(name), str(replica.replica_id))
                 running.add_metric(at, replica.residents.num_running)
                 waiting.add_metric(at, len(replica.queue))
-                usage.add_metric(at, 1.0 - replica.memory.free_blocks / replica.memory.num_blocks)
+                used = 1.0 - replica.memory.free_blocks / replica.memory.num_blocks
+                usage.add_metric(at, used)
+                older.add_metric(at, used)
             waiting.add_metric((*self._at(name), "shared"), len(replicaset.shared))
         yield from (running, waiting, usage)
+        if prefix == "vllm:":
+            yield older
 
-    def _counters(self, stats: ServerStats) -> Iterator[Metric]:
+    def _counters(self, stats: ServerStats, prefix: str) -> Iterator[Metric]:
         labels = ("model_name", "replicaset")
-        for name, text, read in _COUNTERS:
-            family = CounterMetricFamily(self._prefix + name, text, labels=labels)
+        is_vllm = prefix == "vllm:"
+        for name, text, read in _COUNTERS + (_VLLM_COUNTERS if is_vllm else ()):
+            family = CounterMetricFamily(prefix + name, text, labels=labels)
             for replicaset, one in stats.sets.items():
                 family.add_metric(self._at(replicaset), read(one))
             yield family
         ended = CounterMetricFamily(
-            self._prefix + "request_success", "Requests by how they ended.", labels=(*labels, "finished_reason")
+            prefix + "request_success", "Requests by how they ended.", labels=(*labels, "finished_reason")
         )
         for replicaset, one in stats.sets.items():
+            counts: Counter[str] = Counter()
             for reason, count in dict(one.ended).items():
+                counts[_VLLM_REASONS.get(reason, reason) if is_vllm else reason] += count
+            for reason, count in counts.items():
                 ended.add_metric((*self._at(replicaset), reason), count)
         yield ended
 

@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vajra_py.serve.access import route_path
 from vajra_py.serve.errors import ApiError
 from vajra_py.serve.options import ServeOptions
 
@@ -20,10 +21,6 @@ HEALTH_PATHS = frozenset({"/health", "/ready"})
 """Paths that probes ask for; they need no key unless the server is told otherwise."""
 BROWSER_PATHS = frozenset({"/dashboard", "/dashboard/data"})
 """Paths where the key may be a password, which a browser asks its user for."""
-
-
-DIRECT_SEND = "vajra.send"
-"""Under this name a request's scope has the `send` of the gate: past it, every layer of the framework adds one of its own."""
 
 
 def _given_key(header: str, basic: bool) -> bytes:
@@ -41,12 +38,19 @@ def open_paths(options: ServeOptions) -> frozenset[str]:
     return frozenset({"/metrics"}) if options.guard_health else HEALTH_PATHS | {"/metrics"}
 
 
+def is_admin_path(path: str) -> bool:
+    """Whether a path is for administrators, who may have a key of their own."""
+    return path.startswith("/admin/")
+
+
 class Gate:
     """Key and size of every HTTP request."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
         self._app = app
         self._key = None if options.api_key is None else options.api_key.encode("latin-1")
+        own = options.admin_api_key
+        self._admin_key = self._key if own is None else own.encode("latin-1")
         self._open_paths = open_paths(options)
         self._max_bytes = options.max_body_bytes
 
@@ -55,12 +59,12 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope[DIRECT_SEND] = send
         headers = Headers(scope=scope)
-        path = scope["path"]
-        if self._key is not None and path not in self._open_paths:
+        path = route_path(scope)
+        key = self._admin_key if is_admin_path(path) else self._key
+        if key is not None and path not in self._open_paths:
             given = _given_key(headers.get("authorization", ""), basic=path in BROWSER_PATHS)
-            if not hmac.compare_digest(given, self._key):
+            if not hmac.compare_digest(given, key):
                 error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
                 response = error.response()
                 if path in BROWSER_PATHS:

@@ -6,10 +6,12 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from vajra_py.errors import ConfigError, Problem
+from vajra_py.serve.logs import LogFormat, LogLevel
 
+MetricNames: TypeAlias = Literal["vajra", "vllm", "both"]
 OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -53,10 +55,20 @@ class ServeOptions:
         strict_fields: whether fields of a body that nobody knows are refused instead of ignored.
         retry_after_s: when a client that got a 429 or 503 should come back, seconds.
         grace_s: how long a shutdown lets requests finish, seconds.
-        metric_names: `vajra` (own prefix) or `vllm` (vLLM's names where the thing is the same).
+        metric_names: `vajra` (own prefix), `vllm` (vLLM's names where the thing is the same), or `both`.
         max_labels: tenants, and classes of service, that numbers tell apart; further ones count as "other".
         otlp_traces_endpoint: where spans go, by OTLP over HTTP; None: where the variables `OTEL_*` say, or nowhere.
-        admin: whether `/admin/policy` is there, by which whoever may use the server swaps its policies.
+        admin: whether `/admin/policy` is there, by which policies are swapped.
+        admin_api_key: what requests for it have to carry in the place of `api_key`; needed where there is an `api_key`.
+        access_log: whether each request has a line in the log.
+        log_format: `text` or `json`.
+        log_level: least level of log lines.
+        uds: path of a Unix socket to listen on in the place of `host` and `port`.
+        root_path: prefix under which a proxy shows the server.
+        ssl_keyfile: private key for TLS.
+        ssl_certfile: its certificate; with it the server speaks TLS.
+        ssl_keyfile_password: of an encrypted key.
+        ssl_ca_certs: certificates of those who may sign clients' certificates; with it clients need one.
         save_run: folder that gets the session as a run; None: it is not recorded.
     """
 
@@ -81,10 +93,20 @@ class ServeOptions:
     strict_fields: bool = False
     retry_after_s: float = 1.0
     grace_s: float = 30.0
-    metric_names: Literal["vajra", "vllm"] = "vajra"
+    metric_names: MetricNames = "both"
     max_labels: int = 100
     otlp_traces_endpoint: str | None = None
     admin: bool = False
+    admin_api_key: str | None = field(default=None, repr=False)
+    access_log: bool = True
+    log_format: LogFormat = "text"
+    log_level: LogLevel = "info"
+    uds: Path | None = None
+    root_path: str = ""
+    ssl_keyfile: Path | None = None
+    ssl_certfile: Path | None = None
+    ssl_keyfile_password: str | None = field(default=None, repr=False)
+    ssl_ca_certs: Path | None = None
     save_run: Path | None = None
 
     @property
@@ -115,9 +137,35 @@ class ServeOptions:
         ]
         if not 0 <= self.port <= 65535:
             problems.append(Problem("port", f"is no port ({self.port})", "Allowed: 0 to 65535; 0 takes a free one"))
-        if self.api_key is not None and not re.fullmatch(r"[\x21-\x7e]+", self.api_key):
-            problems.append(Problem("api_key", "has characters that a header cannot carry", "Allowed: visible ASCII"))
+        problems += [
+            Problem(name, "has characters that a header cannot carry", "Allowed: visible ASCII")
+            for name in ("api_key", "admin_api_key")
+            if not re.fullmatch(r"[\x21-\x7e]+", getattr(self, name) or "none")
+        ]
+        problems += [*self._admin_problems(), *self._listening_problems()]
         if any(not one.strip() for one in self.served_names):
             problems.append(Problem("served_names", "has an empty name", "Allowed: one character or more"))
         if problems:
             raise ConfigError(problems)
+
+    def _admin_problems(self) -> list[Problem]:
+        if self.admin and self.api_key is not None and self.admin_api_key is None:
+            message = "is missing: whoever may use the server could swap its policies"
+            return [Problem("admin_api_key", message, "Another key for /admin (VAJRA_ADMIN_API_KEY), or no --admin")]
+        if self.admin_api_key is not None and not self.admin:
+            return [Problem("admin_api_key", "does nothing without --admin")]
+        return []
+
+    def _listening_problems(self) -> list[Problem]:
+        problems = [
+            Problem(name, f"is not a file ({path})", "A file in PEM format")
+            for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
+            if (path := getattr(self, name)) is not None and not path.is_file()
+        ]
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            problems.append(Problem("ssl_certfile", "is missing, and TLS is asked for", "The certificate's file"))
+        if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
+            problems.append(
+                Problem("root_path", f"is no prefix of paths ({self.root_path!r})", "Allowed: such as /llm")
+            )
+        return problems

@@ -16,10 +16,10 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from vajra_py.serve.access import ANSWER_ID, DIRECT_SEND
 from vajra_py.serve.answers import Answer, encoded, event, failure
 from vajra_py.serve.eager import begin
 from vajra_py.serve.errors import ApiError
-from vajra_py.serve.gate import DIRECT_SEND
 from vajra_py.serve.session import EngineSession, Unavailable
 from vajra_py.serve.tickets import Reply, Ticket
 
@@ -38,6 +38,7 @@ class Exchange:
 
     async def respond(self, request: Request) -> Response:
         """Submit and answer. Raises `ApiError` for what fails before anything was sent."""
+        request.scope[ANSWER_ID] = self.answer.name
         reply, client = self.answer.reply, _Client(request.receive)
         handed_on = False
         try:

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
+import ssl
+import stat
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
@@ -18,6 +23,7 @@ import uvicorn
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.serve.app import Service, create_app
 from vajra_py.serve.connections import Connections
+from vajra_py.serve.options import ServeOptions
 from vajra_py.serve.session import SessionState
 
 _log = logging.getLogger(__name__)
@@ -83,7 +89,17 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
+def _address(bound: socket.socket, options: ServeOptions) -> str:
+    """Where clients find the server."""
+    if options.uds is not None:
+        return f"unix:{options.uds}"
+    host, port = bound.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'http' if options.ssl_certfile is None else 'https'}://{shown}:{port}{options.root_path}"
+
+
 def _config(service: Service, connections: Connections) -> uvicorn.Config:
+    options = service.options
     return uvicorn.Config(
         create_app(service),
         http=cast(Any, connections.make),  # what uvicorn calls for each connection; it need not be a class
@@ -94,6 +110,12 @@ def _config(service: Service, connections: Connections) -> uvicorn.Config:
         timeout_graceful_shutdown=int(_LAST_BYTES_S),
         ws="none",
         lifespan="on",
+        root_path=options.root_path,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile_password=options.ssl_keyfile_password,
+        ssl_ca_certs=None if options.ssl_ca_certs is None else str(options.ssl_ca_certs),
+        ssl_cert_reqs=ssl.CERT_NONE if options.ssl_ca_certs is None else ssl.CERT_REQUIRED,
     )
 
 
@@ -117,17 +139,37 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def serve(service: Service, on_listening: Callable[[str, int], None]) -> None:
+def bind_unix(path: Path) -> socket.socket:
+    """A bound Unix socket; one that nobody listens on any longer is replaced. Raises `ConfigError`."""
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+                if other.connect_ex(str(path)) != 0:
+                    path.unlink()
+        bound.bind(str(path))
+    except OSError as error:
+        bound.close()
+        message = f"cannot be listened on ({path}: {error.strerror or error})"
+        raise ConfigError(Problem("uds", message, "A path where there is nothing")) from None
+    bound.listen(_BACKLOG)
+    bound.setblocking(False)
+    return bound
+
+
+def serve(service: Service, on_listening: Callable[[str], None]) -> None:
     """Listen and answer until a signal comes. Raises what ended the engine, if anything did."""
     options = service.options
     options.check()
-    bound = bind(options.host, options.port)
+    bound = bind(options.host, options.port) if options.uds is None else bind_unix(options.uds)
     server = DrainingServer(service)
-    host, port = bound.getsockname()[:2]
-    server.on_listening = lambda: on_listening(host, port)
+    server.on_listening = lambda: on_listening(_address(bound, options))
     try:
         server.run(sockets=[bound])
     finally:
         bound.close()
+        if options.uds is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(options.uds)
     if service.session.error is not None:
         raise service.session.error

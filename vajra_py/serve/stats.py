@@ -85,6 +85,8 @@ class SetStats:
         self.ttft = Histogram(SECONDS)
         self.gaps = Histogram(SECONDS)
         self.e2e = Histogram(SECONDS)
+        self.tpot = Histogram(SECONDS)
+        self.inference = Histogram(SECONDS)
         self.queue = Histogram(SECONDS)
         self.prefill = Histogram(SECONDS)
         self.decode = Histogram(SECONDS)
@@ -178,8 +180,11 @@ class ServerStats(Observer):
         stats.ttft.add(ttft)
         stats.e2e.add(e2e)
         stats.prefill.add(one.first_token_at - (one.admitted_at or one.arrived_at))
+        stats.inference.add(now - (one.admitted_at or one.arrived_at))
         stats.decode.add(now - one.first_token_at)
         tpot = float(gaps.mean()) if len(gaps) else 0.0
+        if len(gaps):
+            stats.tpot.add(tpot)
         name = self._capped(one.slo_class, self.recent)
         recent = self.recent[name]
         for kept, value in ((recent.ttft_s, ttft), (recent.tpot_s, tpot), (recent.e2e_s, e2e)):
