@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from vajra_py.errors import ConfigError
-from vajra_py.serve.logs import FIELDS, JsonFormatter, TextFormatter, configure_logging
+from vajra_py.serve.logs import FIELDS, JsonFormatter, TextFormatter, logging_to_stderr
 from vajra_py.serve.options import ServeOptions
 
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (DEBUG|INFO|WARNING|ERROR) [\w.]+: .+")
@@ -72,17 +72,14 @@ def test_lines_have_time_and_level_and_stay_lines() -> None:
 
 
 def test_logging_goes_to_standard_error_once(capsys: pytest.CaptureFixture[str]) -> None:
-    before = logging.getLogger().handlers[:]
-    try:
-        configure_logging("text", "info")
-        configure_logging("json", "info")
-        logging.getLogger("vajra_py.x").info("hello")
-        logging.getLogger("vajra_py.x").debug("quiet")
-        logging.getLogger("other").info("quiet")
-        lines = capsys.readouterr().err.splitlines()
-        assert [json.loads(line)["message"] for line in lines] == ["hello"]
-    finally:
-        logging.getLogger().handlers[:] = before
+    for _ in range(2):
+        with logging_to_stderr("json", "info"):
+            logging.getLogger("vajra_py.x").info("hello")
+            logging.getLogger("vajra_py.x").debug("quiet")
+            logging.getLogger("other").info("quiet")
+        logging.getLogger("vajra_py.x").info("afterwards")
+    lines = capsys.readouterr().err.splitlines()
+    assert [json.loads(line)["message"] for line in lines] == ["hello", "hello"]
 
 
 def test_a_command_logs_json_over_a_unix_socket_and_takes_it_away(

@@ -229,19 +229,19 @@ def _run(config: Any, registry: Any, given: dict[str, Any]) -> None:
             raise
         message = f"its packages are not installed ({error.name})"
         raise ConfigError(Problem("serve", message, 'Install the extra: pip install "vajra-py[serve]"')) from None
-    from vajra_py.serve.logs import configure_logging
+    from vajra_py.serve.logs import logging_to_stderr
     from vajra_py.serve.options import ServeOptions
     from vajra_py.serve.recording import RunRecording
     from vajra_py.serve.session import EngineSession, SessionParts
 
     options = ServeOptions(**given)
     options.check()
-    configure_logging(options.log_format, options.log_level)
-    recording = None if options.save_run is None else RunRecording(config, registry, options.save_run)
-    session = EngineSession(SessionParts(config, registry, recording=recording))
-    service = Service(session, options, _tracing(options) if options.traces else None)
-
-    run_server(service, lambda address: _log.info("listening on %s (models: %s)", address, ", ".join(service.names)))
+    with logging_to_stderr(options.log_format, options.log_level):
+        recording = None if options.save_run is None else RunRecording(config, registry, options.save_run)
+        session = EngineSession(SessionParts(config, registry, recording=recording))
+        service = Service(session, options, _tracing(options) if options.traces else None)
+        names = ", ".join(service.names)
+        run_server(service, lambda address: _log.info("listening on %s (models: %s)", address, names))
     _leave()
 
 

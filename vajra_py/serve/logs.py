@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Literal, TypeAlias
 
@@ -57,12 +58,20 @@ def _time(record: logging.LogRecord) -> str:
     return when.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def configure_logging(log_format: LogFormat, level: LogLevel) -> None:
-    """Write log lines to standard error: this program's from `level` on, those of libraries from warnings on."""
+@contextmanager
+def logging_to_stderr(log_format: LogFormat, level: LogLevel) -> Iterator[None]:
+    """Within it, log lines go to standard error: this program's from `level` on, those of libraries from warnings on."""
     handler = StandardError()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     root = logging.getLogger()
-    root.handlers[:] = [*(one for one in root.handlers if not isinstance(one, StandardError)), handler]
-    root.setLevel(logging.WARNING)
-    for name in _PACKAGES:
-        logging.getLogger(name).setLevel(level.upper())
+    levels = {root: logging.WARNING, **{logging.getLogger(name): level.upper() for name in _PACKAGES}}
+    before = {logger: logger.level for logger in levels}
+    root.addHandler(handler)
+    for logger, its in levels.items():
+        logger.setLevel(its)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        for logger, its in before.items():
+            logger.setLevel(its)
