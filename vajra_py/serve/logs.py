@@ -64,7 +64,10 @@ def logging_to_stderr(log_format: LogFormat, level: LogLevel) -> Iterator[None]:
     handler = StandardError()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     root = logging.getLogger()
-    levels = {root: logging.WARNING, **{logging.getLogger(name): level.upper() for name in _PACKAGES}}
+    levels: dict[logging.Logger, int | str] = {
+        root: logging.WARNING,
+        **{logging.getLogger(name): level.upper() for name in _PACKAGES},
+    }
     before = {logger: logger.level for logger in levels}
     root.addHandler(handler)
     for logger, its in levels.items():
