@@ -97,6 +97,36 @@ def _limits(command: click.Command | Any) -> Any:
     return command
 
 
+def _operations(command: click.Command | Any) -> Any:
+    """Logs, and what stands between the server and its clients."""
+    from vajra_py.serve.options import ServeOptions
+
+    default = ServeOptions()
+    options = (
+        click.option("--access-log/--no-access-log", default=True, help="A log line for each request."),
+        click.option(
+            "--log-format", type=click.Choice(["text", "json"]), default=default.log_format, show_default=True
+        ),
+        click.option(
+            "--log-level",
+            type=click.Choice(["debug", "info", "warning", "error"]),
+            default=default.log_level,
+            show_default=True,
+        ),
+        click.option("--uds", type=_PATH, help="Listen on this Unix socket, and not on --host and --port."),
+        click.option("--root-path", default=default.root_path, help="Prefix under which a proxy shows the server."),
+        click.option("--ssl-certfile", type=_PATH, help="Certificate, PEM: speak TLS."),
+        click.option("--ssl-keyfile", type=_PATH, help="Its private key."),
+        click.option(
+            "--ssl-keyfile-password", help=f"Of an encrypted key; better: the variable {SSL_PASSWORD_VARIABLE}."
+        ),
+        click.option("--ssl-ca-certs", type=_PATH, help="Ask clients for a certificate that one of these signed."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 def _server_options(command: click.Command | Any) -> Any:
     """What is said about the server itself."""
     from vajra_py.serve.options import ServeOptions
@@ -153,24 +183,6 @@ def _server_options(command: click.Command | Any) -> Any:
             help=f"Bearer key of /admin, in the place of --api-key; better: the variable {ADMIN_KEY_VARIABLE}.",
         ),
         click.option("--guard-health", is_flag=True, help="Ask for the key at /health and /ready too."),
-        click.option("--access-log/--no-access-log", default=True, help="A log line for each request."),
-        click.option(
-            "--log-format", type=click.Choice(["text", "json"]), default=default.log_format, show_default=True
-        ),
-        click.option(
-            "--log-level",
-            type=click.Choice(["debug", "info", "warning", "error"]),
-            default=default.log_level,
-            show_default=True,
-        ),
-        click.option("--uds", type=_PATH, help="Listen on this Unix socket, and not on --host and --port."),
-        click.option("--root-path", default=default.root_path, help="Prefix under which a proxy shows the server."),
-        click.option("--ssl-certfile", type=_PATH, help="Certificate, PEM: speak TLS."),
-        click.option("--ssl-keyfile", type=_PATH, help="Its private key."),
-        click.option(
-            "--ssl-keyfile-password", help=f"Of an encrypted key; better: the variable {SSL_PASSWORD_VARIABLE}."
-        ),
-        click.option("--ssl-ca-certs", type=_PATH, help="Ask clients for a certificate that one of these signed."),
         click.option("--save-run", type=click.Path(path_type=Path), help="Keep the session as a run in this folder."),
     )
     for option in reversed(options):
@@ -183,6 +195,7 @@ def _server_options(command: click.Command | Any) -> Any:
 @overrides_option
 @_flags
 @_server_options
+@_operations
 @_limits
 def serve(file: Path | None, overrides: tuple[str, ...], **given: Any) -> None:
     """Serve the engine of FILE (or of --model DIR) over HTTP, as OpenAI's API does, under its policies."""
