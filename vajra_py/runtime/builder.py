@@ -275,6 +275,7 @@ class Builder(PlanDraft):
         waiting = self._to_publish
         while waiting and (before is None or waiting[-1].admitted_index < before):
             request = waiting.pop()
+            self._settle(request)
             self._memory.publish(request, request.num_computed_tokens + 1)
 
     def _room_for_decode(self, request: Request) -> Refusal | None:
