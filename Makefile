@@ -9,6 +9,9 @@ WORKERS ?= 2
 WORKLOAD ?=
 REPLICAS ?= 4
 DIR ?= ../shared/golden
+RUN ?=
+PROFILE ?=
+CALIBRATION ?=
 PYTEST_ARGS ?=
 
 VENV := .venv
@@ -18,7 +21,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: help install demo lint format test test-fast bench bench-sim bench-engine golden gpu-check gpu-bench docs clean
+.PHONY: help install demo lint format test test-fast bench validate-run bench-sim bench-engine golden gpu-check gpu-bench docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +66,10 @@ bench-sim: install ## simulation speed on a CSV of arrivals, prompt and output t
 
 bench-engine: install ## tokens per second of the engine on this CPU, against transformers (5 minutes)
 	$(PY) benchmarks/engine_cpu.py
+
+validate-run: install ## compare a measured run with its simulation: RUN=folder PROFILE=folder [CALIBRATION=file]
+	@test -n "$(RUN)" -a -n "$(PROFILE)" || { echo 'make validate-run: needs RUN=folder (a measured run) and PROFILE=folder (a profile bundle).' >&2; exit 2; }
+	$(BIN)/vajra validate "$(RUN)" --profile "$(PROFILE)" $(if $(CALIBRATION),--calibration "$(CALIBRATION)")
 
 golden: install ## replay recorded decisions: DIR=folder
 	$(PY) -P -m vajra_py.testing.golden $(DIR)

@@ -86,7 +86,7 @@ class Accuracy:
         yield f"{'metric':<{width}}{'measured':>12}{'simulated':>12}{'error':>9}"
         for one in self.errors:
             mark = "" if one.passes else f"  beyond {one.bound:.0%}"
-            yield f"{one.name:<{width}}{one.measured:>12.4g}{one.simulated:>12.4g}{one.relative:>+9.1%}{mark}"
+            yield f"{one.name:<{width}}{one.measured:>12.5g}{one.simulated:>12.5g}{one.relative:>+9.1%}{mark}"
         for series in self.series:
             means = f"{series.measured.mean():>12.4g}{series.simulated.mean():>12.4g}"
             yield f"{series.name:<{width}}{means}{series.relative:>9.1%}"
@@ -101,7 +101,7 @@ def compare_with_measured(run: MeasuredRun, simulated: RunData) -> Accuracy:
     served = requests_of(simulated)
     if served.request_id != run.requests.request_id:
         raise RunError(f"{simulated.path}: did not serve the requests of {run.path}. Simulate the run's own workload.")
-    trust = str(simulated.summary.value("step_times") or "")
+    trust = str(simulated.summary.value("step_times.sentence") or "unknown")
     return Accuracy(
         run.path.name,
         run.requests,

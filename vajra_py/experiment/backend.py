@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.errors import ConfigError, Problem
+from vajra_py.latency import StepTimes
 from vajra_py.plugins import Registry
 from vajra_py.runtime.controller import Controller
 from vajra_py.runtime.seeds import SeedTree
@@ -44,6 +45,10 @@ class Backend(Protocol):
     """A prepared run; `prepare` and `start` are called once, in this order."""
 
     controller: Controller
+
+    @property
+    def step_times(self) -> StepTimes:
+        """Where the durations of steps come from."""
 
     def prepare(self, folder: Path) -> None:
         """The run's folder is ready: what this backend alone records goes there."""

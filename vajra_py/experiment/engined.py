@@ -20,6 +20,7 @@ from vajra_py.engine.prompts import PromptMaker, request_seed
 from vajra_py.engine.services import engine_services, length_predictor, predictions
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.experiment.backend import Outcome, Run
+from vajra_py.latency import REAL, StepTimes
 from vajra_py.runtime.clock import to_seconds, to_ticks
 from vajra_py.runtime.content_of import facts_of
 from vajra_py.runtime.input_log import INPUTS_FILE, InputLog
@@ -55,6 +56,11 @@ class EngineRun:
         self.loop: EngineLoop | None = None
         self._log: InputLog | None = None
         self._output_file: gzip.GzipFile | None = None
+
+    @property
+    def step_times(self) -> StepTimes:
+        """See `Backend`."""
+        return REAL
 
     def prepare(self, folder: Path) -> None:
         """See `Backend`."""

@@ -129,6 +129,7 @@ class _Attempt:
         window = self._window(requests.column("arrived_at").to_numpy(), seconds)
         summary = summarise(requests, steps, tbt, window)
         summary = summary.with_warnings(rate_warnings(summary.data, _asked_rate(self._run.config)))
+        summary = summary.with_step_times(self._backend.step_times.to_mapping())
         (path / "summary.json").write_text(summary.to_json())
 
     def _window(self, arrived_at: Sequence[float], ended_at: float) -> Window | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,14 @@ from vajra_py.config import TypedChoice
 from vajra_py.contract import LatencyModel
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.backend import Outcome, Run
-from vajra_py.latency import HasHostOverhead, ProfileBundleModel, ReplaysDurations, RooflineModel
+from vajra_py.latency import (
+    HasHostOverhead,
+    ProfileBundleModel,
+    ReplaysDurations,
+    RooflineModel,
+    StepTimes,
+    step_times_of,
+)
 from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
 from vajra_py.runtime.assembly import ModelFacts, Services, build_controller
 from vajra_py.runtime.clock import to_seconds
@@ -27,6 +35,7 @@ class SimulatedRun:
         settings = run.config.backend.settings
         self._workload = run.workload
         latency = build_latency_model(settings.latency.type, settings.latency.params, run.registry)
+        self._latency = latency
         told = _told(latency, settings.predictions, run.registry)
         seeds = run.seeds.child("policies")
         truth = Truth(seeds.child("output_lengths").stream, run.workload.true_lengths())
@@ -58,6 +67,16 @@ class SimulatedRun:
             options,
             _counting(run, len(run.workload)),
         )
+
+    @property
+    def step_times(self) -> StepTimes:
+        """See `Backend`: the latency model's, with what its fallback answered."""
+        return replace(step_times_of(self._latency), num_fallback=self._num_fallback())
+
+    def _num_fallback(self) -> int:
+        if not isinstance(self._latency, ProfileBundleModel):
+            return 0
+        return self._latency.num_fallback
 
     def prepare(self, folder: Path) -> None:
         """Nothing of its own to record: a simulation is repeated by running it again."""

@@ -27,6 +27,7 @@ from vajra_py.latency.recorded import RecordedDurations, RecordedModel
 from vajra_py.latency.roofline import RooflineModel
 from vajra_py.latency.runs import HasHostOverhead, PredictsDecodeRuns, ReplaysDurations, VariesSteps
 from vajra_py.latency.specs import BUILTIN_LATENCY_MODELS, BUILTIN_OUTPUT_LENGTHS
+from vajra_py.latency.step_times import REAL, StepTimes, step_times_of
 from vajra_py.latency.table import OperatorTableModel, TableOptions
 from vajra_py.latency.variation import Variation, factors_among
 
@@ -34,6 +35,7 @@ __all__ = [
     "BUILTIN_LATENCY_MODELS",
     "BUILTIN_OUTPUT_LENGTHS",
     "HOST_OVERHEADS",
+    "REAL",
     "AffineConfig",
     "AffineModel",
     "Bundle",
@@ -64,6 +66,7 @@ __all__ = [
     "ReplaysDurations",
     "RooflineConfig",
     "RooflineModel",
+    "StepTimes",
     "TableConfig",
     "TableOptions",
     "Variation",
@@ -79,4 +82,5 @@ __all__ = [
     "read_bundle",
     "read_calibration",
     "read_profile",
+    "step_times_of",
 ]

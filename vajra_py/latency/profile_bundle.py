@@ -138,6 +138,8 @@ class ProfileBundleModel:
         _check(bundle, model, options)
         self.bundle = bundle
         self.model = model
+        self.num_fallback = 0
+        """Questions that the fallback answered; of no effect on any answer."""
         self.options = options
         self.device = device
         self._scale = {name: options.scales.get(name, 1.0) for name in SCALES}
@@ -237,6 +239,7 @@ class ProfileBundleModel:
 
     def _beyond(self, shape: BatchShape) -> float:
         if self.options.fallback is not None:
+            self.num_fallback += 1
             return self.options.fallback.batch_time_s(shape)
         largest = {name: int(size) for name, size in self._attention.largest.items()}
         raise ExecutorError(

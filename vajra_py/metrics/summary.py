@@ -59,7 +59,8 @@ Section: TypeAlias = dict[str, Any]
 class Summary:
     """The numbers of one run.
 
-    Keys of `data`: `version`, `window`, `stability`, `overall`, `by_slo_class`, `by_tenant`, `by_replicaset`, `fairness`, `resources`, `warnings`.
+    Keys of `data`: `version`, `window`, `stability`, `overall`, `by_slo_class`, `by_tenant`, `by_replicaset`, `fairness`, `resources`, `warnings`;
+    and `step_times` where the run says where its step times come from.
     """
 
     data: Mapping[str, Any]
@@ -76,6 +77,10 @@ class Summary:
     def with_warnings(self, sentences: Sequence[str]) -> Summary:
         """The same summary with these warnings after its own."""
         return Summary({**self.data, "warnings": [*self.data["warnings"], *sentences]})
+
+    def with_step_times(self, origin: Mapping[str, Any]) -> Summary:
+        """The same summary with where its step times come from, as `step_times`."""
+        return Summary({**self.data, "step_times": dict(origin)})
 
     def to_json(self) -> str:
         """JSON, indented, ending in a line break; equal summaries give equal text."""

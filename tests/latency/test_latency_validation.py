@@ -1,0 +1,191 @@
+"""A measured run is simulated with its own settings, compared request by request, and refused where its files cannot be."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from vajra_py.cli.validate import validate
+from vajra_py.errors import ConfigError
+from vajra_py.experiment.accuracy import compare_with_measured, requests_of
+from vajra_py.experiment.accuracy_report import write_accuracy_report
+from vajra_py.experiment.measured_run import read_measured_run
+from vajra_py.experiment.measured_simulation import bundle_latency, simulate_measured, simulation_of
+from vajra_py.metrics.run_data import RunData
+
+NUM_REQUESTS = 24
+ENGINE = {
+    "model": "meta-llama/Llama-3.1-8B",
+    "tensor_parallel_size": 1,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 512,
+    "max_model_len": 4096,
+}
+
+
+def write_run(folder: Path, **meta: Any) -> Path:
+    """A measured run whose times are made up, ten requests a second, in pairs with equal prompts."""
+    folder.mkdir(parents=True)
+    contents = {"model": ENGINE["model"], "vllm_version": "0.19.0", "engine_kwargs": ENGINE, **meta}
+    (folder / "meta.json").write_text(json.dumps(contents))
+    sizes = np.random.default_rng(3).integers(20, 300, (NUM_REQUESTS, 2))
+    with gzip.open(folder / "workload.jsonl.gz", "wt") as workload, (folder / "requests.jsonl").open("w") as requests:
+        for index, (prompt, output) in enumerate(sizes.tolist()):
+            at = 0.1 * index
+            ids = [index // 2] * prompt
+            sent = {"input_toks": prompt, "output_toks": output, "arrival_time_ns": int(at * 1e9), "input_tok_ids": ids}
+            workload.write(json.dumps(sent) + "\n")
+            times = {"arrival_time": 1e9 + at, "queued_ts": 500.0 + at, "scheduled_ts": 500.1 + at}
+            ends = {"first_token_ts": 500.2 + at, "last_token_ts": 500.2 + at + 0.01 * (output - 1)}
+            row = {"request_id": f"bench-{index}", "input_toks": prompt, "output_toks": output, **times, **ends}
+            requests.write(json.dumps(row) + "\n")
+    return folder
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "measured")
+
+
+def as_measured(run: Path, simulated: RunData, slower: float = 1.0) -> None:
+    """Put what was simulated in the place of what was measured, tokens after the first `slower` times as far apart."""
+    served = requests_of(simulated)
+    lines = [json.loads(line) for line in (run / "requests.jsonl").read_text().splitlines()]
+    assert served.scheduled_at is not None
+    for index, row in enumerate(lines):
+        row["scheduled_ts"] = 500.0 + served.scheduled_at[index]
+        row["first_token_ts"] = 500.0 + served.first_token_at[index]
+        spent = served.last_token_at[index] - served.first_token_at[index]
+        row["last_token_ts"] = row["first_token_ts"] + slower * spent
+    (run / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+
+
+def test_a_run_is_read_on_one_clock(run_folder: Path) -> None:
+    run = read_measured_run(run_folder)
+    assert run.requests.arrived_at[:2] == pytest.approx([0.0, 0.1])
+    assert run.requests.ttft_s == pytest.approx(np.full(NUM_REQUESTS, 0.2))
+    assert run.requests.tpot_s == pytest.approx(np.full(NUM_REQUESTS, 0.01))
+    assert run.workload[2].prompt_token_ids is not None
+    assert run.workload[2].max_tokens == run.workload[2].num_output_tokens
+    assert run.settings.asynchronous  # vLLM 0.19's default
+    contexts = run.requests.num_prompt_tokens + run.requests.num_output_tokens / 2
+    assert 0.1 < run.context_variation < 2 * contexts.std() / contexts.mean()
+
+
+def test_settings_come_from_the_arguments_and_from_what_the_engine_made_of_them(tmp_path: Path) -> None:
+    resolved = {
+        "scheduler_config": {"async_scheduling": False},
+        "compilation_config": {"max_cudagraph_capture_size": 64},
+    }
+    kv_cache = {"num_gpu_blocks": 2588, "block_size": 32, "enable_prefix_caching": False}
+    run = read_measured_run(write_run(tmp_path / "run", resolved_config=resolved, kv_cache=kv_cache))
+    settings = run.settings
+    assert (settings.num_blocks, settings.block_size, settings.prefix_caching) == (2588, 32, False)
+    assert (settings.asynchronous, settings.capture_limit, settings.max_num_seqs) == (False, 64, 8)
+    replica = simulation_of(run, {"type": "constant"}, tmp_path / "w").replica
+    assert replica.memory.num_blocks == 2587  # one block of vLLM's is the null block
+    assert (replica.max_batch_size, replica.max_batch_tokens, replica.max_model_len) == (8, 512, 4096)
+
+
+def test_what_the_simulator_did_itself_is_validated_without_an_error(
+    run_folder: Path, bundle: Path, tmp_path: Path
+) -> None:
+    run = read_measured_run(run_folder)
+    latency = bundle_latency(run, bundle)
+    assert latency["capture_limit"] == 16
+    simulated = simulate_measured(run, latency, tmp_path / "first")
+    assert simulated.summary.value("step_times.kind") == "measured"
+    cached = simulated.requests("num_cached_tokens").column(0).to_numpy()
+    assert cached[1::2].sum() > 0  # the second of two equal prompts finds blocks of the first
+    as_measured(run_folder, simulated)
+    accuracy = compare_with_measured(read_measured_run(run_folder), simulated)
+    assert accuracy.passes
+    assert [one.relative for one in accuracy.errors] == pytest.approx([0.0] * len(accuracy.errors), abs=1e-6)
+    assert all(one.relative < 0.02 for one in accuracy.series)
+
+
+def test_the_command_fails_when_a_mean_is_off_by_more_than_its_bound(
+    run_folder: Path, bundle: Path, tmp_path: Path
+) -> None:
+    run = read_measured_run(run_folder)
+    simulated = simulate_measured(run, bundle_latency(run, bundle), tmp_path / "first")
+    as_measured(run_folder, simulated)
+    given = [str(run_folder), "--profile", str(bundle), "-o", str(tmp_path / "again")]
+    report = tmp_path / "report.html"
+    fine = CliRunner().invoke(validate, [*given, "--report", str(report)], standalone_mode=False)
+    assert (fine.return_value, fine.exception) == (0, None)
+    assert "tpot_mean_ms" in fine.output
+    assert "step times: measured: operators measured on NVIDIA RTX PRO 6000" in fine.output
+    page = report.read_text()
+    assert page.count("<svg") == 3
+    assert "http" not in page.replace("http://www.w3.org", "")
+    as_measured(run_folder, simulated, slower=1.25)
+    slow = CliRunner().invoke(validate, given, standalone_mode=False)
+    assert slow.return_value == 1
+    assert "beyond 8%" in slow.output
+    beside = CliRunner().invoke(
+        validate, [str(run_folder), str(tmp_path / "first" / "simulated")], standalone_mode=False
+    )
+    assert beside.return_value == 1
+
+
+def test_a_report_has_the_errors_and_where_step_times_come_from(run_folder: Path, bundle: Path, tmp_path: Path) -> None:
+    run = read_measured_run(run_folder)
+    simulated = simulate_measured(run, bundle_latency(run, bundle), tmp_path / "sim")
+    accuracy = compare_with_measured(run, simulated)
+    write_accuracy_report(accuracy, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert all(one.name in page for one in accuracy.errors)
+    assert "never compared with a run of this engine" in page
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("requests.jsonl", '"output_toks": ', '"output_toks": -', r"requests.jsonl:1: output_toks is not a count from 1"),
+        ("requests.jsonl", '"first_token_ts": 500.2', '"first_token_ts": 400.2', r"requests.jsonl:1: its times do not ascend"),
+        ("requests.jsonl", '"last_token_ts": 50', '"last_token_ts": 5000', r"requests.jsonl:1: .* tokens took .* more than 10 s each"),
+        ("requests.jsonl", '"first_token_ts"', '"first_token"', r"requests.jsonl:1: first_token_ts is not a number \(None\). Found: request_id"),
+        ("requests.jsonl", '"input_toks": ', '"input_toks": 1', r"workload.jsonl.gz:1: has .* were measured"),
+        ("meta.json", '"engine_kwargs"', '"kwargs"', r"meta.json: has no engine_kwargs"),
+        ("meta.json", '"max_num_seqs": 8', '"max_num_seqs": 0', r"meta.json max_num_seqs: is not a count \(0\)"),
+        ("meta.json", "{", "{{", r"meta.json:1: is not JSON"),
+    ],
+)  # fmt: skip
+def test_broken_runs_are_refused_with_file_and_line(
+    run_folder: Path, edit: Callable[[Path, str, str], None], file: str, old: str, new: str, said: str
+) -> None:
+    edit(run_folder / file, old, new)
+    with pytest.raises(ConfigError, match=said):
+        read_measured_run(run_folder)
+
+
+def test_a_bundle_of_another_model_and_a_folder_without_files_are_refused(
+    run_folder: Path, bundle: Path, edit: Callable[[Path, str, str], None]
+) -> None:
+    run = read_measured_run(run_folder)
+    edit(bundle / "meta.yaml", "Llama-3.1-8B", "Llama-3-8B")
+    with pytest.raises(ConfigError, match=r"is of meta-llama/Llama-3-8B, and the run of meta-llama/Llama-3.1-8B"):
+        bundle_latency(run, bundle)
+    (run_folder / "requests.jsonl").unlink()
+    with pytest.raises(
+        ConfigError, match=r"is not a measured run: it needs meta.json, requests.jsonl.* Found: meta.json"
+    ):
+        read_measured_run(run_folder)
+
+
+def test_data_parallel_ranks_with_shared_experts_are_one_replica_of_all_of_them(tmp_path: Path) -> None:
+    kwargs = {**ENGINE, "data_parallel_size": 2, "enable_expert_parallel": True}
+    run = read_measured_run(write_run(tmp_path / "run", engine_kwargs=kwargs, kv_cache={"num_gpu_blocks": 101}))
+    together = simulation_of(run, {"type": "profile_bundle", "path": "p", "data_parallel": 2}, tmp_path / "w")
+    assert (together.num_replicas, together.replica.max_batch_size, together.replica.max_batch_tokens) == (1, 16, 1024)
+    assert together.replica.memory.num_blocks == 200
+    apart = simulation_of(run, {"type": "constant"}, tmp_path / "w")
+    assert (apart.num_replicas, apart.replica.max_batch_size, apart.replica.memory.num_blocks) == (2, 8, 100)

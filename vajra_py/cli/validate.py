@@ -1,0 +1,56 @@
+"""The command `vajra validate`: compares a measured run with a simulation of the same requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command(no_args_is_help=True)
+@click.argument("measured", type=click.Path(path_type=Path))
+@click.argument("simulated", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--profile", type=click.Path(path_type=Path), help="Profile bundle to simulate the run with, in place of SIMULATED."
+)
+@click.option("--calibration", type=click.Path(path_type=Path), help="Calibration for the bundle.")
+@click.option(
+    "--output", "-o", type=click.Path(path_type=Path), help="Folder for the simulation; default: runs/validation/NAME."
+)
+@click.option("--report", type=click.Path(path_type=Path), help="Write a page with table and pictures here.")
+def validate(
+    measured: Path,
+    simulated: Path | None,
+    profile: Path | None,
+    calibration: Path | None,
+    output: Path | None,
+    report: Path | None,
+) -> int:
+    """Compare MEASURED, a real engine's run, with SIMULATED, a run folder of the same requests, or simulate it with --profile.
+
+    Prints one line a metric: name, measured, simulated, error. The exit code is 1 when an error of a mean exceeds 8 % (TTFT: 15 %).
+    """
+    from vajra_py.experiment.accuracy import compare_with_measured
+    from vajra_py.experiment.measured_run import read_measured_run
+    from vajra_py.experiment.measured_simulation import bundle_latency, simulate_measured
+    from vajra_py.metrics.run_data import RunData
+
+    if (simulated is None) == (profile is None):
+        raise click.UsageError("name either a simulated run or --profile (got both or neither)")
+    run = read_measured_run(measured)
+    if simulated is not None:
+        data = RunData.load(simulated)
+    else:
+        assert profile is not None
+        folder = output or Path("runs") / "validation" / run.path.resolve().name
+        data = simulate_measured(run, bundle_latency(run, profile, calibration), folder)
+    accuracy = compare_with_measured(run, data)
+    for line in accuracy.lines():
+        click.echo(line)
+    click.echo(f"step times: {accuracy.trust}")
+    if report is not None:
+        from vajra_py.experiment.accuracy_report import write_accuracy_report
+
+        write_accuracy_report(accuracy, report)
+        click.echo(f"report: {report}")
+    return 0 if accuracy.passes else 1

@@ -1,0 +1,76 @@
+"""Where a run's step times come from, and how far they are known to be off: one line for summaries, tables and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from vajra_py.contract.latency import LatencyModel
+from vajra_py.latency.profile_bundle import ProfileBundleModel
+from vajra_py.latency.profiled import ProfiledModel
+from vajra_py.latency.roofline import RooflineModel
+from vajra_py.latency.runs import ReplaysDurations
+from vajra_py.latency.table import OperatorTableModel
+
+Kind = Literal["analytic", "measured", "calibrated", "recorded", "real", "given"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The origin of step times."""
+
+    kind: Kind
+    source: str
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Known relative errors of means, by metric (`ttft_s`, `tpot_s`, `e2e_s`, `step`), where they were ever compared with an engine."""
+    num_fallback: int = 0
+    """Questions for step times beyond what was measured, which the roofline answered; policies' questions are among them."""
+
+    @property
+    def sentence(self) -> str:
+        """One line without its stop."""
+        text = f"{self.kind}: {self.source}"
+        if self.errors:
+            known = ", ".join(f"{name.removesuffix('_s').upper()} {value:.1%}" for name, value in self.errors.items())
+            text += f"; error of means where it was checked: {known}"
+        elif self.kind in ("analytic", "measured"):
+            text += "; never compared with a run of this engine"
+        if self.num_fallback:
+            text += f"; {self.num_fallback} times beyond what was measured, where the roofline answered"
+        return text
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values, the sentence among them."""
+        return {**asdict(self), "errors": dict(self.errors), "sentence": self.sentence}
+
+
+REAL = StepTimes("real", "computed by the engine")
+
+
+def step_times_of(latency: LatencyModel) -> StepTimes:
+    """The origin of a latency model's answers; a plug-in's model says it by an attribute `step_times`."""
+    said = getattr(latency, "step_times", None)
+    if isinstance(said, StepTimes):
+        return said
+    if isinstance(latency, RooflineModel):
+        deployment = latency.deployment
+        return StepTimes("analytic", f"roofline of {deployment.model.name} on {deployment.device.name}")
+    if isinstance(latency, ProfileBundleModel):
+        calibration = latency.options.calibration
+        if calibration is None:
+            return StepTimes("measured", latency.source)
+        errors = {name: abs(value) for name, value in calibration.errors.items()}
+        return StepTimes("calibrated", f"{latency.source}, fitted on {calibration.fitted_on}", errors)
+    if isinstance(latency, ProfiledModel):
+        facts = latency.profile.facts
+        where = (
+            f"whole steps of {facts.get('model', 'a model')} on {facts.get('device', 'a device')}, by `vajra profile`"
+        )
+        known = [abs(one["mean"]) for one in latency.profile.errors.values() if "mean" in one]
+        return StepTimes("measured", where, {"step": max(known)} if known else {})
+    if isinstance(latency, OperatorTableModel):
+        return StepTimes("measured", "a table of operator times")
+    if isinstance(latency, ReplaysDurations):
+        return StepTimes("recorded", "durations of an earlier run")
+    return StepTimes("given", f"{type(latency).__name__}, figures of the experiment's author")
