@@ -20,6 +20,7 @@ from vajra_py.contract import (
     PolicyContext,
     PolicySpec,
     RequestView,
+    fill,
 )
 from vajra_py.errors import ConfigError, PluginError
 from vajra_py.experiment.run import run_experiment
@@ -153,3 +154,110 @@ def test_a_sweep_compares_an_own_policy_with_installed_ones(tmp_path: Path) -> N
 def test_a_name_that_is_taken_is_refused() -> None:
     with pytest.raises(PluginError, match="offers a request prioritizer named 'fcfs', and so does plug-in"):
         vajra.load(SMALL, policies=[replace(SHORTEST, name="fcfs")])
+
+
+# What an experiment sets for routers and replicasets
+
+
+def test_a_router_sees_loads_as_old_as_the_experiment_says(tmp_path: Path) -> None:
+    ages: dict[float, list[float]] = {}
+
+    class Looking:
+        def __init__(self, seen: list[float]) -> None:
+            self._seen = seen
+
+        def assign(self, request: RequestView, replicas: Any, now: float) -> int:
+            self._seen.append(max(replica.age_s for replica in replicas))
+            return 0
+
+        def pull(self, replica: Any, queued: Any, now: float) -> Any:
+            return ()
+
+    for interval_s in (0.0, 0.1):
+        seen = ages[interval_s] = []
+        spec = PolicySpec(
+            "looking", Layer.REPLICASET_SCHEDULER, PolicyConfig, lambda c, x, s=seen: Looking(s), "Looks."
+        )
+        scheduling = {**SMALL["scheduling"], "replicaset_scheduler": "looking"}
+        config = vajra.load({**SMALL, "scheduling": scheduling, "view_interval_s": interval_s}, policies=[spec])
+        vajra.run(config, folder=tmp_path / str(interval_s), policies=[spec])
+    assert set(ages[0.0]) == {0.0}
+    assert 0.05 < max(ages[0.1]) < 0.1
+
+
+TWO_SETS: dict[str, Any] = {
+    **SMALL,
+    "replicasets": {"small": {"select": {"max_prompt_tokens": 150}}, "large": {}},
+}
+
+
+def test_each_replicaset_may_have_its_own_step_times(tmp_path: Path) -> None:
+    latency = {"type": "constant", "step_time_s": 0.01}
+    own = {"large": {"latency": {"type": "constant", "step_time_s": 0.05}}}
+    simulator = {"latency": latency, "replicasets": own}
+    run = vajra.run(vajra.load({**TWO_SETS, "backend": {"simulator": simulator}}), folder=tmp_path / "run")
+    steps = run.steps_frame("replicaset", "duration_s")
+    times = steps.groupby("replicaset").duration_s
+    assert (round(times.min()["small"], 9), round(times.max()["small"], 9)) == (0.01, 0.01)
+    assert (round(times.min()["large"], 9), round(times.max()["large"], 9)) == (0.05, 0.05)
+
+
+def test_the_origin_of_step_times_is_told_for_each_replicaset(tmp_path: Path) -> None:
+    large = {"latency": {"type": "roofline", "model": "llama-3.1-8b", "device": "a100-80gb-sxm"}}
+    simulator = {**SMALL["backend"]["simulator"], "replicasets": {"large": large}}
+    run = vajra.run(vajra.load({**TWO_SETS, "backend": {"simulator": simulator}}), folder=tmp_path / "run")
+    sentence = run.summary.value("step_times.sentence")
+    assert sentence.startswith("given: small: given, ")
+    assert "; large: analytic, roofline of " in sentence
+
+
+@pytest.mark.parametrize(
+    ("own", "complaint"),
+    [
+        (
+            {"larg": {"latency": "constant"}},
+            "backend.simulator.replicasets.larg: no such replicaset. Did you mean 'large'?",
+        ),
+        ({"large": {"latency": {"type": "constan"}}}, "Did you mean 'constant'?"),
+        ({"large": {"latency": {"type": "constant", "step_time_s": -1}}}, "replicasets.large.latency.step_time_s"),
+    ],
+)
+def test_a_mistake_in_a_replicasets_latency_is_told(own: dict[str, Any], complaint: str) -> None:
+    simulator = {**SMALL["backend"]["simulator"], "replicasets": own}
+    with pytest.raises(ConfigError) as caught:
+        vajra.load({**TWO_SETS, "backend": {"simulator": simulator}})
+    assert complaint in str(caught.value)
+
+
+class Served:
+    """Tokens by tenant, which the policies of one replicaset share."""
+
+    def __init__(self) -> None:
+        self.by: list[str] = []
+
+
+def test_policies_of_a_replicaset_share_state_and_those_of_another_do_not(tmp_path: Path) -> None:
+    found: dict[str, list[Served]] = {}
+
+    def build(config: Any, context: PolicyContext) -> ShortestOutput:
+        found.setdefault("prioritizer", []).append(context.shared.get(Served))
+        return ShortestOutput(context)
+
+    class Plain:
+        def schedule(self, replica: Any, batch: Any, now: float) -> None:
+            fill(replica, batch, lambda request, batch, replica: min(batch.max_chunk(request), batch.tokens_left))
+
+    def build_scheduler(config: Any, context: PolicyContext) -> Plain:
+        found.setdefault("scheduler", []).append(context.shared.get(Served))
+        return Plain()
+
+    own = [
+        replace(SHORTEST, build=build),
+        PolicySpec("plain", Layer.REPLICA_SCHEDULER, PolicyConfig, build_scheduler, "Whole prompts."),
+    ]
+    scheduling = {**SMALL["scheduling"], "request_prioritizer": "shortest_output", "replica_scheduler": "plain"}
+    config = vajra.load({**TWO_SETS, "scheduling": scheduling, "num_replicas": 2}, policies=own)
+    vajra.run(config, folder=tmp_path / "run", policies=own)
+    small, large = found["prioritizer"]
+    assert small is not large
+    assert found["scheduler"] == [small, small, large, large]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import groupby
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -133,3 +134,16 @@ def test_kv_private_keys_match_only_their_own_request() -> None:
 def test_kv_keys_refuse_block_sizes(block_size: int) -> None:
     with pytest.raises(ValueError, match="At least 1"):
         TokenKeys([], block_size)
+
+
+def test_equal_prompts_have_equal_block_hashes_and_private_ones_none() -> None:
+    def hashes(keys: BlockKeys, num_tokens: int) -> list[Any]:
+        return list(keys.shared_prompt_keys(num_tokens))
+
+    one, other = (TokenKeys(tokens, 4) for tokens in ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 0, 9]))
+    one.append(3)
+    assert len(hashes(one, 9)) == 2
+    assert [a == b for a, b in zip(hashes(one, 9), hashes(other, 9), strict=True)] == [True, False]
+    first, second = (SegmentKeys([("system", 6), (name, 6)], name, 4) for name in ("a", "b"))
+    assert [a == b for a, b in zip(hashes(first, 12), hashes(second, 12), strict=True)] == [True, False, False]
+    assert hashes(PrivateKeys("a"), 12) == []

@@ -63,7 +63,7 @@ class Asking(PlainChunks):
 
 
 class Refusing(PlainChunks):
-    def refuses(self, request: Any) -> str:
+    def refuses(self, request: Any, replica: Any, now: float) -> str:
         return request.metadata["adapter"]  # refuses
 
 

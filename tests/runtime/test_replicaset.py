@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vajra_py.contract import EndReason, KeyMotion
+from vajra_py.contract import EndReason, KeyMotion, Observer
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.runtime.load import LiveLoad, SnapshotLoad
 from vajra_py.runtime.replicaset import AdmissionLimits
 from vajra_py.runtime.request import RequestState
+from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing import ByArrival, Harness, HarnessOptions, InTurn, PlainChunks, Shared
+from vajra_py.workload import RequestSpec
 
 OPTIONS = HarnessOptions(block_size=4, num_blocks=20, max_batch_size=4, num_replicas=2, max_model_len=60)
 
@@ -182,11 +184,61 @@ def test_snapshots_grow_old() -> None:
     assert (view.look(0.0, 5.0).num_waiting, view.age_s) == (1, 0.0)
     bench.submit("b", 12)
     live.is_up = False
-    assert (view.look(4.0, 5.0).num_waiting, view.age_s, view.is_up) == (1, 4.0, True)
+    assert (view.look(4.0, 5.0).num_waiting, view.age_s, view.is_up) == (1, 4.0, False)  # who is down takes nothing
     assert (view.look(5.0, 5.0).num_waiting, view.age_s, view.is_up) == (2, 0.0, False)
 
 
 # The door
+
+
+class RefusesWhileBusy(PlainChunks):
+    """Takes no more than one request on a replica, and says when it said so."""
+
+    def refuses(self, request: Any, replica: Any, now: float) -> str | None:
+        if replica.num_running + replica.num_waiting:
+            return f"replica {replica.replica_id} is busy at {now} s"
+        return None
+
+
+def test_a_request_is_refused_when_no_replica_that_is_up_would_run_it() -> None:
+    bench = Harness(ByArrival(), InTurn(), lambda context: RefusesWhileBusy(), replace(OPTIONS, num_replicas=2))
+    taken = [bench.submit(name, 8, 30) for name in "ab"]
+    bench.wait(1.5)
+    refused = bench.submit("c", 8)
+    assert [one.state for one in taken] == [RequestState.WAITING] * 2
+    assert refused.end_reason is EndReason.REJECTED
+    assert refused.detail == "RefusesWhileBusy: replica 0 is busy at 1.5 s"
+    bench.steps_until_idle(0)
+    assert bench.submit("d", 8).end_reason is None  # replica 0 would run it
+    bench.steps_until_idle(0)
+    bench.replicaset.set_up(0, False)
+    assert bench.submit("e", 8).detail == f"RefusesWhileBusy: replica 1 is busy at {bench.now} s"
+
+
+def test_a_refusing_policy_reads_loads_as_they_are_also_while_steps_run_ahead() -> None:
+    """One request a second, each decoding for longer; a figure of a run's beginning would let in another one."""
+
+    class Crowded(PlainChunks):
+        def refuses(self, request: Any, replica: Any, now: float) -> str | None:
+            return "crowded" if replica.num_context_tokens > 64 else None
+
+    def ends(runs_ahead: bool) -> dict[str, Any]:
+        bench = Harness(ByArrival(), InTurn(), lambda context: Crowded(), HarnessOptions(num_blocks=200))
+        bench.controller.watch(())
+        simulator = bench.simulator(SimulationOptions(runs_ahead=runs_ahead))
+        specs = [RequestSpec(f"r{index}", 0.2 * index, 10, 400) for index in range(12)]
+        ended: dict[str, Any] = {}
+
+        class Diary(Observer):
+            def on_ended(self, request: Any, reason: EndReason, detail: str, now: float) -> None:
+                ended[request.request_id] = (reason, detail, now)
+
+        bench.controller.watch((Diary(),))
+        simulator.run(specs)
+        return ended
+
+    assert ends(runs_ahead=True) == ends(runs_ahead=False)
+    assert {detail for _, detail, _ in ends(runs_ahead=True).values()} == {"", "Crowded: crowded"}
 
 
 @pytest.mark.parametrize(

@@ -254,7 +254,7 @@ def test_a_policy_that_fails_while_refusing_is_named() -> None:
         def schedule(self, replica: Any, batch: Any, now: float) -> None:
             """Never reached."""
 
-        def refuses(self, request: Any) -> str | None:
+        def refuses(self, request: Any, replica: Any, now: float) -> str | None:
             raise KeyError("tenant")
 
     harness = harness_of(Failing())

@@ -186,6 +186,14 @@ class PluginParts:
             self._found((*path, "latency"), "is missing", did_you_mean("", self._registry.latency_models))
             simulator["latency"] = {"type": STAND_IN}
         simulator.setdefault("output_length", {"type": "none"})
+        for name, own in _mapping(simulator.get("replicasets")).items():
+            self._predictions((*path, "replicasets", name), own)
+            self._known_replicaset((*path, "replicasets", name))
+
+    def _known_replicaset(self, path: KeyPath) -> None:
+        known = list(_mapping(self.data.get("replicasets"))) or ["default"]
+        if path[-1] not in known:
+            self._found(path, "no such replicaset", did_you_mean(str(path[-1]), known))
 
     def _predictions(self, path: KeyPath, section: Any) -> None:
         """Complete what a backend's policies ask for predictions, where the section names it."""

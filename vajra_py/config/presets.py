@@ -17,6 +17,8 @@ from vajra_py.plugins import Registry
 
 CHOICES: Sequence[KeyPath] = tuple(("backend", "simulator", key) for key in ("latency", "predictions", "output_length"))
 
+REPLICASET_CHOICES: KeyPath = ("backend", "simulator", "replicasets")
+
 
 def long_forms(root: Node) -> Node:
     """The tree with `lrs` written as `{policy: lrs}` and `none` as `{type: none}`, so that paths lead into both."""
@@ -27,7 +29,10 @@ def long_forms(root: Node) -> Node:
     if replicasets is not None and replicasets.entries is not None:
         entries = {name: _long_scheduling(node) for name, node in replicasets.entries.items()}
         root = root.with_entry("replicasets", replace(replicasets, value=entries))
-    for path in CHOICES:
+    own = root.get("backend", "simulator", "replicasets")
+    names = () if own is None or own.entries is None else tuple(own.entries)
+    nested = ((*REPLICASET_CHOICES, name, key) for name in names for key in ("latency", "predictions"))
+    for path in (*CHOICES, *nested):
         node = root.get(*path)
         if node is not None and isinstance(node.value, str):
             root = root.put(path, replace(node, value={"type": node}))
@@ -66,7 +71,7 @@ def expand(root: Node, registry: Registry) -> tuple[Node, list[Finding]]:
 
 
 def _inherit(own: Node, root: Node, registry: Registry) -> Node:
-    for key in ("scheduling", "replica", "num_replicas"):
+    for key in ("scheduling", "replica", "num_replicas", "view_interval_s"):
         above = root.get(key)
         if above is None:
             continue

@@ -222,6 +222,7 @@ class ReplicasetConfig(Section):
     scheduling: SchedulingConfig = Field(description="Policies of this replicaset.")
     replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Sizes of its replicas.")
     num_replicas: PositiveCount = Field(1, description="Replicas.")
+    view_interval_s: Seconds = Field(0.0, description="As at the top.")
 
 
 class AdmissionConfig(Section):
@@ -231,12 +232,25 @@ class AdmissionConfig(Section):
     max_queued_tokens: PositiveCount | None = Field(None, description="Most waiting prompt tokens; null: no limit.")
 
 
+class ReplicasetSimulatorConfig(Section):
+    """What one replicaset has otherwise than the simulator's section says: another model or device."""
+
+    latency: TypedChoice | None = Field(None, description="Latency model of its replicas; null: the simulator's.")
+    predictions: TypedChoice | None = Field(
+        None,
+        description="Latency model that its policies ask; null: its own `latency` where it has one, else as for the others.",
+    )
+
+
 class SimulatorConfig(Section):
     """Predict how long steps take instead of computing them."""
 
     latency: TypedChoice = Field(description="Latency model: `{type: roofline, …}`.")
     predictions: TypedChoice | None = Field(
         None, description="Latency model that policies ask for predictions; null: `latency`, which is then never wrong."
+    )
+    replicasets: dict[str, ReplicasetSimulatorConfig] = Field(
+        default_factory=dict, description="By replicaset, where they are not all of one model or device."
     )
     output_length: TypedChoice = Field(
         default_factory=lambda: TypedChoice(type="none"), description="What policies are told about output lengths."
@@ -303,6 +317,13 @@ class ExperimentConfig(Section):
     )
     replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Sizes and memory of each replica.")
     num_replicas: PositiveCount = Field(1, description="Replicas of the single replicaset.")
+    view_interval_s: Seconds = Field(
+        0.0,
+        description=(
+            "How old the loads may be by which the replicaset scheduler assigns a request, as those of a router that polls, seconds; "
+            "0: as they are now."
+        ),
+    )
     replicasets: dict[str, ReplicasetConfig] = Field(
         default_factory=dict, description="Several replicasets by name; each takes from the top what it leaves out."
     )
@@ -366,7 +387,12 @@ class ExperimentConfig(Section):
         if self.replicasets:
             return self.replicasets
         assert self.scheduling is not None  # checked when this was made
-        only = ReplicasetConfig(scheduling=self.scheduling, replica=self.replica, num_replicas=self.num_replicas)
+        only = ReplicasetConfig(
+            scheduling=self.scheduling,
+            replica=self.replica,
+            num_replicas=self.num_replicas,
+            view_interval_s=self.view_interval_s,
+        )
         return {"default": only}
 
     @property

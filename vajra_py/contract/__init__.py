@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vajra_py.contract.batch import BatchBuilder, DecodeStop, PreemptionMode, Refusal
-from vajra_py.contract.context import PolicyConfig, PolicyContext, RandomStream
+from vajra_py.contract.context import PolicyConfig, PolicyContext, RandomStream, SharedState
 from vajra_py.contract.fill import ChunkRule, add_all_decodes, fill
 from vajra_py.contract.hookspecs import (
     LatencyModelSpec,
@@ -86,6 +86,7 @@ __all__ = [
     "RequestView",
     "ScheduledChunk",
     "SchedulingPolicy",
+    "SharedState",
     "SteadyState",
     "StepEnd",
     "StepRecord",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -28,6 +28,30 @@ class RandomStream(Protocol):
         """Uniform over low .. high - 1."""
 
 
+T = TypeVar("T")
+
+
+class SharedState:
+    """Objects that the policies of one replicaset share, one of each kind: counters of tenants, a router's own prefix tree.
+
+    Whoever asks first has it made. Each replicaset has its own; a policy that takes another's place finds what is there.
+    """
+
+    def __init__(self) -> None:
+        self._objects: dict[Callable[[], Any], Any] = {}
+
+    def get(self, kind: Callable[[], T]) -> T:
+        """The replicaset's object of this kind (a class, or a function without arguments), made by calling it the first time."""
+        if kind not in self._objects:
+            self._objects[kind] = kind()
+        made: T = self._objects[kind]
+        return made
+
+    def clear(self) -> None:
+        """Forget everything; for the mechanism, when all policies of a replicaset are made anew."""
+        self._objects.clear()
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
     """Services for one policy object; there is one context a replicaset, shared by its policies."""
@@ -39,3 +63,5 @@ class PolicyContext:
     output_lengths: OutputLengthPredictor
     random_stream: Callable[[str], RandomStream]
     """A stream by name: the same name gives the same numbers whatever else draws."""
+    shared: SharedState = field(default_factory=SharedState)
+    """State that the policies of the replicaset share."""

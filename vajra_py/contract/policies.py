@@ -102,12 +102,13 @@ class RefusesRequests(Protocol):
     What can never fit into KV memory, or exceeds the model's length, is refused without asking.
     """
 
-    def refuses(self, request: RequestView) -> str | None:
+    def refuses(self, request: RequestView, replica: ReplicaView, now: float) -> str | None:
         """Why the request, if it were taken in, might wait for ever or keep others waiting for ever; None when it cannot.
 
-        Asked once, before the request is queued anywhere; the answer goes to the client. It may rest on the request's
-        facts and on the scheduler's limits, not on load. A request that is preempted must be able to come back: think
-        of its longest length, `num_prompt_tokens + max_tokens - 1` tokens to compute.
+        Asked before the request is queued anywhere, of the scheduler of one replica that is up after the other until one
+        would run it; where none would, the first answer goes to the client. A request that is preempted must be able to
+        come back: think of its longest length, `num_prompt_tokens + max_tokens - 1` tokens to compute. An answer that rests
+        on load turns requests away that could be served later; one that waits already is taken out by `BatchBuilder.drop`.
         """
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 RequestId: TypeAlias = str
@@ -112,6 +112,13 @@ class RequestView(Protocol):
     @property
     def session_id(self) -> str:
         """The conversation that it belongs to; empty when none."""
+
+    def block_hashes(self) -> Sequence[Hashable]:
+        """What identifies the prompt's full KV blocks, first block first, as the prefix caches of its replicas know them.
+
+        Two requests of a replicaset share their first n blocks exactly when their first n hashes are equal. Empty for a prompt
+        that nobody else has, and before the request is accepted.
+        """
 
     @property
     def metadata(self) -> Mapping[str, str | int | float]:

@@ -17,10 +17,11 @@ from vajra_py.latency import (
     ReplaysDurations,
     RooflineModel,
     StepTimes,
+    combined_step_times,
     step_times_of,
 )
 from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
-from vajra_py.runtime.assembly import ModelFacts, Services, build_controller
+from vajra_py.runtime.assembly import ModelFacts, ReplicasetModel, Services, build_controller
 from vajra_py.runtime.clock import to_seconds
 from vajra_py.runtime.replica import Replica
 from vajra_py.runtime.seeds import SeedTree
@@ -35,8 +36,9 @@ class SimulatedRun:
         settings = run.config.backend.settings
         self._workload = run.workload
         latency = build_latency_model(settings.latency.type, settings.latency.params, run.registry)
-        self._latency = latency
-        told = _told(latency, settings.predictions, run.registry)
+        told = _told(latency, settings.predictions, run.registry, "backend.simulator")
+        latencies, models = _by_replicaset(run, latency, told)
+        self._latencies = latencies
         seeds = run.seeds.child("policies")
         truth = Truth(seeds.child("output_lengths").stream, run.workload.true_lengths())
         predictor = build_output_lengths(
@@ -50,6 +52,7 @@ class SimulatedRun:
             seeds=seeds,
             facts=model_facts(latency),
             executor_of=lambda replicaset, replica_id: executor,
+            models=models,
         )
         self.controller = build_controller(run.config, services)
         memories = [one.replica.memory for one in run.config.effective_replicasets.values()]
@@ -60,23 +63,20 @@ class SimulatedRun:
             policy_timeout_s=run.config.policy_timeout_s,
             **_intake(latency),
         )
+        seeds = run.seeds.child("steps")
+        timers = {name: _timers(one, settings.scheduling_overhead_s, seeds) for name, one in latencies.items()}
         self._simulator = Simulator(
             self.controller,
             executor,
-            _timers(latency, settings.scheduling_overhead_s, run.seeds.child("steps")),
+            lambda replica: timers[replica.replicaset](replica),
             options,
             _counting(run, len(run.workload)),
         )
 
     @property
     def step_times(self) -> StepTimes:
-        """See `Backend`: the latency model's, with what its fallback answered."""
-        return replace(step_times_of(self._latency), num_fallback=self._num_fallback())
-
-    def _num_fallback(self) -> int:
-        if not isinstance(self._latency, ProfileBundleModel):
-            return 0
-        return self._latency.num_fallback
+        """See `Backend`: the latency models', with what their fallbacks answered."""
+        return combined_step_times({name: _origin(latency) for name, latency in self._latencies.items()})
 
     def prepare(self, folder: Path) -> None:
         """Nothing of its own to record: a simulation is repeated by running it again."""
@@ -95,14 +95,36 @@ class SimulatedRun:
         return to_seconds(self._simulator.now), self._simulator.num_steps
 
 
-def _told(latency: LatencyModel, choice: TypedChoice | None, registry: Registry) -> LatencyModel:
+def _origin(latency: LatencyModel) -> StepTimes:
+    num_fallback = latency.num_fallback if isinstance(latency, ProfileBundleModel) else 0
+    return replace(step_times_of(latency), num_fallback=num_fallback)
+
+
+def _by_replicaset(
+    run: Run, latency: LatencyModel, told: LatencyModel
+) -> tuple[dict[str, LatencyModel], dict[str, ReplicasetModel]]:
+    """What the steps of each replicaset take; and the models of those that have one of their own."""
+    settings = run.config.backend.settings
+    latencies = dict.fromkeys(run.config.effective_replicasets, latency)
+    models = {}
+    for name, own in settings.replicasets.items():
+        where = f"backend.simulator.replicasets.{name}"
+        if own.latency is not None:
+            latencies[name] = build_latency_model(own.latency.type, own.latency.params, run.registry)
+        has_own = own.latency is not None or own.predictions is not None
+        asked = _told(latencies[name], own.predictions, run.registry, where) if has_own else told
+        models[name] = ReplicasetModel(asked, model_facts(latencies[name]))
+    return latencies, models
+
+
+def _told(latency: LatencyModel, choice: TypedChoice | None, registry: Registry, where: str) -> LatencyModel:
     """What policies ask for predictions, in place of what steps take. Raises `ConfigError` where the two cannot be of one replica."""
     if choice is None:
         return latency
     told = build_latency_model(choice.type, choice.params, registry)
     if told.num_stages != latency.num_stages and not isinstance(latency, ReplaysDurations):
         message = f"is of {told.num_stages} pipeline stages, and the latency model of {latency.num_stages}"
-        raise ConfigError(Problem("backend.simulator.predictions", message, "Allowed: a model of as many"))
+        raise ConfigError(Problem(f"{where}.predictions", message, "Allowed: a model of as many"))
     return told
 
 

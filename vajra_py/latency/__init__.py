@@ -27,7 +27,7 @@ from vajra_py.latency.recorded import RecordedDurations, RecordedModel
 from vajra_py.latency.roofline import RooflineModel
 from vajra_py.latency.runs import HasHostOverhead, PredictsDecodeRuns, ReplaysDurations, VariesSteps
 from vajra_py.latency.specs import BUILTIN_LATENCY_MODELS, BUILTIN_OUTPUT_LENGTHS
-from vajra_py.latency.step_times import REAL, StepTimes, step_times_of
+from vajra_py.latency.step_times import REAL, StepTimes, combined_step_times, step_times_of
 from vajra_py.latency.table import OperatorTableModel, TableOptions
 from vajra_py.latency.variation import Variation, factors_among
 
@@ -71,6 +71,7 @@ __all__ = [
     "TableOptions",
     "Variation",
     "VariesSteps",
+    "combined_step_times",
     "device_names",
     "device_sources",
     "factors_among",

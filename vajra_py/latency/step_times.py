@@ -45,7 +45,23 @@ class StepTimes:
         return {**asdict(self), "errors": dict(self.errors), "sentence": self.sentence}
 
 
+LEAST_TRUSTED_FIRST: tuple[Kind, ...] = ("given", "analytic", "measured", "calibrated", "recorded", "real")
+
 REAL = StepTimes("real", "computed by the engine")
+
+
+def combined_step_times(by_replicaset: Mapping[str, StepTimes]) -> StepTimes:
+    """The origin of a run's step times whose replicasets have several: as little to be trusted as the least of them."""
+    distinct = list(by_replicaset.values())
+    if all(one == distinct[0] for one in distinct):
+        return distinct[0]
+    metrics = set.intersection(*(set(one.errors) for one in distinct))
+    return StepTimes(
+        next(kind for kind in LEAST_TRUSTED_FIRST if any(one.kind == kind for one in distinct)),
+        "; ".join(f"{name}: {one.kind}, {one.source}" for name, one in by_replicaset.items()),
+        {name: max(one.errors[name] for one in distinct) for name in sorted(metrics)},
+        sum(one.num_fallback for one in distinct),
+    )
 
 
 def step_times_of(latency: LatencyModel) -> StepTimes:

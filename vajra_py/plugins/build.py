@@ -45,7 +45,7 @@ LISTENING_METHODS: Mapping[str, int] = {
 OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REQUEST_PRIORITIZER: {"line": 1},
     Layer.REPLICASET_SCHEDULER: {},
-    Layer.REPLICA_SCHEDULER: {"lone_chunk": 2, "refuses": 1},
+    Layer.REPLICA_SCHEDULER: {"lone_chunk": 2, "refuses": 3},
 }
 """What a policy may add in its layer; wrong when present and not callable in this way."""
 

@@ -15,6 +15,7 @@ from vajra_py.contract import (
     PrefillTime,
     ReplicaLimits,
     ReplicaScheduler,
+    SharedState,
 )
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency import PrefillTimeTable
@@ -169,6 +170,7 @@ def _build_replicaset(
 ) -> Replicaset:
     limits = replica_limits(settings.replica, services.latency, services.facts)
     prefill_time = LatePrefillTime()
+    shared = SharedState()
     context = PolicyContext(
         limits=limits,
         num_replicas=settings.num_replicas,
@@ -176,6 +178,7 @@ def _build_replicaset(
         prefill_time=prefill_time,
         output_lengths=services.output_lengths,
         random_stream=seeds.stream,
+        shared=shared,
     )
 
     def make_policy(layer: Layer, choice: PolicyChoice) -> Any:
@@ -186,12 +189,14 @@ def _build_replicaset(
 
     choices = {layer: settings.scheduling.choice(layer) for layer in Layer}
     policies = Policies(choices, settings.num_replicas, make_policy, prefill_time, predict)
+    policies.shared = shared
     replicaset = Replicaset(
         name,
         policies.chooser,
         policies.name(Layer.REPLICASET_SCHEDULER),
         policies.new_queue(),
         AdmissionLimits(config.admission.max_queued_requests, config.admission.max_queued_tokens),
+        settings.view_interval_s,
     )
     replicaset.policies = policies
     replicaset.listeners = policies.listeners()

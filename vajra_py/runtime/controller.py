@@ -101,7 +101,7 @@ class Controller:
             detail: str | None = "another request with this id is being served"
         else:  # counted before a policy is asked, whatever that does
             self._alive[facts.request_id] = (request, replicaset)
-            detail = replicaset.refusal(request)
+            detail = replicaset.refusal(request, seconds)
             if detail is not None:
                 del self._alive[facts.request_id]
         if detail is not None:

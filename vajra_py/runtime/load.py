@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from vajra_py.contract import RequestView
 from vajra_py.runtime.replica import Replica
@@ -53,6 +55,20 @@ class LiveLoad:
         return 0 if keys is None else self._replica.memory.probe(keys, request.num_known_tokens)
 
 
+class LoadOnDemand:
+    """`ReplicaView` that has its replica brought up to date before a figure is read."""
+
+    __slots__ = ("_bring_up_to_date", "_live")
+
+    def __init__(self, live: LiveLoad, bring_up_to_date: Callable[[], None]) -> None:
+        self._live = live
+        self._bring_up_to_date = bring_up_to_date
+
+    def __getattr__(self, name: str) -> Any:
+        self._bring_up_to_date()
+        return getattr(self._live, name)
+
+
 @dataclass(slots=True)
 class SnapshotLoad:
     """`ReplicaView` of some time ago: what a router sees that polls its replicas. Prefix hits are read live."""
@@ -78,9 +94,9 @@ class SnapshotLoad:
 
     def look(self, now: float, interval_s: float) -> SnapshotLoad:
         """Take the figures again if they are older than the interval; the snapshot with its age set."""
+        live = self.live
+        self.is_up = live.is_up  # a request that is sent to a replica that is down comes back at once
         if now - self.taken_at >= interval_s:
-            live = self.live
-            self.is_up = live.is_up
             self.num_running = live.num_running
             self.num_waiting = live.num_waiting
             self.num_pending_tokens = live.num_pending_tokens

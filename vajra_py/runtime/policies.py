@@ -18,6 +18,7 @@ from vajra_py.contract import (
     ReplicaScheduler,
     ReplicasetScheduler,
     RequestPrioritizer,
+    SharedState,
 )
 from vajra_py.runtime.listening import Listeners, listeners_among
 from vajra_py.runtime.queues import RequestQueue, make_queue
@@ -58,6 +59,8 @@ class Policies:
         self._make = make
         self.prefill_time = prefill_time
         self._predict = predict
+        self.shared = SharedState()
+        """What these policies share; policies that are made later find it as it is."""
         self._made: dict[Layer, Sequence[Any]] = {layer: self.make(layer, choices[layer]) for layer in Layer}
         prefill_time.table = self.predict(self.schedulers)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import cast
+from typing import Any, cast
 
 from vajra_py.contract import (
     EndReason,
@@ -20,7 +20,7 @@ from vajra_py.errors import BREACHES, PolicyError, VajraError, place_of_definiti
 from vajra_py.runtime.clock import to_seconds
 from vajra_py.runtime.lifecycle import end_request
 from vajra_py.runtime.listening import NOBODY
-from vajra_py.runtime.load import LiveLoad, SnapshotLoad
+from vajra_py.runtime.load import LiveLoad, LoadOnDemand, SnapshotLoad
 from vajra_py.runtime.policies import Policies
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.replica import Around, Replica
@@ -105,7 +105,9 @@ class Replicaset:
         self._live: list[LiveLoad] = []
         self._views: list[LiveLoad] | list[SnapshotLoad] = []
         self._queued_by_id: dict[str, Request] = {}
-        self._refuses: Callable[[RequestView], str | None] | None = None
+        self._may_refuse = False
+        self.bring_up_to_date: Callable[[], None] = _do_nothing
+        """To be called before a replica's figures are read at a time at which a simulator may be behind with them."""
         self.lost: set[int] = set()
         """Replicas that do not compute."""
         self.around: Around | None = None
@@ -135,8 +137,7 @@ class Replicaset:
 
     def replicas_refitted(self) -> None:
         """Replicas have their policy, or another one."""
-        policy = self.replicas[0].parts.policy
-        self._refuses = policy.refuses if isinstance(policy, RefusesRequests) else None
+        self._may_refuse = all(isinstance(one.parts.policy, RefusesRequests) for one in self.replicas)
 
     def call_through(self, around: Around) -> None:
         """Let policies be asked through what `around` makes of their methods, those that are there and those to come."""
@@ -194,7 +195,7 @@ class Replicaset:
 
     # The door
 
-    def refusal(self, request: Request) -> str | None:
+    def refusal(self, request: Request, now: float) -> str | None:
         """Why this request cannot be taken, now or ever; None when it can."""
         limits = self.replicas[0].limits
         prompt = request.num_prompt_tokens
@@ -212,7 +213,7 @@ class Replicaset:
                 f"prompt and output ({prompt} + {request.max_tokens} tokens) can never fit into the KV memory of a "
                 f"replica ({limits.num_blocks} blocks of {limits.block_size} tokens)"
             )
-        detail = self._refused_by_policy(request)
+        detail = self._refused_by_policy(request, now)
         if detail is not None:
             return detail
         waiting = self.admission.max_queued_requests
@@ -223,15 +224,19 @@ class Replicaset:
             return f"{QUEUE_FULL} ({self.num_queued_tokens} tokens wait, at most {tokens} may)"
         return None
 
-    def _refused_by_policy(self, request: Request) -> str | None:
-        if self._refuses is None:
+    def _refused_by_policy(self, request: Request, now: float) -> str | None:
+        if not self._may_refuse:
             return None
         name = self.replicas[0].parts.policy_name
-        try:
-            detail = self._refuses(request)
-        except BREACHES as error:
-            raise PolicyError.caused_by(name, error, request_id=request.request_id) from error
+        asked = (
+            (one.parts.policy, self.load_of(one.replica_id)) for one in self.replicas if self.is_up(one.replica_id)
+        )
+        detail = refusal_by_all(asked, name, request, now)
         return None if detail is None else f"{name}: {detail}"
+
+    def load_of(self, replica_id: int) -> ReplicaView:
+        """A replica as it is when one of its figures is read."""
+        return cast(ReplicaView, LoadOnDemand(self._live[replica_id], self.bring_up_to_date))
 
     @property
     def num_queued(self) -> int:
@@ -323,6 +328,24 @@ class Replicaset:
                 observer.on_ended(request, reason, detail, now)
             return True
         return self.replicas[request.replica_id].end_early(request, reason, now, detail)
+
+
+def refusal_by_all(asked: Iterable[tuple[Any, ReplicaView]], name: str, request: Request, now: float) -> str | None:
+    """The first refusal, when each of these schedulers (with its replica) refuses the request; None when one would run it."""
+    first: str | None = None
+    for scheduler, replica in asked:
+        try:
+            reason = scheduler.refuses(request, replica, now)
+        except BREACHES as error:
+            raise PolicyError.caused_by(name, error, request_id=request.request_id) from error
+        if reason is None:
+            return None
+        first = first or reason
+    return first
+
+
+def _do_nothing() -> None:
+    """Every replica is as it is."""
 
 
 def max_request_tokens(replica: Replica) -> int:

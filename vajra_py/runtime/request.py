@@ -7,7 +7,7 @@ its counters are kept by the replica's decode pool (`_pool`), so that a steady s
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -213,6 +213,10 @@ class Request:
     def is_prefill_complete(self) -> bool:
         """Whether every known token but the newest one is computed."""
         return self._pool is not None or (self._output > 0 and self.num_remaining_tokens <= 1)
+
+    def block_hashes(self) -> Sequence[Hashable]:
+        """Keys of the prompt's full blocks, where others can have the same."""
+        return () if self.keys is None else self.keys.shared_prompt_keys(self.num_prompt_tokens)
 
     def set_computed(self, num_tokens: int) -> None:
         """Set the computed counter; only outside a decode pool."""

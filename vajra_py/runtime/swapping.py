@@ -11,18 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from vajra_py.config import PolicyChoice
-from vajra_py.contract import Layer, PolicySwap, RefusesRequests, RequestView
-from vajra_py.errors import BREACHES, ConfigError, PolicyError, Problem, VajraError
+from vajra_py.contract import Layer, PolicySwap, RefusesRequests
+from vajra_py.errors import ConfigError, Problem, VajraError
 from vajra_py.plugins import kind_of
 from vajra_py.runtime.clock import to_seconds
 from vajra_py.runtime.listening import listeners_among
 from vajra_py.runtime.policies import Policies
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.replica import Replica
-from vajra_py.runtime.replicaset import Replicaset
+from vajra_py.runtime.replicaset import Replicaset, refusal_by_all
 from vajra_py.runtime.request import Request, RequestState
 
 
@@ -55,6 +55,8 @@ def swap_policy(replicaset: Replicaset, change: PolicyChange, alive: Sequence[Re
     if policies is None:
         raise ConfigError(Problem(f"replicaset {replicaset.name}", "was put together by hand; its policies stay"))
     layer, old = change.layer, policies.choices[change.layer]
+    if replicaset.out_of_service:  # nobody is left who would rely on it
+        policies.shared.clear()
     made = policies.make(layer, change.choice)
     _greet(policies, change, made, alive, to_seconds(now))
     if replicaset.out_of_service:
@@ -99,7 +101,7 @@ def _swap_prioritizer(replicaset: Replicaset, policies: Policies, change: Policy
 
 def _swap_schedulers(replicaset: Replicaset, policies: Policies, change: PolicyChange, given: _Given) -> _Done:
     made, alive, now = given
-    _check_refusals(change.choice.policy, made[0], alive)
+    _check_refusals(replicaset, change.choice.policy, made, (alive, to_seconds(now)))
     before = policies.choices[change.layer], policies.schedulers, policies.prefill_time.table
     policies.put(change.layer, change.choice, made)
     policies.prefill_time.table = policies.predict(made)
@@ -153,14 +155,16 @@ def _take_out(replicaset: Replicaset, request: Request) -> None:
     request.replica_id = -1
 
 
-def _check_refusals(name: str, scheduler: object, alive: Sequence[Request]) -> None:
-    if not isinstance(scheduler, RefusesRequests):
-        return
+def _check_refusals(
+    replicaset: Replicaset, name: str, made: Sequence[Any], served: tuple[Sequence[Request], float]
+) -> None:
+    alive, now = served
     for request in alive:
-        try:
-            reason = scheduler.refuses(cast(RequestView, request))
-        except BREACHES as error:
-            raise PolicyError.caused_by(name, error, request_id=request.request_id) from error
+        schedulers = made if request.replica_id < 0 else [made[request.replica_id]]
+        if not all(isinstance(one, RefusesRequests) for one in schedulers):
+            continue
+        places = range(len(made)) if request.replica_id < 0 else [request.replica_id]
+        reason = refusal_by_all(zip(schedulers, map(replicaset.load_of, places), strict=True), name, request, now)
         if reason is not None:
             what = f"{name!r} would never run request {request.request_id!r}, which is being served ({reason})"
             raise ConfigError(Problem(kind_of(Layer.REPLICA_SCHEDULER), what, "Try again when it has ended"))

@@ -99,6 +99,8 @@ class Simulator(Backend[SimReplica]):
         rules = DriverOptions(options.check_every_steps, options.expires, options.contains_breaches)
         self._driver = Driver(controller, self, replicas, rules)
         self._fast_forward = self._driver.fast_forward = DecodeFastForward(self._driver, self._end_now)
+        for replicaset in controller.replicasets.values():
+            replicaset.bring_up_to_date = self._fast_forward.sync_all
 
     def _replica(self, replica: Replica, timer: StepTimer) -> SimReplica:
         runs = timer if self._options.runs_ahead and isinstance(timer, TimesRuns) else None

@@ -113,7 +113,9 @@ class StrictViews:
                 "assign": assign,
                 "pull": pull,
                 "schedule": schedule,
-                "refuses": lambda request: policy.refuses(self.request(request)),
+                "refuses": lambda request, replica, now: policy.refuses(
+                    self.request(request), StrictReplicaView(self, replica), now
+                ),
                 "on_arrivals": batched("on_arrivals"),
                 "on_admission": one("on_admission"),
                 "on_preemption": one("on_preemption"),

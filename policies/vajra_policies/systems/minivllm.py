@@ -10,6 +10,7 @@ from vajra_py.contract import (
     PolicyContext,
     PolicySpec,
     ReplicaState,
+    ReplicaView,
     RequestView,
     SteadyState,
 )
@@ -46,7 +47,7 @@ class Minivllm:
         """Prompts are computed in one piece."""
         return num_remaining_tokens
 
-    def refuses(self, request: RequestView) -> str | None:
+    def refuses(self, request: RequestView, replica: ReplicaView, now: float) -> str | None:
         """What outgrows the budget can never be (re-)admitted and blocks everyone behind it."""
         return outgrows(request, self._budget)
 

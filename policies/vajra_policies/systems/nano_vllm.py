@@ -14,6 +14,7 @@ from vajra_py.contract import (
     PolicyContext,
     PolicySpec,
     ReplicaState,
+    ReplicaView,
     RequestView,
     SteadyState,
 )
@@ -67,7 +68,7 @@ class NanoVllm:
         """A prompt that is alone has the whole budget."""
         return min(num_remaining_tokens, self._budget) if self._chunks_first else num_remaining_tokens
 
-    def refuses(self, request: RequestView) -> str | None:
+    def refuses(self, request: RequestView, replica: ReplicaView, now: float) -> str | None:
         """Without chunks, what outgrows the budget can never be (re-)admitted and blocks everyone behind it."""
         return None if self._chunks_first else outgrows(request, self._budget)
 

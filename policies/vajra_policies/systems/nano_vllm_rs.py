@@ -13,6 +13,7 @@ from vajra_py.contract import (
     PreemptionMode,
     Refusal,
     ReplicaState,
+    ReplicaView,
     RequestView,
     SteadyState,
 )
@@ -80,7 +81,7 @@ class NanoVllmRs:
         """A prompt that is alone is cut into chunks all the same."""
         return num_remaining_tokens if self._chunk_size is None else self._cut(num_remaining_tokens, self._budget)
 
-    def refuses(self, request: RequestView) -> str | None:
+    def refuses(self, request: RequestView, replica: ReplicaView, now: float) -> str | None:
         """Without chunks, a sequence that outgrows the budget could wait at the head for ever."""
         longest = request.num_prompt_tokens + request.max_tokens - 1
         if self._chunk_size is not None or longest <= self._budget:

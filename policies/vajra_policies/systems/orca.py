@@ -10,6 +10,7 @@ from vajra_py.contract import (
     PolicyContext,
     PolicySpec,
     ReplicaState,
+    ReplicaView,
     RequestView,
     SteadyState,
 )
@@ -44,7 +45,7 @@ class Orca:
         """Prompts are computed in one piece."""
         return num_remaining_tokens
 
-    def refuses(self, request: RequestView) -> str | None:
+    def refuses(self, request: RequestView, replica: ReplicaView, now: float) -> str | None:
         """A prompt that no step can hold would wait at the head for ever."""
         limit = self._token_limit
         if limit is None or request.num_prompt_tokens <= limit:

@@ -15,6 +15,7 @@ from vajra_py.contract import (
     PolicySpec,
     Refusal,
     ReplicaState,
+    ReplicaView,
     RequestView,
     SteadyState,
 )
@@ -98,7 +99,7 @@ class VllmV1:
         """A prompt that is alone has the whole budget; the threshold is off."""
         return num_remaining_tokens if self._budget is None else min(num_remaining_tokens, self._budget)
 
-    def refuses(self, request: RequestView) -> str | None:
+    def refuses(self, request: RequestView, replica: ReplicaView, now: float) -> str | None:
         """Without chunked prefill a sequence that outgrows the budget could wait at the head for ever."""
         longest = request.num_prompt_tokens + request.max_tokens - 1
         if self._config.chunked_prefill or self._budget is None or longest <= self._budget:

@@ -45,6 +45,9 @@ class BlockKeys(Protocol):
     def keys(self, start: int, stop: int) -> Sequence[Hashable]:
         """The keys of blocks `start` .. `stop` - 1."""
 
+    def shared_prompt_keys(self, num_prompt_tokens: int) -> Sequence[Hashable]:
+        """The keys of the prompt's full blocks; none for content that nobody else has."""
+
 
 def output_segment(request_id: str) -> SegmentId:
     """The name of what a request generates, for follow-ups whose prompts contain it."""
@@ -95,6 +98,10 @@ class TokenKeys:
         if stop > len(digests):
             self._hash_up_to(stop)
         return digests[start:stop]
+
+    def shared_prompt_keys(self, num_prompt_tokens: int) -> Sequence[Hashable]:
+        """The keys of the prompt's full blocks."""
+        return self.keys(0, num_prompt_tokens // self._block_size)
 
     def _hash_up_to(self, num_blocks: int) -> None:
         size = self._block_size
@@ -176,6 +183,10 @@ class SegmentKeys:
             run += 1
         return keys
 
+    def shared_prompt_keys(self, num_prompt_tokens: int) -> Sequence[Hashable]:
+        """The keys of the prompt's full blocks."""
+        return self.keys(0, min(num_prompt_tokens, self.num_public_tokens) // self._block_size)
+
     def _base(self, run: int) -> bytes:
         """Hash of the runs before this one, whole, and of this one's name."""
         bases = self._bases
@@ -206,6 +217,10 @@ class PrivateKeys:
     def keys(self, start: int, stop: int) -> Sequence[Hashable]:
         """The keys of blocks `start` .. `stop` - 1."""
         return list(zip(repeat(self._request_id), range(start, stop)))
+
+    def shared_prompt_keys(self, num_prompt_tokens: int) -> Sequence[Hashable]:
+        """None."""
+        return ()
 
 
 def _checked_block_size(block_size: int) -> int:
