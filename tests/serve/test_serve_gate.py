@@ -203,3 +203,14 @@ def test_ids_are_unlike_in_every_server_and_seeds_repeat_outputs(puppet_server: 
     assert len({one[0] for one in (first, second, *seeded)}) == 4
     assert first[1] != second[1]
     assert seeded[0][1] == seeded[1][1]
+
+
+def test_what_can_never_wait_is_400_and_not_429(puppet_server: Callable[..., Any]) -> None:
+    server = puppet_server({"admission": {"max_queued_requests": 6, "max_queued_tokens": 40}})
+    for body, param in (({"n": 8}, "n"), ({"prompt": [[1]] * 7}, "n"), ({"prompt": [1] * 41}, "prompt")):
+        refused = server.post(**body)
+        assert refused.status_code == 400
+        assert error_of(refused)["param"] == param
+        assert "Allowed: up to" in error_of(refused)["message"]
+    assert server.post(n=6).status_code == 200
+    assert server.post(prompt=[1] * 40).status_code == 200

@@ -183,3 +183,35 @@ def test_probes_need_no_key_unless_they_shall(puppet_server: Callable[..., Any])
     assert [httpx.get(server.url + path).status_code for path in ("/health", "/ready")] == [200, 200]
     server = puppet_server(api_key="sesame", guard_health=True)
     assert [httpx.get(server.url + path).status_code for path in ("/health", "/ready")] == [401, 401]
+
+
+def test_places_of_clients_that_left_are_free_for_those_that_come(
+    puppet_server: Callable[..., Any], until: Callable[..., None]
+) -> None:
+    places = 40
+    server = puppet_server({"replica": {"max_batch_size": 64, "memory": {"num_blocks": 1024}}}, max_concurrent=places)
+    address = httpx.URL(server.url)
+    body = b'{"model":"puppet","prompt":[1,2,3],"max_tokens":2,"stream":true}'
+    request = HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+
+    def crowd(num_alive: int) -> list[socket.socket]:
+        found = [socket.create_connection((address.host, address.port), timeout=60) for _ in range(places)]
+        until(lambda: len(server.server.connections.alive) == num_alive, "they are connected", 10.0)
+        return found
+
+    server.strings.hold()
+    first = crowd(places)
+    for one in first:
+        one.sendall(request)
+    until(lambda: server.service.num_exchanges == places, "all places are taken", 10.0)
+    second = crowd(2 * places)
+    for old, new in zip(first, second, strict=True):
+        old.close()
+        new.sendall(request)
+    until(lambda: len(server.server.connections.alive) <= places, "the first have gone", 10.0)
+    server.strings.let_go()
+    answers = [received(one) for one in second]
+    for one in second:
+        one.close()
+    assert [answer[:13] for answer in answers] == [b"HTTP/1.1 200 "] * places
+    until(lambda: server.service.num_exchanges == 0, "nothing is left", 10.0)

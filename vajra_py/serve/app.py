@@ -41,6 +41,8 @@ if TYPE_CHECKING:  # needs an extra
 
 _GENERATION_ERRORS = answers.errors(400, 401, 404, 408, 413, 429, 503)
 _STREAM: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+_TURNS = 8
+"""Of the event loop: after so many, everything that has already happened on connections has had its effect."""
 
 
 class Service:
@@ -90,8 +92,11 @@ class Service:
         """Whether no further request may generate now."""
         return self.num_exchanges >= self.options.max_concurrent
 
-    def enter(self) -> None:
+    async def enter(self) -> None:
         """One more request generates. Raises `ApiError` when there are too many, or no replica is ready."""
+        for _ in range(_TURNS):
+            if self.is_saturated:  # clients that have left give their places back first
+                await asyncio.sleep(0)
         retry = self.options.retry_after_s
         if not self.session.is_ready:
             raise ApiError(503, self.session.why_unavailable(), code="unavailable", retry_after_s=retry)
@@ -124,7 +129,7 @@ class Service:
         """Everything about a request before the engine gets it. Raises `ApiError`."""
         if body.model not in self.names:
             raise unknown_model(body.model, self.names)
-        self.enter()
+        await self.enter()
         try:
             wanted = Wanted(body, headers, self.options.max_choices)
             is_chat = isinstance(body, ChatBody)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -112,8 +113,13 @@ class Preparer:
         body = wanted.body
         reply = Reply(streams=body.stream)
         drawn = request_seed(self._run_seed, str(next(self._numbers)))
+        queued: Counter[str] = Counter()
+        queued_tokens: Counter[str] = Counter()
         for prompt in prompts:
             replicaset, facts = self._checked(wanted, prompt)
+            queued[replicaset] += body.n
+            queued_tokens[replicaset] += body.n * len(prompt)
+            self._check_queues(replicaset, queued[replicaset], queued_tokens[replicaset])
             for _ in range(body.n):
                 index = len(reply.tickets)
                 one = replace(facts, request_id=f"{name}-{index}")
@@ -125,6 +131,17 @@ class Preparer:
                     raise bad_request(message, "stop", "no_tokenizer")
                 reply.tickets.append(Ticket(index, submission, reply, hides_output=body.wanted_tokens() == 0))
         return Prepared(reply, tokenizer, echoes)
+
+    def _check_queues(self, replicaset: str, num_outputs: int, num_tokens: int) -> None:
+        """Refuse what even empty queues could not take, so that nobody tries it again and again."""
+        limits = self._session.admission(replicaset)
+        most, most_tokens = limits.max_queued_requests, limits.max_queued_tokens
+        if most is not None and num_outputs > most:
+            message = f"asks for more outputs than may wait ({num_outputs} or more). Allowed: up to {most}"
+            raise bad_request(message, "n", "too_many_outputs")
+        if most_tokens is not None and num_tokens > most_tokens:
+            message = f"has more prompt tokens than may wait ({num_tokens} or more). Allowed: up to {most_tokens}"
+            raise bad_request(message, "prompt", "too_many_tokens")
 
     def _checked(self, wanted: Wanted, prompt: list[int]) -> tuple[str, RequestFacts]:
         """The replicaset of a prompt's outputs and what they have in common. Raises `ApiError`."""

@@ -35,6 +35,7 @@ from vajra_py.errors import ConfigError, ExecutorError, Problem, VajraError
 from vajra_py.plugins import Registry
 from vajra_py.runtime.controller import Controller
 from vajra_py.runtime.input_log import Input
+from vajra_py.runtime.replicaset import AdmissionLimits
 from vajra_py.runtime.request import Request
 from vajra_py.runtime.swapping import PolicyChange, Swapped
 from vajra_py.serve.tickets import End, Mailbox, Ticket
@@ -190,6 +191,11 @@ class EngineSession:
         """What a prompt may be there."""
         assert self.engine is not None
         return self.engine.prompt_limits_of(replicaset)
+
+    def admission(self, replicaset: str) -> AdmissionLimits:
+        """What may wait there."""
+        assert self.controller is not None
+        return self.controller.replicasets[replicaset].admission
 
     def submit(self, tickets: Sequence[Ticket]) -> None:
         """Hand outputs over to the engine, all or none. Raises `Unavailable`."""
