@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from vajra_py.experiment.replay import replay
 from vajra_py.metrics.run_data import RunData
 from vajra_py.plugins import build_registry
+from vajra_py.serve.session import SessionState
 from vajra_py.testing.fake_runner import expected_output, runner_that_takes_its_time
 
 PROCESSES = {"workers": "process", "recovery": {"backoff_s": 0.0}}
@@ -114,24 +116,44 @@ def test_the_only_replica_is_killed_and_its_requests_wait_for_it(
     assert httpx.get(f"{server.url}/ready").status_code == 200
 
 
-def test_a_replica_that_does_not_come_back_is_said_so(
+def test_a_server_whose_last_replica_does_not_come_back_ends(
     puppet_server: Callable[..., Any], until: Callable[..., None]
 ) -> None:
     recovery = {"max_restarts": 0}
     server = puppet_server(load=runner_that_takes_its_time, engine={"workers": "process", "recovery": recovery})
     results: dict[int, Any] = {}
-    thread = ask(server, 1, results)
-    replica = server.service.session.controller.replicas()[0]
+    states: list[int] = []
+    session = server.service.session
+    threads = [ask(server, number, results) for number in range(3)]
+    replica = session.controller.replicas()[0]
     until(lambda: replica.num_steps > 20, "it is under way")
     kill(server, 0)
-    thread.join(120)
-    assert results[1].status_code == 503
-    assert "was killed by signal 9" in results[1].json()["error"]["message"]
-    unready = httpx.get(f"{server.url}/ready")
-    assert unready.status_code == 503
-    assert "no replica is up" in unready.json()["error"]["message"]
-    assert httpx.get(f"{server.url}/health").json()["unavailable"].keys() == {"default"}
-    assert server.post().status_code == 503
+    for thread in threads:
+        thread.join(120)
+    for result in results.values():
+        assert result.status_code == 503
+        assert "was killed by signal 9" in result.json()["error"]["message"]
+    with suppress(httpx.TransportError):  # it may have ended already
+        while True:
+            states.append(httpx.get(f"{server.url}/health").status_code)
+    assert set(states[-1:]) <= {503}
+    server.thread.join(60)
+    assert not server.thread.is_alive()
+    assert session.state is SessionState.FAILED
+    assert "no replica is left" in str(session.error)  # which the command ends with
+
+
+def test_a_server_whose_policy_broke_and_cannot_be_swapped_ends(
+    registry: Any, puppet_server: Callable[..., Any], until: Callable[..., None]
+) -> None:
+    server = puppet_server({"scheduling": {"request_prioritizer": "brittle"}}, registry=registry)
+    assert server.post(priority=1).status_code == 200
+    broken = server.post(priority=13)
+    assert broken.status_code == 503
+    assert "thirteen" in broken.json()["error"]["message"]
+    server.thread.join(60)
+    assert not server.thread.is_alive()
+    assert "policy brittle" in str(server.service.session.error)
 
 
 def test_a_thread_that_fails_is_replaced_too(puppet_server: Callable[..., Any], until: Callable[..., None]) -> None:

@@ -31,7 +31,7 @@ from vajra_py.serve.prepare import Preparer, Wanted, unknown_model
 from vajra_py.serve.reading import BodyReader, documented, read_headers
 from vajra_py.serve.replies import Exchange, now_s
 from vajra_py.serve.schema import ChatBody, CompletionBody, GenerationBody, SchedulingHeaders, unknown_fields
-from vajra_py.serve.session import EngineSession, SessionState
+from vajra_py.serve.session import EngineSession
 from vajra_py.serve.stats import ServerStats, time_policies
 from vajra_py.serve.tokenizing import Tokenizing
 from vajra_py.serve.unsupported import UnknownFields
@@ -274,7 +274,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
     @app.get("/health", response_model=answers.HealthAnswer, responses=answers.errors(503))
     async def healthy() -> JSONResponse:
         """Whether the server is alive: loading counts, a failed engine does not."""
-        if session.state in (SessionState.FAILED, SessionState.CLOSED):
+        if session.has_ended:
             raise ApiError(503, session.why_unavailable(), code="unavailable")
         return JSONResponse(health())
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import ssl
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
 import uvicorn
+from uvicorn.server import HANDLED_SIGNALS
 
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.serve.app import Service, create_app
@@ -50,6 +53,15 @@ class DrainingServer(uvicorn.Server):
             return
         self._event_loop.call_soon_threadsafe(self.begin_drain)
 
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """See uvicorn; signals that come when the server has ended its work change nothing about how it ends."""
+        with super().capture_signals():
+            yield
+        if threading.current_thread() is threading.main_thread():
+            for signal_number in HANDLED_SIGNALS:
+                signal.signal(signal_number, signal.SIG_IGN)
+
     def begin_drain(self) -> None:
         """Stop taking requests, and exit when those that run are done; in the event loop's thread."""
         if self._drain is None:
@@ -64,8 +76,10 @@ class DrainingServer(uvicorn.Server):
             self.on_listening()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: connections that take too long are closed."""
+        """Ten times a second: close connections that take too long, and end when nothing can be served any more."""
         self.connections.end_late(asyncio.get_running_loop().time())
+        if not self._service.options.admin:
+            self._service.session.end_if_out_of_service()
         return await super().on_tick(counter)
 
     async def _until_engine_ends(self) -> None:

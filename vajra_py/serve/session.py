@@ -122,6 +122,8 @@ class EngineSession:
         self._gate = threading.Lock()
         self._takes = False
         self._changed: asyncio.Event | None = None
+        self._given_up: VajraError | None = None
+        """Why it ends although its loop could go on."""
         self._thread = threading.Thread(target=self._run, name="vajra-engine", daemon=True)
 
     # The event loop's side
@@ -170,6 +172,12 @@ class EngineSession:
     def is_ready(self) -> bool:
         """Whether a request sent now would be taken and run."""
         return self.state is SessionState.READY and len(self.unavailable()) < len(self.config.effective_replicasets)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing will be served any more, for good."""
+        lost = self._loop is not None and self._loop.failed is not None
+        return lost or self._given_up is not None or self.state in (SessionState.FAILED, SessionState.CLOSED)
 
     @property
     def num_restarting(self) -> int:
@@ -259,6 +267,16 @@ class EngineSession:
         if self.state is SessionState.READY:
             self._set_state(SessionState.DRAINING)
 
+    def end_if_out_of_service(self) -> None:
+        """End with an error when policies took every replicaset out of service; for servers where nobody can swap them."""
+        if self.state is not SessionState.READY or self.controller is None or self._given_up is not None:
+            return
+        replicasets = self.controller.replicasets.values()
+        if all(one.out_of_service for one in replicasets):
+            self._given_up = ExecutorError(f"engine: {self.why_unavailable()}")
+            assert self._loop is not None
+            self._loop.stop()
+
     async def close(self) -> None:
         """End everything that is left and the engine; returns when its thread is done."""
         self.drain()
@@ -278,6 +296,7 @@ class EngineSession:
             self._load()
             assert self._loop is not None
             self._loop.run()
+            error = self._why_it_ended()
         except BaseException as raised:  # whatever it was, every client has to be told
             error = raised
         with self._gate:
@@ -296,6 +315,13 @@ class EngineSession:
             _log.error("the engine ended: %s", error, exc_info=None if expected else error)
         self._set_state(SessionState.CLOSED if error is None else SessionState.FAILED)
 
+    def _why_it_ended(self) -> VajraError | None:
+        """What the loop ended for, where nobody asked it to."""
+        assert self._loop is not None
+        if self._loop.failed is not None:
+            return ExecutorError(f"engine: no replica is left, and none is started again ({self._loop.failed})")
+        return self._given_up
+
     def _load(self) -> None:
         parts = self._parts
         replaced = {"threaded": True, "make_clock": self._clock, **(parts.replaced or {})}
@@ -311,8 +337,9 @@ class EngineSession:
         found = [one for make in self.watchers for one in make(engine.controller)]
         engine.controller.watch([*found, *kept])
         note = None if recording is None else recording.note
-        self._loop = engine.start(serves=True, note=note, contains_breaches=True)
+        self._loop = loop = engine.start(serves=True, note=note, contains_breaches=True)
         self._loop.on_formed = self.on_formed
+        self._loop.on_failed = lambda _: loop.stop()
         if recording is not None:
             self._loop.on_ended = recording.ended
         with self._gate:
@@ -341,6 +368,7 @@ class EngineSession:
         """Tell everyone who still waits; a ticket that has ended meanwhile keeps its own end."""
         assert self._mailbox is not None
         detail = "the server is shutting down" if error is None else "the engine has failed; the server's log says why"
+        detail = str(error) if isinstance(error, VajraError) else detail
         for ticket in list(self._tickets):
             collected = ticket.submission.collected
             end = End(EndReason.FAILED, detail)
