@@ -21,9 +21,15 @@ from vajra_py.experiment.engined import EngineRun
 from vajra_py.experiment.replay import replay
 from vajra_py.experiment.run import run_experiment
 from vajra_py.runtime.input_log import read_rows
-from vajra_py.testing.fake_runner import FakeRunner, SteppedWorld, expected_output
+from vajra_py.testing.fake_runner import (
+    FakeRunner,
+    SteppedWorld,
+    expected_output,
+    runner_that_dies_on_long_prompts,
+)
 
 POISON = 77
+DEADLY = 501
 BATCHERS: list[Any] = [
     {"policy": "fixed_chunk", "params": {"chunk_size": 48, "preemption": "swap"}},
     "vllm_v1",
@@ -32,11 +38,12 @@ BATCHERS: list[Any] = [
 
 
 class Poisonable(FakeRunner):
-    """Rows whose newest known tokens are divisible by 23 give no token, as if their logits were not numbers."""
+    """Rows that would give a token divisible by 23 give none; chunks of prompts that hold a deadly token are not computed."""
 
     def run(self, step: StepInput) -> StepOutput:
         output = super().run(step)
         faults = {slot: "its logits are poisoned" for slot, token in by_slot(output) if token % 23 == 0}
+        faults |= {chunk.slot: "its logits are poisoned" for chunk in step.chunks if DEADLY in chunk.token_ids}
         return replace(output, faults=faults)
 
 
@@ -106,6 +113,10 @@ def test_a_row_that_fails_ends_its_request_alone_and_replays(
         prompt = made[0]._prompts.prompt(specs[name]).token_ids
         whole = expected_output(prompt, specs[name].num_output_tokens)
         lethal = next((place for place, token in enumerate(whole) if token % 23 == 0), None)
+        if DEADLY in prompt:
+            lethal = 0
+        elif lethal is not None and DEADLY in whole[:lethal]:
+            lethal = whole.index(DEADLY) + 1
         assert row["token_ids"] == whole[:lethal]
         assert row["reason"] == ("stop" if lethal is None else "failed")
         if lethal is not None:
@@ -177,5 +188,79 @@ def test_streams_beside_a_poisonous_one_go_on(poisoned_model: Path) -> None:
             found = await asyncio.gather(*jobs)
             assert [one.token_ids for one in found[: len(PROMPTS)]] == [one.token_ids for one in wanted]
             assert {one.finish_reason for one in found[len(PROMPTS) :]} == {"failed"}
+
+    asyncio.run(serve())
+
+
+class Deadly(FakeRunner):
+    """The replica is lost with any step that computes a deadly token of a prompt."""
+
+    def run(self, step: StepInput) -> StepOutput:
+        if any(DEADLY in chunk.token_ids for chunk in step.chunks):
+            raise MemoryError("killed")
+        return super().run(step)
+
+
+@pytest.mark.parametrize("number", range(len(BATCHERS)))
+def test_requests_that_kill_replicas_are_found_and_cost_innocents_nothing(
+    number: int, hollow_model: Path, tmp_path: Path
+) -> None:
+    mapping = experiment(BATCHERS[number], look_ahead=True)
+    recovery = {"max_reruns": 1, "max_restarts": 100}  # an innocent that is blamed twice would be lost
+    mapping["backend"]["engine"] |= {"model": str(hollow_model), "recovery": recovery}
+    mapping["workload"]["num_sessions"] = 60
+    made: list[EngineRun] = []
+
+    def backend(run: Run) -> Backend:
+        runner: Callable[[ReplicaKey, RunnerOptions], Any] = lambda key, options: Deadly(options)  # noqa: E731
+        world = SteppedWorld(np.random.default_rng(number), mean_step_s=0.002, runner=runner)
+        backend = EngineRun(run, make_worker=world.worker, make_clock=world.clock, make_restarter=world.restarter)
+        made.append(backend)
+        return backend
+
+    run_experiment(config_from_mapping(mapping), folder=tmp_path / "run", backend=backend)
+    specs = {spec.request_id: spec for spec in made[0]._run.workload}
+    num_deadly = num_innocent = 0
+    for row in read_rows(tmp_path / "run" / "outputs.jsonl.gz"):
+        name = row["request_id"]
+        prompt = made[0]._prompts.prompt(specs[name]).token_ids
+        whole = expected_output(prompt, specs[name].num_output_tokens)
+        if DEADLY in prompt:
+            num_deadly += 1
+            assert row["reason"] == "failed"
+            assert row["detail"].endswith("MemoryError: killed; it had run again 1 times")
+        elif DEADLY not in whole[:-1]:  # its own output may kill when it is computed again
+            num_innocent += 1
+            assert (row["reason"], row["token_ids"]) == ("stop", whole), row["detail"]
+    assert num_deadly >= 2
+    assert num_innocent >= 60
+    made[0].controller.check_conservation()
+    report = replay(tmp_path / "run")
+    assert report.difference is None
+    assert report.ahead is None
+
+
+def test_a_request_that_kills_its_process_leaves_the_others_their_tokens(hollow_model: Path) -> None:
+    """Real processes: a chunk of more than 100 tokens kills the process that computes it."""
+    config = {
+        "num_replicas": 2,
+        "replica": {"max_model_len": 250, "max_batch_size": 16, "memory": {"block_size": 8, "num_blocks": 200}},
+        "backend": {
+            "engine": {
+                "random_weights": True,
+                "workers": "process",
+                "recovery": {"max_reruns": 1, "max_restarts": 20, "backoff_s": 0.0},
+            }
+        },
+    }
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    innocent = [[number, 2, 3] for number in range(12)]
+
+    async def serve() -> None:
+        async with AsyncLLM(hollow_model, config, load=runner_that_dies_on_long_prompts) as llm:
+            jobs = [llm.generate(prompt, params) for prompt in [*innocent[:6], [5] * 120, *innocent[6:]]]
+            found = await asyncio.gather(*jobs)
+            assert found.pop(6).finish_reason == "failed"
+            assert [one.token_ids for one in found] == [expected_output(prompt, 20) for prompt in innocent]
 
     asyncio.run(serve())

@@ -148,13 +148,14 @@ def test_requests_wait_for_the_only_replica_to_come_back(hollow_model: Path, tmp
     assert replay(tmp_path / "run").is_equal
 
 
-def test_a_request_that_kills_whatever_runs_it_ends(hollow_model: Path, tmp_path: Path) -> None:
+def test_losses_that_are_nobodys_fault_use_up_nobodys_reruns(hollow_model: Path, tmp_path: Path) -> None:
     mapping = experiment(hollow_model, "pull", "fixed_chunk", {"max_reruns": 2, "max_restarts": 50})
     run, made = run_it(mapping, {0: [6] * 12, 1: [6] * 12}, tmp_path / "run")
-    failed = [row for row in run.requests().to_pylist() if row["reason"] == "failed"]
-    worn = [row for row in failed if row["detail"].endswith("out of memory on fake; it had run again 2 times")]
-    assert worn
-    assert all("no replica of default came up again" in row["detail"] for row in failed if row not in worn)
+    rows = run.requests().to_pylist()
+    assert {row["reason"] for row in rows} <= {"stop", "failed", "rejected"}
+    failed = [row for row in rows if row["reason"] == "failed"]
+    assert all("no replica of default came up again" in row["detail"] for row in failed)
+    assert max(row["num_preemptions"] for row in rows) > 2
     check_outputs(made, tmp_path / "run")
     check_nothing_is_left(made)
     assert replay(tmp_path / "run").is_equal

@@ -93,8 +93,9 @@ class RecoveryConfig(Section):
     max_reruns: Count | None = Field(
         None,
         description=(
-            "How often a request is computed again elsewhere, its tokens so far kept, after replicas failed while it ran; "
-            "then it ends as failed. null: 3 on a server; in a run, all requests of a replica that fails end."
+            "How often a request is computed again, its tokens so far kept, after replicas failed while they computed it "
+            "by itself; then it ends as failed. The requests of a step that failed are computed one by one afterwards, so "
+            "that others answer for nothing. null: 3 on a server; in a run, all requests of a replica that fails end."
         ),
     )
     max_restarts: Count | None = Field(

@@ -7,10 +7,10 @@ through preemptions; when slots run short, one that is not in the step loses its
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from vajra_py.engine.compute import Chunk, NewRow, StepInput, StepOutput, TableUpdate
+from vajra_py.engine.compute import Chunk, NewRow, StepInput, StepOutput, TableUpdate, TokenLogprobs
 from vajra_py.engine.compute.interface import needs_history
 from vajra_py.engine.outputs import Collected, Submission
 from vajra_py.runtime.executor import PlannedChunk, StepPlan, StepResult
@@ -103,6 +103,27 @@ class EngineExecutor:
         freed, self._freed = self._freed, []
         return StepInput(changes.chunks, changes.decodes, changes.new, freed, changes.tables, plan.copies)
 
+    def requests_of(self, step: StepInput) -> list[Request]:
+        """Whose rows a step computes."""
+        slots = {*step.decodes, *(chunk.slot for chunk in step.chunks)}
+        return [request for request, row in self._rows.items() if row.slot in slots]
+
+    def parts(self, step: StepInput, suspects: Collection[Request]) -> list[StepInput]:
+        """The step in parts that give the same, one after another, so that each suspect is computed by itself.
+
+        Chunks stay in their order: one may read KV blocks that an earlier one writes.
+        """
+        apart = {row.slot for request in suspects if (row := self._rows.get(request)) is not None}
+        rows: list[tuple[list[Chunk], list[int]]] = [([], [slot for slot in step.decodes if slot not in apart])]
+        for chunk in step.chunks:
+            if chunk.slot in apart:
+                rows += [([chunk], []), ([], [])]
+            else:
+                rows[-1][0].append(chunk)
+        rows += [([], [slot]) for slot in step.decodes if slot in apart]
+        first, *others = [StepInput(*one) for one in rows if one[0] or one[1]]
+        return [replace(first, new=step.new, freed=step.freed, tables=step.tables, copies=step.copies), *others]
+
     def foreseen(self, members: Iterable[Request], growing: Mapping[Request, int]) -> StepInput | None:
         """The input of a further step of these decodes, some of which get a block; None when one must not be foreseen.
 
@@ -124,7 +145,9 @@ class EngineExecutor:
         tokens: list[tuple[Request, int]] = []
         stopped: list[Request] = []
         by_slot, logprobs, faults = self._by_slot, output.logprobs, output.faults
-        failed = {by_slot[slot]: f"{by_slot[slot].request_id}: {why}" for slot, why in faults.items()}
+        failed = {request: f"{request.request_id}: {why}" for request, why in self._faulty(faults)}
+        for request in failed:
+            self._submissions[request].collected.is_faulty = True
         for slot, token in zip(output.slots, output.token_ids, strict=True):
             if slot in faults:
                 continue
@@ -138,6 +161,12 @@ class EngineExecutor:
         return StepResult(tokens, frozenset(stopped), failed)
 
     # Inside
+
+    def _faulty(self, faults: Mapping[int, str]) -> list[tuple[Request, str]]:
+        """Whose rows failed: of those that sample, and of those that do not yet."""
+        if not faults:
+            return []
+        return [(request, faults[row.slot]) for request, row in self._rows.items() if row.slot in faults]
 
     def _add_chunk(self, entry: PlannedChunk, memory: AnyKvMemory, changes: _Changes) -> None:
         request, num_tokens, start, kind = entry
@@ -215,3 +244,22 @@ class EngineExecutor:
         if row is not None:
             heapq.heappush(self._free, row.slot)
             self._freed.append(row.slot)
+
+
+def joined(outputs: Sequence[StepOutput]) -> StepOutput:
+    """What a step gave whose parts gave these."""
+    logprobs: dict[int, TokenLogprobs] = {}
+    prompt_logprobs: dict[int, Sequence[TokenLogprobs]] = {}
+    faults: dict[int, str] = {}
+    for output in outputs:
+        logprobs |= output.logprobs
+        prompt_logprobs |= output.prompt_logprobs
+        faults |= output.faults
+    return StepOutput(
+        [slot for output in outputs for slot in output.slots],
+        [token for output in outputs for token in output.token_ids],
+        sum(output.duration_s for output in outputs),
+        logprobs,
+        prompt_logprobs,
+        faults,
+    )

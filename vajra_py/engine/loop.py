@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 from vajra_py.contract import EndReason
 from vajra_py.engine.clock import TICKS_PER_NANOSECOND, EngineClock
 from vajra_py.engine.compute import StepOutput
+from vajra_py.engine.executor import joined
 from vajra_py.engine.outputs import Submission
 from vajra_py.engine.supervision import GivenUp, Restarted, Restarter
 from vajra_py.engine.units import LoopOptions, Message, Stop, SwapPolicy, TakeBack, Timed, Unit
@@ -26,7 +27,7 @@ from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.clock import NEVER, to_seconds, to_ticks
 from vajra_py.runtime.collector import what_exists_left_out
 from vajra_py.runtime.controller import Controller
-from vajra_py.runtime.executor import StepPlan
+from vajra_py.runtime.executor import StepPlan, StepResult
 from vajra_py.runtime.input_log import Abandonment, Failure, Input, Restart
 from vajra_py.runtime.replica import Replica
 from vajra_py.runtime.request import Request
@@ -72,6 +73,9 @@ class EngineLoop(Backend[Unit]):
         self._driver.form_step = self._form_step
         self._events = self._driver.events
         self._finished: deque[Finished | Restarted | GivenUp] = deque()
+        self._suspects: dict[Request, int] = {}
+        """Requests that were computed with others when a replica was lost, and how many tokens each is to give by itself."""
+        self._num_suspected: dict[Request, int] = {}
         self._progressed: dict[Request, None] = {}
         """Requests that got a token in this turn."""
         self._deferred: list[SwapPolicy] = []
@@ -235,10 +239,17 @@ class EngineLoop(Backend[Unit]):
             self._lose(unit, lost(news.replica, news.error or "its worker is gone"))
         elif unit.is_stale:
             unit.is_stale = False
+            unit.forget_parts()
             self._driver.freed(unit)
             self._take_up_deferred()
+        elif unit.parts_left:
+            unit.outputs.append(news.output)
+            unit.part = unit.parts_left.pop(0)
+            unit.worker.submit(unit.part)
         else:
-            self._events.push(self.now, Phase.STEP_END, (unit, news.output, unit.epoch), unit.rank)
+            output = news.output if not unit.outputs else joined([*unit.outputs, news.output])
+            unit.forget_parts()
+            self._events.push(self.now, Phase.STEP_END, (unit, output, unit.epoch), unit.rank)
 
     # Requests
 
@@ -268,6 +279,9 @@ class EngineLoop(Backend[Unit]):
         """See `Backend`; whoever submitted them is told."""
         for request, reason in ended:
             submission = self._submissions.pop(request)
+            if self._num_suspected:
+                self._suspects.pop(request, None)
+                self._num_suspected.pop(request, None)
             for replica in self.controller.replicasets[request.replicaset].replicas:
                 self._units[replica.replicaset, replica.replica_id].executor.release(request)
             submission.collected.finish()
@@ -289,7 +303,16 @@ class EngineLoop(Backend[Unit]):
         """See `Backend`: its worker is told what changed; what comes back is a message."""
         replica.plan = plan
         step = replica.executor.step_input(plan, replica.replica.memory)
-        replica.worker.submit(step if replica.ahead is None else replica.ahead.work(plan, step))
+        if self._suspects:
+            replica.part, *replica.parts_left = replica.executor.parts(step, self._suspects)
+        else:
+            replica.part = step
+        if replica.parts_left or replica.ahead is None:
+            replica.worker.submit(replica.part)
+            if replica.ahead is not None:
+                replica.ahead.forget()
+        else:
+            replica.worker.submit(replica.ahead.work(plan, step))
         return NEVER
 
     def on_step_end(self, replica: Unit, payload: StepOutput) -> None:
@@ -300,6 +323,8 @@ class EngineLoop(Backend[Unit]):
         replica.busy_ticks += self.now - plan.formed_at
         result = replica.executor.step_result(payload)
         self._progressed.update(dict.fromkeys(request for request, _ in result.tokens or ()))
+        if self._suspects:
+            self._clear_suspects(result)
         self._driver.complete(replica, plan, result)
 
     def cancel(self, replica: Unit) -> int:
@@ -313,6 +338,8 @@ class EngineLoop(Backend[Unit]):
     def _lose(self, unit: Unit, detail: str) -> None:
         name, replica_id = unit.replica.replicaset, unit.replica.replica_id
         unit.is_lost, unit.is_stale, self.last_loss = True, False, detail
+        blamed = [] if unit.part is None else unit.executor.requests_of(unit.part)
+        unit.forget_parts()
         self._take_up_deferred()
         if self.restarter is not None and self.restarter.lost((name, replica_id), unit.worker, unit.replica.num_steps):
             self._restarting.add((name, replica_id))
@@ -320,9 +347,24 @@ class EngineLoop(Backend[Unit]):
         num_up = self.controller.replicasets[name].num_up
         others = num_up > 1 or any(one == name for one, _ in self._restarting)
         max_reruns = self._options.max_reruns if others else None
-        self._events.push(self.now, Phase.FAILURE, Failure(self.now, name, replica_id, detail, max_reruns))
+        # What it computed by itself, a request answers for; with others, it is suspected, and longer each time.
+        guilty = [request.request_id for request in blamed] if len(blamed) == 1 else []
+        if max_reruns is not None:
+            for request in blamed:
+                self._num_suspected[request] = count = self._num_suspected.get(request, 0) + 1
+                self._suspects[request] = 1 << min(count - 1, 30)
+        self._events.push(self.now, Phase.FAILURE, Failure(self.now, name, replica_id, detail, max_reruns, guilty))
         if num_up == 1:
             self._abandon_at[name] = self.now + to_ticks(self._options.wait_s)
+
+    def _clear_suspects(self, result: StepResult) -> None:
+        """Those that gave a token by themselves have one less to give."""
+        for request, _ in result.tokens or ():
+            num_left = self._suspects.get(request)
+            if num_left == 1:
+                del self._suspects[request]
+            elif num_left is not None:
+                self._suspects[request] = num_left - 1
 
     def _restore(self, unit: Unit, news: Restarted) -> None:
         unit.worker, unit.is_lost = news.worker, False

@@ -29,6 +29,7 @@ class Collected:
         prompt_logprobs: of the prompt's tokens from the second on, for requests that asked.
         text: what a client may see: without the stop string that ended it; complete once the request has ended.
         stopped_by: the stop string or token that ended it.
+        is_faulty: whether it failed by itself.
     """
 
     sampling: SamplingParams
@@ -39,6 +40,7 @@ class Collected:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     text: str = ""
     stopped_by: str | int | None = None
+    is_faulty: bool = False
     _held: str = ""
     """Text that might be the beginning of a stop string."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from vajra_py.engine.ahead import LookAhead
+from vajra_py.engine.compute import StepInput, StepOutput
 from vajra_py.engine.executor import EngineExecutor
 from vajra_py.engine.outputs import Submission
 from vajra_py.engine.supervision import GivenUp, Restarted
@@ -58,6 +59,12 @@ class Unit(BackendReplica):
     """Whether, and how, its worker begins steps before they are decided."""
     plan: StepPlan | None = None
     """The step in flight."""
+    part: StepInput | None = None
+    """What its worker computes now: that step, or a part of it."""
+    parts_left: list[StepInput] = field(default_factory=list)
+    """What of that step comes after."""
+    outputs: list[StepOutput] = field(default_factory=list)
+    """Of the parts that came back."""
     is_lost: bool = False
     is_stale: bool = False
     """Whether it computes a step whose plan was dropped."""
@@ -65,6 +72,10 @@ class Unit(BackendReplica):
     """What its steps took on the device, in all."""
     busy_ticks: int = 0
     """What they took from forming them to taking their results in."""
+
+    def forget_parts(self) -> None:
+        """Nothing is computed any more."""
+        self.part, self.parts_left, self.outputs = None, [], []
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,7 @@ class EngineRun:
                 "request_id": request.request_id,
                 "reason": reason,
                 "detail": request.detail,
+                "failed_at": request.num_computed_tokens if submission.collected.is_faulty else None,
                 "token_ids": submission.collected.token_ids,
             }
             self._output_file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")

@@ -115,7 +115,7 @@ def read_recording(path: Path, registry: Registry | None = None) -> Recording:
     try:
         engine = json.loads((path / ENGINE_FILE).read_text())
         outputs = {
-            row["index"]: RecordedOutput(row["token_ids"], row["reason"], row.get("detail", ""))
+            row["index"]: RecordedOutput(row["token_ids"], row["reason"], row.get("detail", ""), row.get("failed_at"))
             for row in read_rows(path / OUTPUTS_FILE)
         }
         durations, last = _durations(read_rows(path / DECISIONS_FILE))
@@ -209,7 +209,7 @@ class _RecordedExecutor(SimulatedExecutor):
     def known_output_tokens(self, request: Request) -> int | None:
         """The recorded length of those that came to their end; one more of those that failed, at the latest in that step."""
         output = self._outputs.get(request.index, self._nothing)
-        if output.reason == EndReason.FAILED.value:
+        if output.failed_at is not None:
             return len(output.token_ids) + 1
         return len(output.token_ids) if output.reason in (EndReason.STOP.value, EndReason.LENGTH.value) else None
 
@@ -219,15 +219,14 @@ class _RecordedExecutor(SimulatedExecutor):
         stopped: list[Request] = []
         failed: dict[Request, str] = {}
         for request, num_tokens, computed_before, _ in plan.entries():
-            if computed_before + num_tokens < request.num_known_tokens:
-                continue
             output, position = self._outputs.get(request.index, self._nothing), request.num_output_tokens
-            if position < len(output.token_ids):
+            end = computed_before + num_tokens
+            if output.failed_at is not None and position == len(output.token_ids) and end >= output.failed_at:
+                failed[request] = output.detail
+            elif end == request.num_known_tokens and position < len(output.token_ids):
                 tokens.append((request, output.token_ids[position]))
                 if output.reason == EndReason.STOP.value and position + 1 == len(output.token_ids):
                     stopped.append(request)
-            elif output.reason == EndReason.FAILED.value:
-                failed[request] = output.detail
         return StepResult(tokens, frozenset(stopped), failed)
 
 

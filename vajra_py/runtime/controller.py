@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from vajra_py.contract import EndReason, Observer
 from vajra_py.errors import PolicyError, place_of_definition
 from vajra_py.runtime.clock import to_seconds
+from vajra_py.runtime.input_log import Failure
 from vajra_py.runtime.kv import BlockKeys
 from vajra_py.runtime.lifecycle import end_request
 from vajra_py.runtime.recovery import Losses, abandon, lose_replica, take_out_of_service
@@ -132,10 +133,10 @@ class Controller:
             return True
         return False
 
-    def lose_replica(self, replica: Replica, why: str, max_reruns: int | None, now: int) -> Losses:
+    def lose_replica(self, replica: Replica, failure: Failure, now: int) -> Losses:
         """A replica is lost: its requests are computed again elsewhere, or end; see `recovery.lose_replica`."""
         replicaset = self.replicasets[replica.replicaset]
-        losses = lose_replica(replicaset, replica, why, max_reruns, now)
+        losses = lose_replica(replicaset, replica, failure, now)
         self.settle(losses.ended, now)
         return losses
 

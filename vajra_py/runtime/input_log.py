@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -81,6 +81,7 @@ class Failure:
 
     Attributes:
         max_reruns: how often its requests might be computed again elsewhere; None: they ended.
+        guilty: requests that it computed by themselves when it was lost, for which that counts; None: all that it held.
     """
 
     tick: int
@@ -88,6 +89,7 @@ class Failure:
     replica_id: int
     detail: str
     max_reruns: int | None = None
+    guilty: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,3 +240,5 @@ class RecordedOutput:
     reason: str = ""
     """Why it ended; empty: it did not."""
     detail: str = ""
+    failed_at: int | None = None
+    """How many of its tokens were computed when it failed by itself; None: it did not."""

@@ -12,6 +12,7 @@ from typing import cast
 
 from vajra_py.contract import EndReason
 from vajra_py.runtime.clock import to_seconds
+from vajra_py.runtime.input_log import Failure
 from vajra_py.runtime.lifecycle import end_request
 from vajra_py.runtime.replica import Replica
 from vajra_py.runtime.replicaset import Replicaset
@@ -29,9 +30,9 @@ class Losses:
     """Those that will be computed again, and the replica that each is bound to now (None: whoever takes it)."""
 
 
-def lose_replica(replicaset: Replicaset, replica: Replica, why: str, max_reruns: int | None, now: int) -> Losses:
-    """A replica is gone with its memory. `max_reruns`: how often a request may run again; None: its requests end."""
-    seconds = to_seconds(now)
+def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now: int) -> Losses:
+    """A replica is gone with its memory. `failure.max_reruns`: how often a request may run again; None: its requests end."""
+    seconds, why, max_reruns = to_seconds(now), failure.detail, failure.max_reruns
     for observer in replicaset.observers:
         observer.on_replica_lost(replica.replicaset, replica.replica_id, why, seconds)
     if max_reruns is None:
@@ -42,7 +43,7 @@ def lose_replica(replicaset: Replicaset, replica: Replica, why: str, max_reruns:
     held = [*replica.residents.running(), *replica.residents.in_flight]
     left = [*held, *(cast(Request, one) for one in replica.queue.ordered(seconds))]
     for request in held:
-        request.num_losses += 1
+        request.num_losses += failure.guilty is None or request.request_id in failure.guilty
         request.num_preemptions += 1
     for request in left:
         replica.lifecycle.uproot(request)

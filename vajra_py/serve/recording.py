@@ -194,6 +194,7 @@ class RunRecording:
             "request_id": request.request_id,
             "reason": reason,
             "detail": request.detail,
+            "failed_at": request.num_computed_tokens if submission.collected.is_faulty else None,
             "token_ids": submission.collected.token_ids,
         }
         self._outputs.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")

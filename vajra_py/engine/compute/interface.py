@@ -173,7 +173,8 @@ class StepOutput:
         duration_s: from the step's start on the device to its sampled tokens on the host.
         logprobs: by slot, for the requests that asked.
         prompt_logprobs: by slot, of the `followers` of its chunk.
-        faults: by slot, why a row that was to sample gave no token. Its token id means nothing; the other rows are as ever.
+        faults: by slot, why a row could not be computed or gave no token. Its token id means nothing, nor does what it left in
+            KV memory; the other rows are as ever.
     """
 
     slots: Sequence[int]

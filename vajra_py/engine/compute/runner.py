@@ -251,7 +251,8 @@ class TorchRunner:
         computed.tokens = to_host(computed.tokens)
         done = TorchStep(computed, started)
         if self._faults:
-            done.faults = {slot: self._faults[slot] for slot in computed.slots.tolist() if slot in self._faults}
+            rows = (*step.decodes, *(chunk.slot for chunk in step.chunks))
+            done.faults = {slot: self._faults[slot] for slot in rows if slot in self._faults}
         if isinstance(started, float):
             done.duration_s = time.perf_counter() - started
         else:
@@ -275,7 +276,8 @@ class TorchRunner:
     def _apart(self, step: StepInput, memory: KvMemory, error: Exception) -> Computed:
         """The step row by row, after it failed: rows that fail by themselves join the faults.
 
-        Raises `error` when the device does not answer any more, or every row of several fails.
+        Raises `error` when the device does not answer any more, when every row of several fails, and when a row reads KV
+        that one of those was to write.
         """
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
@@ -284,26 +286,46 @@ class TorchRunner:
         scores: dict[int, list[TokenLogprobs]] = {}
         rows = [(slot, StepInput(decodes=[slot])) for slot in step.decodes]
         rows += [(chunk.slot, StepInput([chunk])) for chunk in step.chunks]
-        waiting = [(slot, row) for slot, row in rows if slot not in self._faults]
-        failed: dict[int, Exception] = {}
-        for slot, row in waiting:
+        failed: dict[int, Exception] = {slot: error for slot, _ in rows if slot in self._faults}
+        num_known, unwritten = len(failed), set[int]()
+        for slot, row in rows:
+            written, read = self._blocks(row)
+            if slot in failed:
+                unwritten |= written
+                continue
+            if not unwritten.isdisjoint(read):
+                raise error
             before = self._state.num_computed[slot]
             try:
                 computed = self._computed(row, memory)
             except _ROW_ERRORS as problem:
                 self._state.num_computed[slot] = before
                 failed[slot] = problem
+                unwritten |= written
                 continue
             tokens |= zip(computed.slots.tolist(), computed.tokens.tolist(), strict=True)
             logprobs |= computed.logprobs
             scores |= computed.prompt_logprobs
-        if len(failed) == len(waiting) > 1:
+        if len(failed) == len(rows) > num_known + 1:
             raise error
         for slot, found_wrong in failed.items():
-            self._fault(slot, found_wrong)
+            if slot not in self._faults:
+                self._fault(slot, found_wrong)
         slots = [*step.decodes, *(chunk.slot for chunk in step.chunks if chunk.samples)]
         sampled = torch.tensor([tokens.get(slot, NO_TOKEN) for slot in slots], dtype=torch.int64)
         return Computed(np.array(slots, np.int64), sampled, logprobs, scores)
+
+    def _blocks(self, row: StepInput) -> tuple[set[int], set[int]]:
+        """KV blocks that a step of one row writes, and those that it reads."""
+        if row.chunks:
+            slot, start = row.chunks[0].slot, row.chunks[0].num_computed
+            end = start + len(row.chunks[0].token_ids)
+        else:
+            slot, start = row.decodes[0], int(self._state.num_computed[row.decodes[0]])
+            end = start + 1
+        size = self._options.block_size
+        table = self._state.tables[slot]
+        return set(table[start // size : -(-end // size)].tolist()), set(table[: -(-end // size)].tolist())
 
     def _fault(self, slot: int, error: Exception) -> None:
         self._faults[slot] = f"it cannot be computed ({' '.join(f'{type(error).__name__}: {error}'.split())})"

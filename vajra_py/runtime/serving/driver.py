@@ -314,7 +314,7 @@ class Driver(Generic[R]):
         self._interrupt(what.replicaset)
         self._call_off(one, is_lost=True)
         try:
-            losses = self.controller.lose_replica(one.replica, what.detail, what.max_reruns, self.now)
+            losses = self.controller.lose_replica(one.replica, what, self.now)
         except PolicyError as error:
             self._isolate(what.replicaset, error)
             return
