@@ -93,4 +93,6 @@ def test_a_policy_change_does_not_wait_for_a_worker_that_is_lost() -> None:
     script.messages.append(Finished(REPLICA, None, "its device is gone"))
     loop.run()
     assert unit.is_lost
-    assert [str(answer) for answer in answers] == [str(ConfigError(Problem("policy", "was asked for, and cannot be built")))]
+    assert [str(answer) for answer in answers] == [
+        str(ConfigError(Problem("policy", "was asked for, and cannot be built")))
+    ]
