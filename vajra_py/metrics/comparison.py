@@ -6,7 +6,7 @@ in pairs of one seed, corrected for the number of pairs; without them a mark say
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from vajra_py.metrics.intervals import Interval, floats, replication_interval
 from vajra_py.metrics.pairs import SIGNIFICANT_P, Difference, difference, holm
 from vajra_py.metrics.replications import Setting, group_replications, load_labels
 from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.within_run import run_intervals
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,7 +31,6 @@ _LABELS = ("stable", "unknown", "backlogged", "overloaded")
 Row = tuple[float | None, ...]
 Samples = Mapping[str, float]
 """Values by seed."""
-WithinRun = Callable[[RunData, str], Mapping[str, Interval]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +262,15 @@ def compare(runs: Sequence[RunData], *, each_run: bool = False) -> Comparison:
         },
         loads=load_labels([setting.first for setting in settings]),
         samples=samples if any(len(setting.runs) > 1 for setting in settings) else {},
+        within=_within(settings, list(scopes)),
         replications=tuple(len(setting.runs) for setting in settings),
     )
+
+
+def _within(settings: Sequence[Setting], scopes: Sequence[str]) -> Mapping[str, tuple[Mapping[str, Interval], ...]]:
+    """Intervals within the runs of settings that have one only."""
+    found = [run_intervals(setting.first, scopes) if len(setting.runs) == 1 else {} for setting in settings]
+    return {scope: tuple(own.get(scope, {}) for own in found) for scope in scopes} if any(found) else {}
 
 
 def _sampled(setting: Setting, place: tuple[str, str | None], metric: Metric) -> Samples:

@@ -211,7 +211,7 @@ def _marked(comparison: Comparison, metric: Metric, scope: str) -> list[str]:
 
     cells = []
     for value, spread, sign in _cells(comparison, metric, scope):
-        text = f"{value}{escape(spread)}{sign}"
+        text = f"{value}{escape(spread) if comparison.is_replicated else ''}{sign}"
         cells.append(f"[bold]{text}[/bold]" if sign == BEST else text)
     return cells
 

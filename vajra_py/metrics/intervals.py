@@ -44,3 +44,98 @@ def replication_interval(values: Sequence[float]) -> Interval | None:
 def floats(values: Sequence[float | None]) -> Floats:
     """The values that are known."""
     return np.array([value for value in values if value is not None], dtype=np.float64)
+
+
+BATCHES = (32, 16, 10)
+"""Numbers of batches that are tried: the first whose means look independent is taken, else the last."""
+MIN_VALUES = 200
+"""Values of a sequence from which on batch means are worth making."""
+HIGHEST_MANY_BATCHES = 0.9
+"""Quantile up to which small batches hold enough values beyond it."""
+_INDEPENDENT_Z = 0.8416
+"""Of the lag-1 correlation of independent batch means, exceeded by chance in a fifth of all cases."""
+
+
+def mser5(values: Floats) -> int:
+    """Values to leave out at the start because the system was still filling.
+
+    MSER-5 (K. P. White, "An effective truncation heuristic for bias reduction in simulation output", Simulation 69, 1997): of means of five values, those are left out whose
+    omission makes the standard error of the rest least; a cut in the second half means that no steady state was found, and then nothing is left out.
+    """
+    count = len(values) // 5
+    if count < 10:
+        return 0
+    means = values[: 5 * count].reshape(count, 5).mean(axis=1)
+    left = np.arange(count, 0, -1)
+    sums, squares = np.cumsum(means[::-1])[::-1], np.cumsum(np.square(means)[::-1])[::-1]
+    errors = (squares - np.square(sums) / left) / np.square(left)
+    candidate = int(np.argmin(errors[: max(1, count - 5)]))
+    return 5 * candidate if candidate < count // 2 else 0
+
+
+def batch_means_interval(values: Floats) -> Interval | None:
+    """Interval for the long-run mean of a stationary, correlated sequence; None when it is short.
+
+    Student's t over batch means, corrected for their skewness and for what is left of their correlation as Skart does (Tafazzoli and Wilson, "Skart: A skewness- and
+    autoregression-adjusted batch-means procedure for simulation analysis", IIE Transactions 43, 2011), with a fixed number of values.
+    """
+    return None if len(values) < MIN_VALUES else _skewed_t(_batched(values, num_batches(values)))
+
+
+def quantile_interval(values: Floats, fraction: float) -> Interval | None:
+    """Interval for the long-run quantile of such a sequence; None when it is short.
+
+    The share of values up to the observed quantile gets a batch-means interval; the quantiles of its two ends are those of the interval. (A bootstrap of the batches
+    covers less: `benchmarks/interval_coverage.py`.)
+    """
+    if len(values) < MIN_VALUES:
+        return None
+    count = num_batches(values) if fraction <= HIGHEST_MANY_BATCHES else BATCHES[-1]
+    used = values[len(values) % count :]
+    ordered = np.sort(used)
+    place = min(max(math.ceil(fraction * len(ordered)) - 1, 0), len(ordered) - 1)
+    bounds = _skewed_t(_batched((used <= ordered[place]).astype(np.float64), count))
+    low, high = math.floor(bounds.low * len(ordered)), math.ceil(bounds.high * len(ordered)) - 1
+    return Interval(float(ordered[max(low, 0)]), float(ordered[min(max(high, 0), len(ordered) - 1)]))
+
+
+def num_batches(values: Floats) -> int:
+    """The most batches of `BATCHES` whose means look independent (von Neumann's test by the lag-1 correlation)."""
+    for count in BATCHES:
+        if _correlation(_batched(values, count)) + 1 / count <= _INDEPENDENT_Z / math.sqrt(count):
+            return count
+    return BATCHES[-1]
+
+
+def _batched(values: Floats, count: int) -> Floats:
+    """Means of `count` batches of equal size; what is over is left out at the start."""
+    means: Floats = values[len(values) % count :].reshape(count, -1).mean(axis=1)
+    return means
+
+
+def _correlation(means: Floats) -> float:
+    gaps = means - means.mean()
+    power = float(gaps @ gaps)
+    return float(gaps[1:] @ gaps[:-1]) / power if power > 0 else 0.0
+
+
+def _skewed_t(means: Floats) -> Interval:
+    from scipy import stats
+
+    count, mean = len(means), float(means.mean())
+    variance = float(means.var(ddof=1))
+    if not variance > 0:
+        return Interval(mean, mean)
+    phi = min(max(_correlation(means), 0.0), 0.9)
+    error = math.sqrt((1 + phi) / (1 - phi) * variance / count)
+    skewness = count * float(((means - mean) ** 3).sum()) / ((count - 1) * (count - 2)) / variance**1.5
+    beta = skewness / (6 * math.sqrt(count))
+    low, high = (_johnson(float(stats.t.ppf(p, count - 1)), beta) for p in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
+    return Interval(mean - high * error, mean - low * error)
+
+
+def _johnson(quantile: float, beta: float) -> float:
+    """A quantile of t, transformed for the skewness of what it is made of."""
+    if abs(beta) < 1e-9:
+        return quantile
+    return (float(np.cbrt(1 + 6 * beta * (quantile - beta))) - 1) / (2 * beta)

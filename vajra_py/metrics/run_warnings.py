@@ -8,6 +8,9 @@ from typing import Any
 
 from vajra_py.metrics.definitions import UNFINISHED
 
+MIN_COMPLETED = 100
+"""Completed requests below which the 99th percentile is the maximum."""
+
 
 def warnings_of(data: Mapping[str, Any]) -> list[str]:
     """What a reader of a summary must know, a sentence each."""
@@ -26,7 +29,7 @@ def warnings_of(data: Mapping[str, Any]) -> list[str]:
     found += [
         f"{counts[reason]} of {arrived} requests {became}." for reason, became in _BECAME.items() if counts[reason]
     ]
-    if data["overall"]["e2e_s"]["count"] < 100:
+    if data["overall"]["e2e_s"]["count"] < MIN_COMPLETED:
         found.append(
             f"Only {data['overall']['e2e_s']['count']} requests completed: the 99th percentile is their maximum."
         )

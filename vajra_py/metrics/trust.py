@@ -6,10 +6,21 @@ from collections.abc import Sequence
 
 from vajra_py.metrics.comparison import OVERALL, Comparison
 from vajra_py.metrics.replications import Setting
+from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.run_warnings import MIN_COMPLETED
+from vajra_py.metrics.within_run import warmup_requests
 
 _NAMED = ("ttft_mean_s", "ttft_p99_s")
+_P99_COMPLETED = 5000
 _WIDE_FRACTION = 0.25
 """Half of an interval's width over its value from which on a number says little."""
+
+
+_DISAGREE = f"Its seeds disagree: the 95 % interval of mean or P99 TTFT is wider than ±{_WIDE_FRACTION:.0%} of the value. More replications or longer runs narrow it."
+_SHORT = (
+    f"Too short a run for one seed: the 95 % interval of mean TTFT is wider than ±{_WIDE_FRACTION:.0%} of the value, as happens near saturation. `replications: 5` or a longer run "
+    "narrows it."
+)
 
 
 def warnings_of(settings: Sequence[Setting], comparison: Comparison) -> list[tuple[str, list[str]]]:
@@ -45,19 +56,39 @@ def _of_chance(settings: Sequence[Setting], comparison: Comparison) -> list[tupl
                 single if len(single) < len(settings) else [],
             )
         )
-    wide = [
-        f"{setting.name}: ±{share:.0%}"
-        for i, setting in enumerate(settings)
-        if len(setting.runs) > 1 and (share := _relative_width(comparison, i)) > _WIDE_FRACTION
-    ]
-    if wide:
-        warnings.append(
+    for is_replicated, sentence in ((True, _DISAGREE), (False, _SHORT)):
+        wide = [
+            f"{setting.name}: ±{share:.0%}"
+            for i, setting in enumerate(settings)
+            if (len(setting.runs) > 1) == is_replicated and (share := _relative_width(comparison, i)) > _WIDE_FRACTION
+        ]
+        if wide:
+            warnings.append((sentence, wide))
+    if single:
+        warnings += _of_length(settings)
+    return warnings
+
+
+def _of_length(settings: Sequence[Setting]) -> list[tuple[str, list[str]]]:
+    """Runs without replications that are too short for their P99, or that begin with a warm-up."""
+    runs = [setting.first for setting in settings if len(setting.runs) == 1]
+    short = [run.name for run in runs if MIN_COMPLETED <= _completed(run) < _P99_COMPLETED]
+    warm = [f"{run.name}: {count}" for run in runs if (count := warmup_requests(run))]
+    found = []
+    if short:
+        found.append(
             (
-                f"Its seeds disagree: the 95 % interval of mean or P99 TTFT is wider than ±{_WIDE_FRACTION:.0%} of the value. More replications or longer runs narrow it.",
-                wide,
+                f"Fewer than {_P99_COMPLETED:,} requests completed in one run: fewer than 50 lie above the 99th percentile, which is uncertain.",
+                short,
             )
         )
-    return warnings
+    if warm:
+        found.append(("MSER-5 takes the first requests for warm-up; `warmup_requests: auto` leaves them out.", warm))
+    return found
+
+
+def _completed(run: RunData) -> int:
+    return int(run.summary.value("overall.e2e_s.count") or 0)
 
 
 def _relative_width(comparison: Comparison, position: int) -> float:

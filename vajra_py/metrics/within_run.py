@@ -1,0 +1,56 @@
+"""Confidence intervals within one run, and whether it was long enough to say what is asked of it.
+
+Requests in the order of their arrival are a sequence of correlated values, stationary where the system kept up with a steady load; its mean and quantiles get intervals by batch
+means. P99 gets none: a short run does not tell how heavy its tail is, and an interval from one run would promise too much. Replications give intervals for every metric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from vajra_py.metrics.definitions import Floats
+from vajra_py.metrics.intervals import Interval, batch_means_interval, mser5, quantile_interval
+from vajra_py.metrics.run_data import REQUESTS_FILE, RunData
+
+_LATENCIES = ("ttft", "tpot", "e2e", "queue")
+_STATISTICS: Mapping[str, float] = {"p50": 0.5, "p90": 0.9, "p95": 0.95}
+_WARMUP_FRACTION = 0.02
+"""Part of the requests from which on a warm-up is worth a word."""
+
+
+def run_intervals(run: RunData, scopes: Sequence[str]) -> dict[str, dict[str, Interval]]:
+    """By scope and metric key; nothing of a run that did not keep up with its load (its averages grow with its length) or that kept no table of requests."""
+    if run.summary.value("stability.label") != "stable" or not (run.path / REQUESTS_FILE).exists():
+        return {}
+    columns = run.measured(*(f"{name}_s" for name in _LATENCIES), "slo_met", "slo_class", "tenant")
+    found = {}
+    for scope in scopes:
+        noun, _, name = scope.partition(" ")
+        inside = slice(None) if not name else columns[noun] == name
+        found[scope] = _of_requests({key: column[inside] for key, column in columns.items()})
+    return found
+
+
+def warmup_requests(run: RunData) -> int:
+    """Requests at the start of the measurement window that MSER-5 takes for warm-up, by their end-to-end latency; 0 where they are too few to matter."""
+    if not (run.path / REQUESTS_FILE).exists():
+        return 0
+    latencies = run.measured("e2e_s")["e2e_s"]
+    known = latencies[np.isfinite(latencies)]
+    found = mser5(known)
+    return found if found > _WARMUP_FRACTION * len(known) else 0
+
+
+def _of_requests(columns: Mapping[str, Floats]) -> dict[str, Interval]:
+    found: dict[str, Interval | None] = {}
+    for name in _LATENCIES:
+        values = columns[f"{name}_s"]
+        values = values[np.isfinite(values)]
+        found[f"{name}_mean_s"] = batch_means_interval(values)
+        found |= {f"{name}_{key}_s": quantile_interval(values, fraction) for key, fraction in _STATISTICS.items()}
+    met = columns["slo_met"]
+    decided = np.array([value for value in met.tolist() if value is not None], dtype=np.float64)
+    found["slo_attainment_fraction"] = batch_means_interval(decided)
+    return {key: interval for key, interval in found.items() if interval is not None}
