@@ -38,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --quiet -c constraints.txt -e '.[dev,serve,otel]'
 	@touch $@
 
-demo: install ## compare policy combinations on an embedded workload and write the report (under 2 minutes)
+demo: install ## chats beside documents under three policies: a picture and a report (under 2 minutes)
 	$(PY) examples/demo.py
 
 lint: install ## ruff, formatting, mypy --strict, import directions

@@ -310,6 +310,9 @@ class ExperimentConfig(Section):
 
     version: Literal[1] = Field(description="Version of this schema.")
     name: str = Field("experiment", pattern=NAME_PATTERN, description="Name of the experiment and of its folder.")
+    description: Text | None = Field(
+        None, description="What the experiment is about, in a sentence or two; its report begins with it."
+    )
     seed: Count = Field(0, description="Seed of every random stream.")
     preset: Text | None = Field(None, description="Named settings of a whole system; explicit keys win over it.")
     scheduling: SchedulingConfig | None = Field(

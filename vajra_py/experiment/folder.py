@@ -21,7 +21,9 @@ RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "inter
 
 def config_digest(config: ExperimentConfig) -> str:
     """Names what an experiment's settings say; where results are written does not count."""
-    settings = config.model_dump(mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications"})
+    settings = config.model_dump(
+        mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications", "description"}
+    )
     return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 

@@ -20,7 +20,7 @@ ABSENT = "–"
 """Stands for a value that a configuration does not have."""
 
 # Where a run writes to, and what it is called, says nothing about what it does.
-_IGNORED = ("name", "output", "out", "run_dir", "output_dir", "results", "sweep", "replications")
+_IGNORED = ("name", "output", "out", "run_dir", "output_dir", "results", "sweep", "replications", "description")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,18 @@ def axes(runs: Sequence[RunData]) -> list[Axis]:
     for path in sorted(differing, key=_rank):
         if not _follows(differing[path], list(kept.values())):
             kept[path] = differing[path]
+        elif path.endswith(".policy"):
+            _join(kept, differing[path])
     labels = _short_labels(list(kept))
     return [Axis(path, labels[path], values) for path, values in kept.items()]
+
+
+def _join(kept: dict[str, tuple[str, ...]], values: tuple[str, ...]) -> None:
+    """Name a policy that was varied together with another one beside it: `lrs+space_sharing`."""
+    for path, own in kept.items():
+        if path.endswith(".policy") and _follows(values, [own]):
+            kept[path] = tuple(f"{one}+{other}" for one, other in zip(own, values, strict=True))
+            return
 
 
 def is_workload(axis: Axis) -> bool:

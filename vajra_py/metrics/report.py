@@ -28,6 +28,7 @@ from vajra_py.metrics.report_tables import (
 )
 from vajra_py.metrics.run_data import RunData
 from vajra_py.metrics.trust import warnings_of
+from vajra_py.metrics.workload_words import workload_words
 
 _MAX_NAMES = 8
 
@@ -120,28 +121,9 @@ def _lead(settings: Sequence[Setting]) -> list[str]:
     groups += [f"{classes} SLO classes"] if classes > 1 else []
     who = f", of {_and(groups)}" if groups else ""
     sentences.append(f"{'Each run' if len(runs) > 1 else 'It'} measured {span} requests{offered}{who}.")
-    workload = _workload(runs)
-    return [*sentences, workload] if workload else sentences
-
-
-_WORKLOAD_FIRST = ("type", "profile", "path", "rate")
-_SAYS_NOTHING = ("null", "None", "0", "0.0", "false", "False", "[]", "()", "{}")
-
-
-def _workload(runs: Sequence[RunData]) -> str:
-    flats = [
-        flatten(run.config.get("workload") or {}) if isinstance(run.config.get("workload"), dict) else {}
-        for run in runs
-    ]
-    shared = [
-        (key, value)
-        for key, value in sorted(flats[0].items(), key=lambda item: item[0] not in _WORKLOAD_FIRST)
-        if str(value) not in _SAYS_NOTHING and key != "too_long" and all(flat.get(key) == value for flat in flats)
-    ]
-    if not shared:
-        return ""
-    words = [f"{key.replace('_', ' ')} {value}" for key, value in shared[:_MAX_NAMES]]
-    return f"Workload: {', '.join(words)}{', …' if len(shared) > _MAX_NAMES else ''}."
+    described = {str(run.config.get("description") or "") for run in runs}
+    about = [one for one in described if one] if len(described) == 1 else []
+    return [*about, *sentences, *workload_words([setting.first for setting in settings])]
 
 
 def _described(axis: Axis) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vajra_py.metrics import plots
 from vajra_py.metrics.plots.over_time import MAX_RUN_PANELS, MAX_TIMELINES
-from vajra_py.metrics.plots.rates import has_slo
+from vajra_py.metrics.plots.rates import class_names, has_slo
 from vajra_py.metrics.replications import group_replications
 from vajra_py.metrics.run_data import RunData
 
@@ -59,6 +59,10 @@ def _has_several_tenants(runs: Sequence[RunData]) -> bool:
     return any(len(run.summary.value("by_tenant") or {}) > 1 for run in runs)
 
 
+def _has_several_classes(runs: Sequence[RunData]) -> bool:
+    return plots.has_rate_sweep(runs) and len(class_names(runs)) > 1
+
+
 def _has_one_load(runs: Sequence[RunData]) -> bool:
     return not plots.has_rate_sweep(runs)
 
@@ -68,6 +72,16 @@ def _has_slo(runs: Sequence[RunData]) -> bool:
 
 
 FIGURES: tuple[FigureSpec, ...] = (
+    FigureSpec(
+        "class_latency_by_rate",
+        "Load",
+        "Latency of each class against load",
+        "Median and P99 TTFT, and P99 end-to-end latency of each SLO class against the offered load of all; logarithmic latency.",
+        plots.class_latency_by_rate,
+        None,
+        _has_several_classes,
+        takes_replications=True,
+    ),
     FigureSpec(
         "latency_by_rate",
         "Load",

@@ -9,6 +9,7 @@ from vajra_py.metrics.plots.distributions import latency_cdfs, latency_ranges, s
 from vajra_py.metrics.plots.over_time import batch_composition, queue_and_kv, service_by_tenant, step_timeline
 from vajra_py.metrics.plots.rates import (
     attainment_by_rate,
+    class_latency_by_rate,
     delivery_bars,
     goodput_by_rate,
     has_rate_sweep,
@@ -18,6 +19,7 @@ from vajra_py.metrics.plots.rates import (
 __all__ = [
     "attainment_by_rate",
     "batch_composition",
+    "class_latency_by_rate",
     "delivery_bars",
     "goodput_by_rate",
     "has_rate_sweep",

@@ -6,7 +6,7 @@ values, with a bar that is the 95 % confidence interval of that mean. Settings t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,9 @@ from vajra_py.metrics.run_data import RunData
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_OFFERED = "overall.offered_requests_per_s"
+_Reader = Callable[[RunData], "float | None"]
+_MAX_CLASSES = 4
+_ATTAINMENT = "overall.slo.overall.attainment_fraction"
 _OFFERED_LABEL = "offered load (requests/s)"
 
 
@@ -45,12 +47,12 @@ class _Point:
 def has_rate_sweep(runs: Sequence[RunData]) -> bool:
     """Whether some system was run under at least two configured rates."""
     series, _ = series_by_system(runs)
-    return any(len(_points(one, _OFFERED, 1.0)) > 1 for one in series)
+    return any(len(_points(one, _offered, 1.0)) > 1 for one in series)
 
 
 def has_slo(runs: Sequence[RunData]) -> bool:
     """Whether some run's requests were promised something."""
-    return any(_value(run, "overall.slo.overall.attainment_fraction") is not None for run in runs)
+    return any(_value(run, _ATTAINMENT) is not None for run in runs)
 
 
 @styled
@@ -63,11 +65,35 @@ def latency_by_rate(runs: Sequence[RunData]) -> Figure:
     for row, stat in enumerate(("p50", "p99")):
         for column, (name, label, scale, unit) in enumerate(columns):
             own = axes[row, column]
-            drawn = _draw(own, series, merged, f"overall.{name}.{stat}", scale)
+            drawn = _draw(own, series, merged, _at(f"overall.{name}.{stat}"), scale)
             own.set_ylabel(f"{label} {stat.upper()} ({unit})")
             if drawn:
                 plain_log(own.yaxis, most=6)
             if row == 1:
+                own.set_xlabel(_OFFERED_LABEL)
+    add_legend(figure, _legend(series, arrangement))
+    return figure
+
+
+def class_names(runs: Sequence[RunData]) -> list[str]:
+    """The SLO classes of the runs' requests."""
+    return list(dict.fromkeys(name for run in runs for name in run.summary.value("by_slo_class") or {}))
+
+
+@styled
+def class_latency_by_rate(runs: Sequence[RunData], classes: Sequence[str] | None = None) -> Figure:
+    """Median TTFT, P99 TTFT and P99 E2E latency of each SLO class (a row each) against the offered load of all; logarithmic latency."""
+    series, arrangement = series_by_system(runs)
+    names = list(classes or class_names(runs))[:_MAX_CLASSES] or ["(none)"]
+    figure, axes = new_figure(len(names), 3, 2.5, sharex=True)
+    columns = (("ttft_s", "p50", "TTFT P50"), ("ttft_s", "p99", "TTFT P99"), ("e2e_s", "p99", "E2E P99"))
+    for row, name in enumerate(names):
+        for own, (latency, statistic, label) in zip(axes[row], columns, strict=True):
+            if _draw(own, series, _one_panel(arrangement), _of_class(name, latency, statistic), 1.0):
+                plain_log(own.yaxis, most=6)
+            own.set_ylabel(f"{label} (s)")
+            own.set_title(f"class {name}")
+            if row == len(names) - 1:
                 own.set_xlabel(_OFFERED_LABEL)
     add_legend(figure, _legend(series, arrangement))
     return figure
@@ -79,7 +105,7 @@ def attainment_by_rate(runs: Sequence[RunData]) -> Figure:
     series, arrangement = series_by_system(runs)
     figure, axes = new_figure(1, 1, 3.2)
     own = axes[0, 0]
-    if _draw(own, series, _one_panel(arrangement), "overall.slo.overall.attainment_fraction", 1.0):
+    if _draw(own, series, _one_panel(arrangement), _at(_ATTAINMENT), 1.0):
         for level in (0.9, 0.99):
             own.axhline(level, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
             own.annotate(
@@ -104,8 +130,8 @@ def goodput_by_rate(runs: Sequence[RunData]) -> Figure:
     shown = ["throughput", "goodput"] if has_slo(runs) else ["throughput"]
     figure, axes = new_figure(1, len(shown), 3.0, sharex=True, sharey=True)
     for own, path in zip(axes[0], shown, strict=True):
-        if _draw(own, series, _one_panel(arrangement), f"overall.{path}.requests_per_s", 1.0):
-            top = max((point.rate for one in series for point in _points(one, _OFFERED, 1.0)), default=0.0)
+        if _draw(own, series, _one_panel(arrangement), _at(f"overall.{path}.requests_per_s"), 1.0):
+            top = max((point.rate for one in series for point in _points(one, _offered, 1.0)), default=0.0)
             own.plot([0, top], [0, top], color=GRID, linewidth=2.2, zorder=1)
             own.set_xlim(left=0)
             own.set_ylim(bottom=0)
@@ -145,11 +171,11 @@ def delivery_bars(runs: Sequence[RunData]) -> Figure:
     return figure
 
 
-def _draw(axes: Any, series: Sequence[Series], arrangement: Arrangement, path: str, scale: float) -> bool:
+def _draw(axes: Any, series: Sequence[Series], arrangement: Arrangement, read: _Reader, scale: float) -> bool:
     """Draw one line per series; says so and returns False when there is nothing to draw."""
     drawn = False
     for i in arrangement.members(0):
-        points = _points(series[i], path, scale)
+        points = _points(series[i], read, scale)
         if not points:
             continue
         drawn = True
@@ -168,11 +194,11 @@ def _draw(axes: Any, series: Sequence[Series], arrangement: Arrangement, path: s
     return drawn
 
 
-def _points(series: Series, path: str, scale: float) -> list[_Point]:
+def _points(series: Series, read: _Reader, scale: float) -> list[_Point]:
     """One for each setting of the series, by rising rate."""
     points = []
     for setting in series.settings:
-        rates, values = (floats([_value(run, own) for run in setting.runs]) for own in (_OFFERED, path))
+        rates, values = (floats([own(run) for run in setting.runs]) for own in (_offered, read))
         if rates.size and values.size:
             points.append(
                 _Point(
@@ -196,6 +222,26 @@ def _legend(series: Sequence[Series], arrangement: Arrangement) -> list[tuple[st
     return line_entries(arrangement.legend, with_marker=True) if len(series) > 1 else []
 
 
+def _at(path: str) -> _Reader:
+    return lambda run: _value(run, path)
+
+
+def _offered(run: RunData) -> float | None:
+    return _value(run, "overall.offered_requests_per_s")
+
+
+def _of_class(name: str, latency: str, statistic: str) -> _Reader:
+    """A latency of one class; its name may hold dots, and is no path."""
+
+    def read(run: RunData) -> float | None:
+        group = (run.summary.value("by_slo_class") or {}).get(name) or {}
+        distribution = group.get(latency)
+        found = distribution.get(statistic) if isinstance(distribution, Mapping) else None
+        return None if found is None else float(found)
+
+    return read
+
+
 def _value(run: RunData, path: str) -> float | None:
     value = run.summary.value(path)
     return None if value is None else float(value)
@@ -206,4 +252,13 @@ def _mean(setting: Setting, path: str) -> float:
     return float(values.mean()) if values.size else float("nan")
 
 
-__all__ = ["attainment_by_rate", "delivery_bars", "goodput_by_rate", "has_rate_sweep", "has_slo", "latency_by_rate"]
+__all__ = [
+    "attainment_by_rate",
+    "class_latency_by_rate",
+    "class_names",
+    "delivery_bars",
+    "goodput_by_rate",
+    "has_rate_sweep",
+    "has_slo",
+    "latency_by_rate",
+]
