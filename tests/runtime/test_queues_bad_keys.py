@@ -53,7 +53,7 @@ def ids(queue: Any, now: float) -> list[str]:
     return [request.request_id for request in queue.ordered(now)]
 
 
-BY_KEY = [KeyMotion.STATIC, KeyMotion.PROGRESS, KeyMotion.ARBITRARY]
+BY_KEY = [KeyMotion.STATIC, KeyMotion.PROGRESS, KeyMotion.ARBITRARY, KeyMotion.VOLATILE]
 BAD_NUMBERS = [math.nan, math.inf, -math.inf, None, "3", [1.0], (), (1.0, 2.0), 1j, np.float32("nan")]
 BAD_TUPLES = [1.0, (1.0,), (1.0, 2.0, 3.0), (1.0, math.nan), (math.inf, 0.0), (1.0, None)]
 
@@ -210,6 +210,7 @@ def test_the_declared_motion_chooses_the_queue() -> None:
         KeyMotion.PROGRESS: SortedQueue,
         KeyMotion.TIME_LINEAR: KineticQueue,
         KeyMotion.ARBITRARY: ArbitraryQueue,
+        KeyMotion.VOLATILE: ArbitraryQueue,
     }
     with pytest.raises(PolicyError, match="policy Quirky: its key_motion is no KeyMotion"):
         make_queue(Quirky("static"))  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ class Prioritizer:
         intercept, slope = request.line
         if self.key_motion is KeyMotion.TIME_LINEAR:
             return intercept + slope * now
-        if self.key_motion is KeyMotion.ARBITRARY:
+        if self.key_motion in (KeyMotion.ARBITRARY, KeyMotion.VOLATILE):
             return (math.floor(self.twist * slope * math.sin(now)), intercept)
         return (slope, intercept)
 

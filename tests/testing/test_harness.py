@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -148,3 +149,18 @@ def test_notes_of_a_decision_are_kept() -> None:
     step = harness.step()
     assert step is not None
     assert step.notes == {"a": {"why": "urgent", "score": 2}}
+
+
+def test_counting_everything_costs_what_was_used_not_what_there_is() -> None:
+    """Blocks that were never taken are not listed: no more memory is needed for two hundred thousand than for some."""
+
+    def peak_bytes(num_blocks: int) -> int:
+        harness = Harness("fcfs", "round_robin", "fixed_chunk", HarnessOptions(num_blocks=num_blocks))
+        harness.submit("a", 100, 5)
+        tracemalloc.start()
+        harness.steps_until_idle()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return peak
+
+    assert peak_bytes(200_000) < 2 * peak_bytes(200)

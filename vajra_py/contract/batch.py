@@ -104,6 +104,12 @@ class BatchBuilder(Protocol):
         `IN_FLIGHT` can be refused.
         """
 
+    def drop(self, request: RequestView, reason: str) -> None:
+        """End a waiting request for good, now: it is reported as rejected, with the policy's name and this reason.
+
+        What runs cannot be dropped (`ValueError`); a request that was preempted, in this step or earlier, waits and can.
+        """
+
     def cached_tokens(self, request: RequestView) -> int:
         """Leading tokens that the prefix cache holds for a waiting request now; at least one token stays to compute.
 

@@ -24,7 +24,7 @@ class EndReason(Enum):
     EXPIRED = "expired"
     """It waited longer than it allowed."""
     REJECTED = "rejected"
-    """It was refused at the door: it can never fit, or the queues are full."""
+    """It was refused at the door (it can never fit, or the queues are full), or a scheduler dropped it while it waited."""
     FAILED = "failed"
     """The replica that ran it failed."""
 

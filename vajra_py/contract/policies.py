@@ -39,6 +39,11 @@ class KeyMotion(Enum):
     """intercept + slope * now between two such moments (`TimeLinearPrioritizer.line`); order is exact at every time."""
     ARBITRARY = "arbitrary"
     """May change with anything; re-read for every waiting request at every step."""
+    VOLATILE = "volatile"
+    """May change with anything, also while a step is formed: re-read after each admission and preemption too.
+
+    For keys that `on_admission` or `on_preemption` moves, such as a tenant's share; costs as much as `ARBITRARY` each time.
+    """
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, cast
 
-from vajra_py.contract import BatchShape, DecodeStop, LatencyModel, PreemptionMode, Refusal, RequestView
+from vajra_py.contract import BatchShape, DecodeStop, EndReason, LatencyModel, PreemptionMode, Refusal, RequestView
 from vajra_py.runtime.builder_options import BuilderOptions, IllegalPlan
 from vajra_py.runtime.decodes import by_admission
 from vajra_py.runtime.kv import KvMemory
@@ -32,6 +32,10 @@ class Builder(PlanDraft):
         super().__init__(residents, latency, lifecycle.replica_id, options)
         self._latency = latency
         self._lifecycle = lifecycle
+        self.policy_name = ""
+        """What the reasons of dropped requests begin with."""
+        self.dropped: list[tuple[Request, EndReason]] = []
+        """Requests that a policy has ended and nobody has counted yet."""
         self.refusals: dict[Request, Refusal] = {}
         """Why `add` refused a request last in this step; told when nothing comes of it."""
         self._order: list[Request] | None = None
@@ -325,6 +329,17 @@ class Builder(PlanDraft):
             return False
         self._take_out(request, position)
         return True
+
+    def drop(self, request: RequestView, reason: str) -> None:
+        """End a waiting request for good; see `BatchBuilder.drop`."""
+        own = self._own(request)
+        if own.state is _RUNNING:
+            raise IllegalPlan(own, "cannot drop what runs. Waiting requests can be dropped; preempt it first")
+        given: object = reason  # a plug-in may say anything
+        if not isinstance(given, str) or not given:
+            raise IllegalPlan(own, f"cannot drop it without a reason (got {reason!r}). A sentence for its client")
+        self._lifecycle.drop(own, f"{self.policy_name}: {reason}", self.now)
+        self.dropped.append((own, EndReason.REJECTED))
 
     # Questions
 

@@ -40,6 +40,8 @@ class Lifecycle:
             observer.on_admitted(request, self.replica_id, now)
         for tell in self.listeners.admissions:
             tell(request, self.replica_id, now)
+        if residents.queue.is_volatile:
+            residents.read_keys_again()
         return "resumed" if resumed else "admitted"
 
     def preempt(self, request: Request, mode: PreemptionMode, now: float) -> int:
@@ -65,6 +67,8 @@ class Lifecycle:
             observer.on_preempted(request, mode.value, now)
         for tell in self.listeners.preemptions:
             tell(request, self.replica_id, now)
+        if residents.queue.is_volatile:
+            residents.read_keys_again()
         return num_moved
 
     def first_token(self, request: Request, now: int) -> None:
@@ -101,6 +105,16 @@ class Lifecycle:
         if request.state is RequestState.SWAPPED:
             residents.memory.drop_swapped(request)
         self._end(request, reason, detail, now)
+
+    def drop(self, request: Request, detail: str, now: float) -> None:
+        """A scheduler ends a request that waits in its replica's own queue or in the shared one."""
+        residents = self._residents
+        if request not in residents.queue:
+            residents.shared.take(request)
+            request.replica_id = self.replica_id
+            self._end(request, EndReason.REJECTED, detail, now)
+        else:
+            self.withdraw(request, EndReason.REJECTED, now, detail)
 
     def _end(self, request: Request, reason: EndReason, detail: str, now: float) -> None:
         self._residents.memory.forget(request)

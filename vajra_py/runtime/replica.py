@@ -98,6 +98,7 @@ class Replica:
         self.parts = parts
         self.queue = self.residents.queue = parts.queue
         self.lifecycle.listeners = parts.listeners
+        self.builder.policy_name = parts.policy_name
         schedule = parts.policy.schedule
         around, name = self.around, parts.policy_name
         self._schedule = (
@@ -160,6 +161,7 @@ class Replica:
         self.residents.clear()
         self.memory.clear()
         self.builder.swap_bytes_due = 0
+        self.builder.dropped = []
 
     @property
     def has_requests(self) -> bool:
@@ -212,7 +214,8 @@ class Replica:
         """Ask the policy once. None: it did nothing; a plan without entries: it only preempted."""
         seconds, builder, name = to_seconds(now), self.builder, self.parts.policy_name
         builder.start(seconds)
-        self.queue.begin_step()
+        if self.queue.is_arbitrary:
+            self.residents.read_keys_again()
         try:
             self._schedule(self._view.at(seconds), builder, seconds)
         except PolicyError as error:
@@ -236,6 +239,16 @@ class Replica:
         if self._step_watchers:
             self._show(plan)
         return plan
+
+    def take_dropped(self) -> list[tuple[Request, EndReason]]:
+        """Requests that the policy has dropped since this was last asked; whoever lets the replica form steps counts them."""
+        dropped = self.builder.dropped
+        if dropped:
+            self.builder.dropped = []
+            for request, _ in dropped:
+                self._output_limits.pop(request, None)
+                self.parts.executor.release(request)
+        return dropped
 
     def _show(self, plan: StepPlan) -> None:
         record = StepRecord(

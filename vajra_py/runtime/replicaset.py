@@ -60,6 +60,10 @@ class SharedDoor:
         assert self.view is not None
         return self._replicaset.pulled_by(self.view, now)
 
+    def begin_step(self) -> None:
+        """Keys that may move with anything are read again."""
+        self._replicaset.shared.begin_step()
+
     def take(self, request: RequestView) -> None:
         """The replica has admitted it."""
         self._replicaset.shared.remove(request)

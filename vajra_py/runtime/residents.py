@@ -55,6 +55,11 @@ class Residents:
             return self.pool.in_admission_order()
         return sorted([*self.pool, *self.parked], key=by_admission)
 
+    def read_keys_again(self) -> None:
+        """Keys that may have moved with anything are read anew when they are next asked for."""
+        self.queue.begin_step()
+        self.shared.begin_step()
+
     def running(self) -> Sequence[Request]:
         """Everything resident and not in flight, in order of admission."""
         if not self.partial:

@@ -20,5 +20,8 @@ class SharedAccess(Protocol):
     def __contains__(self, request: object) -> bool:
         """Whether the request is in the shared queue."""
 
+    def begin_step(self) -> None:
+        """A step of this replica is decided: see `RequestQueue.begin_step`."""
+
     def take(self, request: RequestView) -> None:
         """The replica has admitted it."""

@@ -321,7 +321,7 @@ class _KeyWatch:
             on_line = isinstance(key, float | int) and abs(intercept + slope * at - key) <= 1e-9 * scale
             text = f"key({request.request_id}, {at!r}) is {key!r}, and its line says {intercept + slope * at!r}"
             _require(on_line, text)
-        elif motion is not KeyMotion.ARBITRARY:
+        elif motion in (KeyMotion.STATIC, KeyMotion.PROGRESS):
             progress = (request.num_computed_tokens, request.num_output_tokens, request.num_preemptions)
             state = None if motion is KeyMotion.STATIC else progress
             before = self.seen.get(request)

@@ -348,6 +348,7 @@ class Harness:
         """Let one replica form a step, run it, and move the clock to its end; None when it has nothing to run."""
         replica = self.replica(replica_id)
         plan = replica.next_plan(self._now)
+        self.controller.settle(replica.take_dropped(), self._now)
         if plan is None:
             return None
         self._now += max(1, self._timer_of(replica).stage_ticks(plan))

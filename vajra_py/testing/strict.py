@@ -247,6 +247,10 @@ class StrictBatch(_View):
         """See `BatchBuilder.preempt`."""
         return cast("Refusal | None", self._target.preempt(self._views.real(request), mode))
 
+    def drop(self, request: RequestView, reason: str) -> None:
+        """See `BatchBuilder.drop`."""
+        self._target.drop(self._views.real(request), reason)
+
     def cached_tokens(self, request: RequestView) -> int:
         """See `BatchBuilder.cached_tokens`."""
         return cast(int, self._target.cached_tokens(self._views.real(request)))

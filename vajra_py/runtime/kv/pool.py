@@ -309,20 +309,25 @@ class BlockPool:
     # Invariants
 
     def check(self, references: dict[int, int] | None = None) -> None:
-        """AssertionError if the books do not agree with each other, or with `references` (block to number of users)."""
-        fresh = range(self._next_fresh, self.num_blocks)
+        """AssertionError if the books do not agree with each other, or with `references` (block to number of users).
+
+        Takes time for every block that was ever used, none for the others.
+        """
+        num_fresh = self.num_blocks - self._next_fresh
         runs = [block for run in self._idle.values() if run is not None for block in run]
         singles = [block for block, run in self._idle.items() if run is None]
-        free = [*self._freed, *fresh, *singles, *runs]
+        free = [*self._freed, *singles, *runs]
         _require(
-            len(free) == len(set(free)) == self.num_free, f"free blocks: {self.num_free} counted, {sorted(free)} listed"
+            len(free) == len(set(free)) == self.num_free - num_fresh,
+            f"free blocks: {self.num_free} counted, {sorted(free)} listed and {num_fresh} never used",
         )
-        _require(all(0 <= block < self.num_blocks for block in free), "a free block has an id outside the pool")
+        used = [*free, *self._extra_references, *self._key_of, *(references or ())]
+        _require(all(0 <= block < self._next_fresh for block in used), "a block is known that was never taken")
         _require(all(run is None or run[0] == block for block, run in self._idle.items()), "a run stands elsewhere")
         unshared = set(free)
         _require(unshared.isdisjoint(self._extra_references), "a free block has references")
         _require(all(count > 0 for count in self._extra_references.values()), "an extra reference was left at zero")
-        _require(self._key_of.keys().isdisjoint([*self._freed, *fresh, *runs]), "a block without content has a key")
+        _require(self._key_of.keys().isdisjoint([*self._freed, *runs]), "a block without content has a key")
         _require(self._is_fifo or all(block in self._key_of for block in singles), "an idle block has no key")
         found: set[int] = set()
         for key, entry in self._entries.items():
@@ -333,7 +338,7 @@ class BlockPool:
         _require(self._keeps_last or found == self._key_of.keys(), "a block with a key cannot be found")
         if references is not None:
             _require(
-                references.keys().isdisjoint(unshared) and len(references) + len(free) == self.num_blocks,
+                references.keys().isdisjoint(unshared) and len(references) + len(free) + num_fresh == self.num_blocks,
                 f"used {sorted(references)} and free {sorted(free)} do not make up {self.num_blocks} blocks",
             )
             for block, count in references.items():

@@ -29,7 +29,7 @@ def make_queue(prioritizer: RequestPrioritizer, name: str | None = None) -> Requ
         raise PolicyError(name or type(prioritizer).__name__, message)
     if motion is KeyMotion.STATIC or motion is KeyMotion.PROGRESS:
         return SortedQueue(prioritizer, name)
-    if motion is KeyMotion.ARBITRARY:
+    if motion is KeyMotion.ARBITRARY or motion is KeyMotion.VOLATILE:
         return ArbitraryQueue(prioritizer, name)
     message = f"its key_motion is no KeyMotion (got {motion!r}). Allowed: {', '.join(map(str, KeyMotion))}."
     raise PolicyError(name or type(prioritizer).__name__, message)

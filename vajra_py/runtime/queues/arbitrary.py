@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
-from vajra_py.contract import PriorityKey, RequestPrioritizer, RequestView
+from vajra_py.contract import KeyMotion, PriorityKey, RequestPrioritizer, RequestView
 from vajra_py.runtime.queues.base import RankedQueue
 from vajra_py.runtime.queues.keys import KeyReader
 from vajra_py.runtime.queues.ranks import ARRIVED_AT, INDEX, KEY, NUM_TOKENS, REQUEST, SERIAL, Rank
@@ -19,8 +19,11 @@ from vajra_py.runtime.queues.ranks import ARRIVED_AT, INDEX, KEY, NUM_TOKENS, RE
 class ArbitraryQueue(RankedQueue):
     """A `RequestQueue` for keys that promise nothing."""
 
+    is_arbitrary = True
+
     def __init__(self, prioritizer: RequestPrioritizer, name: str | None = None) -> None:
         super().__init__()
+        self.is_volatile = prioritizer.key_motion is KeyMotion.VOLATILE
         self._keys = KeyReader(prioritizer, name)
         self._read_at: float | None = None
         """The time whose keys the ranks hold; None when they must be read again."""

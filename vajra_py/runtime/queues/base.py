@@ -20,6 +20,11 @@ class RequestQueue(Protocol):
     Times are seconds on the run's clock. Any order of times is answered exactly; times that do not decrease are cheap.
     """
 
+    is_arbitrary: bool
+    """Whether keys may move with anything, and are read again at each step."""
+    is_volatile: bool
+    """Whether they are read again after each admission and preemption too."""
+
     @property
     def num_requests(self) -> int:
         """Requests that wait, the same as the length."""
@@ -65,6 +70,9 @@ class RequestQueue(Protocol):
 
 class RankedQueue(ABC):
     """The book of who waits at which rank, shared by all queues; subclasses keep the ranks in order."""
+
+    is_arbitrary = False
+    is_volatile = False
 
     def __init__(self) -> None:
         self.num_requests = 0

@@ -275,6 +275,8 @@ class Driver(Generic[R]):
     def _start(self, one: R) -> None:
         try:
             plan = self.form_step(one.replica, self.now)
+            if one.replica.builder.dropped:
+                self.controller.settle(one.replica.take_dropped(), self.now)
         except PolicyError as error:
             self._isolate(one.replica.replicaset, error)
             return

@@ -13,6 +13,7 @@ from vajra_py.contract import (
     PolicySpec,
     ReplicaState,
     RequestView,
+    SteadyState,
     fill,
 )
 
@@ -36,6 +37,9 @@ class CappedChunkPolicy:
     A small cap keeps the gaps between a running request's tokens short; without decodes there is nothing to protect, and large chunks are
     quicker. The shared `fill` loop does the rest, so that this policy is one rule.
     """
+
+    repeats_decodes = frozenset({SteadyState.NOTHING_WAITS})
+    """After a step of all decodes, further ones are decided alike while nothing waits; a simulation works them out at once."""
 
     def __init__(self, config: CappedChunkConfig) -> None:
         self._config = config
