@@ -283,7 +283,8 @@ def main() -> int:
     parser.add_argument("--chunk", type=int, default=512, help="most tokens of a step, here and in continuous batching")
     parser.add_argument("--models", nargs="*", default=list(SHAPES), choices=SHAPES, help="which models")
     parser.add_argument("--small", action="store_true", help="leave the model of a billion parameters out")
-    parser.add_argument("--output", type=Path, default=RESULTS / "engine_cpu.json", help="where the JSON goes")
+    parser.add_argument("--output", type=Path, default=Path("runs") / "engine_cpu.json", help="where the JSON goes")
+    parser.add_argument("--record", action="store_true", help=f"write it to {RESULTS.name}/engine_cpu.json instead")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     logging.getLogger("transformers").setLevel(logging.CRITICAL)
@@ -301,6 +302,8 @@ def main() -> int:
             content["overhead"] = share = measure_overhead(Path(place) / "1B", options)
             failed |= share > MOST_OVERHEAD
             print(f"\n1B, 64 decodes: {share:.2%} of a step is scheduling and bookkeeping (target {MOST_OVERHEAD:.0%})")
+    if options.record:
+        options.output = RESULTS / "engine_cpu.json"
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(f"written: {options.output}")

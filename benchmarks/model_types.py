@@ -180,7 +180,7 @@ engine loads it. `python benchmarks/model_types.py --write docs/models.md` makes
 ## Tested families
 
 {fused} run on the engine's own forward pass. The tests compare their logits and tokens with transformers' over chunked, mixed, preempted and swapped
-schedules. A multimodal model is refused; give the directory of its text model.
+schedules. A multimodal model is refused; give the directory of its text model. So is a checkpoint of quantized weights (`quantization_config` in its config.json).
 
 ## Passed, on transformers' modules ({num_modules})
 

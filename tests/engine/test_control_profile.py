@@ -163,6 +163,15 @@ def test_an_experiment_whose_policies_need_the_profile_can_be_profiled(
     assert read_profile(file).fit == made.fit
 
 
+def test_the_model_of_a_profile_is_the_experiments_own(hollow_model: Path, tmp_path: Path) -> None:
+    named = {**SIZES, "backend": {"engine": {"model": hollow_model.name, "random_weights": True}}}
+    file = hollow_model.parent / "own.yaml"
+    file.write_text(json.dumps({"version": 1, **named}))  # JSON is YAML
+    assert Path(profile_config(None, file).backend.settings.model) == hollow_model
+    with pytest.raises(ConfigError, match=r"model: is missing.*a `--config` whose backend\.engine names one"):
+        profile_config(None, {**SIZES, "backend": {"simulator": {}}})
+
+
 def test_a_backend_that_does_not_exist_is_not_passed_over(hollow_model: Path) -> None:
     with pytest.raises(ConfigError, match="got enigne"):
         profile_config(hollow_model, {**SIZES, "backend": {"enigne": {"num_threads": 1}}})

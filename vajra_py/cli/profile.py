@@ -12,7 +12,11 @@ _QUIET_CORES = 0.2
 
 
 @click.command()
-@click.option("--model", required=True, type=click.Path(path_type=Path), help="Directory of the model.")
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    help="Directory of the model. Default: the one that --config's engine has.",
+)
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: profile.json in the model's directory.")
 @click.option(
     "--config",
@@ -27,7 +31,7 @@ _QUIET_CORES = 0.2
 @click.option("--overwrite", is_flag=True, help="Measure again, over a profile that is there.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar; only where the profile is.")
 def profile(  # noqa: PLR0913 - one argument for each option
-    model: Path,
+    model: Path | None,
     output: Path | None,
     config: Path | None,
     overrides: tuple[str, ...],
@@ -38,16 +42,17 @@ def profile(  # noqa: PLR0913 - one argument for each option
 ) -> None:
     """Measure how long steps take for batches of every shape, and fit what predicts them.
 
-    A measurement that was broken off goes on where it stopped. Simulations use the profile as
+    A measurement that was broken off is taken up again. Simulations use the profile as
     `latency: {type: profiled, path: FILE}`; policies on the engine likewise.
     """
     from vajra_py.errors import ConfigError, Problem
     from vajra_py.experiment.profiling import ProfileSettings, profile_config, profile_model
 
-    target = output or model / "profile.json"
+    made_config = profile_config(model, config, overrides)
+    target = output or Path(made_config.backend.settings.model) / "profile.json"
     if target.exists() and not overwrite:
         raise ConfigError(Problem(f"output {target}", "is there already", "Another file, or `--overwrite`"))
-    settings = ProfileSettings(profile_config(model, config, overrides), passes, num_random)
+    settings = ProfileSettings(made_config, passes, num_random)
     with _Bar(quiet) as bar:
         made = profile_model(settings, target, bar.show)
     click.echo(f"profile: {target} ({made.num_shapes} shapes)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,31 @@ def config_digest(config: ExperimentConfig) -> str:
     return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
+def files_digest(config: ExperimentConfig) -> dict[str, str]:
+    """The contents of the files that an experiment's settings name (traces, profiles), by path, as digests."""
+    settings = config.model_dump(mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications"})
+    names = sorted({name for name in _strings(settings) if "." in name or "/" in name})
+    found: dict[str, str] = {}
+    for name in names:
+        try:
+            with Path(name).open("rb") as file:
+                found[name] = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
+        except (OSError, ValueError):  # no file: a folder, or a word with a dot in it
+            continue
+    return found
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _strings(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _strings(one)
+
+
 def find_runs(path: Path) -> list[Path]:
     """The run folders at a path: itself, or those below it, in order of their names."""
     if (path / "manifest.json").exists() or not path.is_dir():
@@ -42,9 +68,10 @@ class RunFolder:
         self.path = path
 
     def is_finished(self, config: ExperimentConfig) -> bool:
-        """Whether it holds the complete results of just these settings."""
+        """Whether it holds the complete results of just these settings and the files that they name."""
         manifest = self._manifest()
-        return manifest.get("status") == FINISHED and manifest.get("config_digest") == config_digest(config)
+        is_same = manifest.get("config_digest") == config_digest(config) and not self._changed_files(config)
+        return is_same and manifest.get("status") == FINISHED
 
     def holds_other_results(self, config: ExperimentConfig) -> bool:
         """Whether something else than a run of these settings lies there."""
@@ -54,6 +81,10 @@ class RunFolder:
 
     def check(self, config: ExperimentConfig, *, overwrite: bool) -> None:
         """Raises `ConfigError` when other results lie there and `overwrite` was not asked for."""
+        changed = [] if overwrite else self._changed_files(config)
+        if changed:
+            message = f"holds results from before these files changed ({', '.join(changed)})"
+            raise ConfigError(Problem(f"output {self.path}", message, "Another name or folder, or overwrite it"))
         if self.holds_other_results(config) and not overwrite:
             raise ConfigError(
                 Problem(
@@ -71,7 +102,7 @@ class RunFolder:
         self.path.mkdir(0o700 if is_private else 0o777, parents=True)
         manifest = run_manifest(config, registry)
         environment = manifest.pop("environment")
-        self._facts = {**manifest, "config_digest": config_digest(config)}
+        self._facts = {**manifest, "config_digest": config_digest(config), "files": files_digest(config)}
         self._write_json("environment.json", environment)
         (self.path / "config.yaml").write_text(dump_effective(config))
         self.note(RUNNING)
@@ -80,6 +111,13 @@ class RunFolder:
         """Write the run's status (and more facts) into its manifest."""
         self._facts.update(facts)
         self._write_json("manifest.json", {**self._facts, "status": status})
+
+    def _changed_files(self, config: ExperimentConfig) -> list[str]:
+        """Files that the settings name whose contents are not what the results were made from."""
+        known = self._manifest().get("files")
+        if not isinstance(known, dict):
+            return []
+        return [name for name, digest in files_digest(config).items() if known.get(name, digest) != digest]
 
     def _manifest(self) -> dict[str, Any]:
         path = self.path / "manifest.json"

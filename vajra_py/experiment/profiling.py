@@ -74,10 +74,11 @@ class ProfileSettings:
 
 
 def profile_config(
-    model: str | Path, config: Mapping[str, Any] | str | Path | None = None, overrides: Sequence[str] = ()
+    model: str | Path | None, config: Mapping[str, Any] | str | Path | None = None, overrides: Sequence[str] = ()
 ) -> ExperimentConfig:
     """The settings of a profile: those of an LLM (`vajra_py.engine.llm.llm_config`) on one replica. Raises `ConfigError`.
 
+    Without `model` it is the one that the experiment's engine has.
     Steps are measured, not policies: of an experiment, simulated or not, its sizes and its engine count. Its policies may ask for
     predictions although the profile that is to tell them is not there yet.
     """
@@ -85,7 +86,7 @@ def profile_config(
     backend = given.get("backend")
     if isinstance(backend, Mapping) and set(backend) == {"simulator"}:
         del given["backend"]
-    made = llm_config(model, given, overrides)
+    made = llm_config(model if model is not None else _model_of(given, config), given, overrides)
     settings: EngineConfig = made.backend.settings
     if made.replicasets:
         message = f"a profile is of one replica ({len(made.replicasets)} replicasets)"
@@ -103,6 +104,19 @@ def profile_config(
             "backend": unpredicted,
         }
     )
+
+
+def _model_of(given: Mapping[str, Any], config: Mapping[str, Any] | str | Path | None) -> Path:
+    """The model of an experiment's engine, seen from its file."""
+    backend = given.get("backend")
+    engine = backend.get("engine") if isinstance(backend, Mapping) else None
+    model = engine.get("model") if isinstance(engine, Mapping) else None
+    if not isinstance(model, str):
+        raise ConfigError(
+            Problem("model", "is missing", "`--model DIR`, or a `--config` whose backend.engine names one")
+        )
+    beside = Path(config).parent / model if isinstance(config, str | Path) else Path(model)
+    return beside if not Path(model).is_absolute() and beside.exists() else Path(model)
 
 
 def profile_model(

@@ -83,3 +83,19 @@ def test_wrong_block_table_shows(compute_kit: Any, small_models: Callable[[str],
     wrong = runner.run(StepInput([Chunk(0, prompt[8:], 8, True)], tables=[TableUpdate(0, 0, [5, 7])]))
     expected = torch.log_softmax(compute_kit.expected_logits(directory, prompt)[-1], -1)
     assert abs(wrong.logprobs[0].logprob - float(expected[wrong.token_ids[0]])) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gemmas_norm_counts_from_one_in_float32(dtype: str) -> None:
+    """1 + w in half precision loses what w adds: transformers add, and multiply, before they round."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+
+    from vajra_py.engine.compute.fused_parts import Norm
+
+    generator = torch.Generator().manual_seed(1)
+    module = Gemma2RMSNorm(256, eps=1e-6)
+    module.weight.data = torch.randn(256, generator=generator) * 0.01
+    module = module.to(getattr(torch, dtype))
+    x = (torch.randn(400, 256, generator=generator) * 3.0).to(module.weight.dtype)
+    different = Norm.of(module)(x) != module(x)
+    assert different.float().mean() < 1e-3  # sums in another order may round otherwise

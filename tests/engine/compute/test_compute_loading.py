@@ -299,3 +299,24 @@ def test_memory_is_allocated_once_and_first(small_models: Callable[[str], str]) 
         runner.allocate(2)
     runner.close()
     runner.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "quantized (quantization_config: fp8)"),
+        ({"bits": 4}, "quantized (quantization_config: of an unnamed method)"),
+    ],
+)
+def test_a_quantized_checkpoint_is_refused_by_name(
+    small_models: Callable[[str], str], tmp_path: Path, name: dict[str, Any], said: str
+) -> None:
+    folder = tmp_path / "quantized"
+    shutil.copytree(small_models("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": name}))
+    for random_weights in (False, True):
+        with pytest.raises(ConfigError) as caught:
+            load_runner(RunnerOptions(str(folder), random_weights=random_weights))
+        assert said in str(caught.value)
+        assert "Allowed: weights in float32, float16 or bfloat16" in str(caught.value)

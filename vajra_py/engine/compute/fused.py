@@ -249,4 +249,4 @@ class _Builder:
         assert key.weight is not None
         rows = [rope.reorder(query.weight, facts.key_dim)] * facts.num_query_heads
         rows += [rope.reorder(key.weight, facts.key_dim)] * facts.num_kv_heads
-        return Norm(torch.stack(rows), query.eps, facts.key_dim)
+        return Norm(torch.stack(rows), query.eps, facts.key_dim, query.is_wide)

@@ -26,15 +26,19 @@ class Product:
 
 
 class Norm:
-    """Root-mean-square norm over the last dimension, times a weight unless that went into what follows."""
+    """Root-mean-square norm over the last dimension, times a weight unless that went into what follows.
 
-    __slots__ = ("_eps", "_native", "eps", "weight", "width")
+    A weight that is wider than what it multiplies (Gemma's in half precision) is multiplied before rounding.
+    """
 
-    def __init__(self, weight: torch.Tensor | None, eps: float, width: int) -> None:
+    __slots__ = ("_eps", "_native", "eps", "is_wide", "weight", "width")
+
+    def __init__(self, weight: torch.Tensor | None, eps: float, width: int, is_wide: bool = False) -> None:
         self.weight = weight
         self.eps = eps
         self.width = width
         self._eps = torch.tensor(eps)
+        self.is_wide = is_wide
         self._native = weight is not None and (weight.dtype != torch.float32 or weight.device.type != "cpu")
 
     @classmethod
@@ -47,10 +51,14 @@ class Norm:
         ones = torch.ones((1, weight.shape[-1]), dtype=weight.dtype, device=weight.device)
         full = module(ones)[0] * (1.0 + float(eps)) ** 0.5
         plain = (full - weight).abs().max() <= (full - weight - 1.0).abs().max()
-        return cls(weight if plain else (weight.float() + 1.0).to(weight.dtype), float(eps), weight.shape[-1])
+        if plain:
+            return cls(weight, float(eps), weight.shape[-1])
+        return cls(weight.float() + 1.0, float(eps), weight.shape[-1], weight.dtype != torch.float32)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X [..., width], normalised."""
+        if self.is_wide and self.weight is not None:
+            return (functional.rms_norm(x.float(), (self.width,), None, self.eps) * self.weight).to(x.dtype)
         if self._native and self.weight is not None:
             if self.weight.dim() == 1:
                 return functional.rms_norm(x, (self.width,), self.weight, self.eps)

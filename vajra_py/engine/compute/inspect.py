@@ -94,7 +94,18 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(
             Problem(str(file), "`model_type` is missing", "It names the architecture, as transformers writes it")
         )
+    _refuse_quantized(file, config)
     return config
+
+
+def _refuse_quantized(file: Path, config: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a checkpoint of quantized weights: they would need products that this engine has not."""
+    for name in ("quantization_config", "compression_config"):
+        quantization = config.get(name)
+        if quantization is not None:
+            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+            message = f"the weights are quantized ({name}: {method or 'of an unnamed method'})"
+            raise ConfigError(Problem(str(file), message, "Allowed: weights in float32, float16 or bfloat16"))
 
 
 def _weight_files(folder: Path) -> tuple[Path, ...]:
