@@ -7,7 +7,6 @@ was measured) and, where there is one, `timeseries.csv` (each second's running, 
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vajra_py.errors import ConfigError, Problem, WorkloadError
+from vajra_py.latency.catalog import read_json_file
 from vajra_py.workload import RequestSpec
 from vajra_py.workload.files import iter_json_lines
 
@@ -141,15 +141,19 @@ def read_measured_run(path: str | Path) -> MeasuredRun:
 
 
 def _settings(file: Path) -> EngineSettings:
-    try:
-        meta = json.loads(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(Problem(str(file), f"cannot be read ({error})")) from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(Problem(f"{file}:{error.lineno}", f"is not JSON ({error.msg})")) from error
-    given = meta.get("engine_kwargs") if isinstance(meta, dict) else None
-    if not isinstance(given, dict):
+    meta = read_json_file(file)
+    if not isinstance(meta, dict) or not isinstance(meta.get("engine_kwargs"), dict):
         raise ConfigError(Problem(str(file), "has no engine_kwargs", "An object with the engine's arguments"))
+    return settings_of(meta, file)
+
+
+def settings_of(meta: Mapping[str, Any], file: Path) -> EngineSettings:
+    """The settings that a description of an engine gives: `engine_kwargs`, and where it has them `resolved_config` and `kv_cache`.
+
+    Raises:
+        ConfigError: a size is not a count, or the model is not named; `file` is where.
+    """
+    given = meta["engine_kwargs"]
     resolved = meta.get("resolved_config") or {}
     scheduler, cache = resolved.get("scheduler_config") or {}, resolved.get("cache_config") or {}
     kv_cache = {**cache, **(meta.get("kv_cache") or {})}
