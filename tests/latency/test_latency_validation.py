@@ -16,8 +16,11 @@ from vajra_py.cli.validate import validate
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.accuracy import compare_with_measured, requests_of
 from vajra_py.experiment.accuracy_report import write_accuracy_report
+from vajra_py.experiment.calibration import calibrate
+from vajra_py.experiment.measured_files import read_measured
 from vajra_py.experiment.measured_run import read_measured_run
 from vajra_py.experiment.measured_simulation import bundle_latency, simulate_measured, simulation_of
+from vajra_py.latency import Calibration
 from vajra_py.metrics.run_data import RunData
 
 NUM_REQUESTS = 24
@@ -30,12 +33,12 @@ ENGINE = {
 }
 
 
-def write_run(folder: Path, **meta: Any) -> Path:
+def write_run(folder: Path, count: int = NUM_REQUESTS, **meta: Any) -> Path:
     """A measured run whose times are made up, ten requests a second, in pairs with equal prompts."""
     folder.mkdir(parents=True)
     contents = {"model": ENGINE["model"], "vllm_version": "0.19.0", "engine_kwargs": ENGINE, **meta}
     (folder / "meta.json").write_text(json.dumps(contents))
-    sizes = np.random.default_rng(3).integers(20, 300, (NUM_REQUESTS, 2))
+    sizes = np.random.default_rng(3).integers(20, 300, (count, 2))
     with gzip.open(folder / "workload.jsonl.gz", "wt") as workload, (folder / "requests.jsonl").open("w") as requests:
         for index, (prompt, output) in enumerate(sizes.tolist()):
             at = 0.1 * index
@@ -189,3 +192,128 @@ def test_data_parallel_ranks_with_shared_experts_are_one_replica_of_all_of_them(
     assert together.replica.memory.num_blocks == 200
     apart = simulation_of(run, {"type": "constant"}, tmp_path / "w")
     assert (apart.num_replicas, apart.replica.max_batch_size, apart.replica.memory.num_blocks) == (2, 8, 100)
+
+
+# Calibration
+
+
+def test_a_calibration_finds_what_the_tables_do_not_know(bundle: Path, tmp_path: Path) -> None:
+    """The run was made with other figures than the tables': the fit on its first half tells the rest within 1 %."""
+    folder = write_run(tmp_path / "measured", count=44)
+    run = read_measured_run(folder)
+    latency = bundle_latency(run, bundle, context_variation=0.0)
+    truth = {"dense": 1.15, "decode_attention": 1.0, "mixed_attention": 1.0}
+    Calibration(ENGINE["model"], "RTXPRO6000", 1, {"exposed_s": 0.002}, truth, "made up").write(tmp_path / "truth.json")
+    slower = {**latency, "calibration": str(tmp_path / "truth.json")}
+    as_measured(folder, simulate_measured(run, slower, tmp_path / "truth"))
+    fit = calibrate(read_measured_run(folder), latency, fit_fraction=0.5)
+    assert abs(fit.before["tpot"]) > 0.08
+    assert max(abs(fit.held_out["tpot"]), abs(fit.held_out["e2e"])) < 0.01
+    assert "tpot" in "\n".join(fit.lines())
+    fit.calibration.write(tmp_path / "calibration.json")
+    again = bundle_latency(run, bundle, tmp_path / "calibration.json", context_variation=0.0)
+    simulated = simulate_measured(run, again, tmp_path / "again")
+    assert simulated.summary.value("step_times.kind") == "calibrated"
+    assert simulated.summary.value("step_times.sentence").startswith("calibrated: operators measured on")
+    assert (
+        "fitted on 22 of 44 requests of measured; error of means where it was checked: TTFT"
+        in simulated.summary.value("step_times.sentence")
+    )
+
+
+def test_too_few_requests_are_not_fitted(run_folder: Path, bundle: Path) -> None:
+    run = read_measured_run(run_folder)
+    with pytest.raises(
+        ConfigError, match=r"8 of 24 requests are fitted, which leaves 16 to judge by. Allowed: at least 20"
+    ):
+        calibrate(run, bundle_latency(run, bundle))
+
+
+# Files of load generators
+
+
+def vllm_result() -> dict[str, Any]:
+    """Three requests as vllm bench serve writes them with --save-detailed, one of them failed."""
+    return {
+        "model_id": "meta-llama/Llama-3.1-8B",
+        "input_lens": [100, 200, 50],
+        "output_lens": [3, 2, 1],
+        "start_times": [10.0, 10.5, 11.0],
+        "ttfts": [0.1, 0.2, 0.0],
+        "itls": [[0.01, 0.02], [0.03], []],
+        "errors": ["", "", "timeout"],
+    }
+
+
+def test_a_result_of_vllm_bench_serve_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(vllm_result()))
+    run = read_measured(file, {"max_num_seqs": 64})
+    assert run.requests.arrived_at.tolist() == [0.0, 0.5]
+    assert run.requests.ttft_s == pytest.approx([0.1, 0.2])
+    assert run.requests.tpot_s == pytest.approx([0.015, 0.03])
+    assert run.requests.tbt_s == pytest.approx([0.01, 0.02, 0.03])
+    assert (run.settings.max_num_seqs, run.settings.model) == (64, "meta-llama/Llama-3.1-8B")
+    assert [spec.num_output_tokens for spec in run.workload] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"itls": None}, r"has no itls. Run vllm bench serve with --save-result --save-detailed"),
+        ({"start_times": None, "request_rate": 5.0}, r"does not say when requests were sent"),
+        ({"ttfts": [-1.0, 0.2, 0.0]}, r"request 0 ttfts: is not a number of 0 or more \(-1.0\)"),
+        ({"errors": ["x", "x", "x"]}, r"has no request that was served"),
+        ({"model_id": None}, r"does not name the model. Give it: --engine model=NAME"),
+    ],
+)
+def test_broken_results_are_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    contents = {name: value for name, value in {**vllm_result(), **changes}.items() if value is not None}
+    (tmp_path / "result.json").write_text(json.dumps(contents))
+    with pytest.raises(ConfigError, match=said):
+        read_measured(tmp_path / "result.json")
+
+
+def test_a_report_of_guidellm_is_read(tmp_path: Path) -> None:
+    older = {
+        "start_time": 5.0,
+        "end_time": 5.9,
+        "first_token_time": 5.2,
+        "last_token_time": 5.8,
+        "prompt_tokens": 64,
+        "output_tokens": 4,
+    }
+    newer = {
+        "request_start_time": 6.0,
+        "request_end_time": 7.0,
+        "time_to_first_token_ms": 250.0,
+        "prompt_tokens": 32,
+        "output_tokens": 6,
+    }
+    report = {"benchmarks": [{"requests": {"successful": [older, newer], "errored": []}}]}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    run = read_measured(tmp_path / "report.json", {"model": "Llama-3.1-8B"})
+    assert run.requests.ttft_s == pytest.approx([0.2, 0.25])
+    assert run.requests.e2e_s == pytest.approx([0.8, 1.0])
+    (tmp_path / "report.json").write_text(json.dumps({"benchmarks": [report["benchmarks"][0]] * 2}))
+    with pytest.raises(ConfigError, match="has 2 benchmarks, which are loads of their own"):
+        read_measured(tmp_path / "report.json", {"model": "Llama-3.1-8B"})
+
+
+def test_a_run_of_this_project_is_read_with_its_prompts(run_folder: Path, bundle: Path, tmp_path: Path) -> None:
+    run = read_measured_run(run_folder)
+    simulated = simulate_measured(run, bundle_latency(run, bundle), tmp_path / "sim")
+    own = read_measured(simulated.path)
+    assert own.requests.ttft_s == pytest.approx(requests_of(simulated).ttft_s)
+    assert own.workload[0].prompt_token_ids == run.workload[0].prompt_token_ids
+    assert (own.settings.max_num_seqs, own.settings.max_num_batched_tokens) == (8, 512)
+
+
+def test_what_is_said_about_the_engine_wins_and_unknown_words_are_refused(run_folder: Path, tmp_path: Path) -> None:
+    assert read_measured(run_folder, {"max_num_seqs": 3}).settings.max_num_seqs == 3
+    assert not read_measured(run_folder, {"async_scheduling": False}).settings.asynchronous
+    with pytest.raises(ConfigError, match=r"--engine: is not known \('max_seqs'\). Did you mean 'max_num_seqs'"):
+        read_measured(run_folder, {"max_seqs": 3})
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is of no known kind: it has neither ttfts nor benchmarks"):
+        read_measured(tmp_path / "other.json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,6 +22,32 @@ overrides_option = click.option(
     metavar="PATH=VALUE",
     help="Override one setting, such as `--set workload.rate=8`; the value is YAML. May be repeated.",
 )
+
+engine_option = click.option(
+    "--engine",
+    "engine",
+    multiple=True,
+    metavar="ARGUMENT=VALUE",
+    help="What the measured file does not say about the engine, by vLLM's names, such as `--engine max_num_seqs=128`. May be repeated.",
+)
+
+
+def engine_arguments(given: Sequence[str]) -> dict[str, Any]:
+    """The values of `--engine`. Raises `ConfigError` for one that is not ARGUMENT=VALUE."""
+    import json
+
+    from vajra_py.errors import ConfigError, Problem
+
+    found: dict[str, Any] = {}
+    for one in given:
+        name, equals, text = one.partition("=")
+        if not equals:
+            raise ConfigError(Problem("--engine", f"is not ARGUMENT=VALUE ({one!r})", "Such as max_num_seqs=128"))
+        try:
+            found[name] = json.loads(text)
+        except json.JSONDecodeError:
+            found[name] = text
+    return found
 
 
 def wide_console() -> Console:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from vajra_py.cli.options import engine_option
+
 
 @click.command(no_args_is_help=True)
 @click.argument("measured", type=click.Path(path_type=Path))
@@ -14,30 +16,33 @@ import click
     "--profile", type=click.Path(path_type=Path), help="Profile bundle to simulate the run with, in place of SIMULATED."
 )
 @click.option("--calibration", type=click.Path(path_type=Path), help="Calibration for the bundle.")
+@engine_option
 @click.option(
     "--output", "-o", type=click.Path(path_type=Path), help="Folder for the simulation; default: runs/validation/NAME."
 )
 @click.option("--report", type=click.Path(path_type=Path), help="Write a page with table and pictures here.")
-def validate(
+def validate(  # noqa: PLR0913 - one argument for each option
     measured: Path,
     simulated: Path | None,
     profile: Path | None,
     calibration: Path | None,
+    engine: tuple[str, ...],
     output: Path | None,
     report: Path | None,
 ) -> int:
-    """Compare MEASURED, a real engine's run, with SIMULATED, a run folder of the same requests, or simulate it with --profile.
+    """Compare MEASURED, a real engine's run or a load generator's file, with SIMULATED, a run folder of the same requests, or simulate it with --profile.
 
     Prints one line a metric: name, measured, simulated, error. The exit code is 1 when an error of a mean exceeds 8 % (TTFT: 15 %).
     """
+    from vajra_py.cli.options import engine_arguments
     from vajra_py.experiment.accuracy import compare_with_measured
-    from vajra_py.experiment.measured_run import read_measured_run
+    from vajra_py.experiment.measured_files import read_measured
     from vajra_py.experiment.measured_simulation import bundle_latency, simulate_measured
     from vajra_py.metrics.run_data import RunData
 
     if (simulated is None) == (profile is None):
         raise click.UsageError("name either a simulated run or --profile (got both or neither)")
-    run = read_measured_run(measured)
+    run = read_measured(measured, engine_arguments(engine))
     if simulated is not None:
         data = RunData.load(simulated)
     else:

@@ -7,7 +7,7 @@ to its prior, so that one that the run says nothing about stays where it was. Wh
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,12 @@ REQUEST_NOISE = 0.03
 """Relative error of one request's latency that is nobody's fault: which step of the engine it just missed."""
 TTFT_GRACE_S = 0.2
 """TTFT errors are relative to the TTFT and this, so that a short one does not count for more than it says."""
-MOST_TRIALS = 12
-"""Steps of the optimiser; each costs one simulation for each figure."""
+MOST_TRIALS = 8
+"""Steps of the optimiser from one start; each costs up to one simulation for each figure."""
+MOST_RESTARTS = 3
+"""A fit is begun again from the best figures that were tried, where the slopes did not lead there."""
+SMALLEST_GAIN = 0.02
+"""Part of its cost that a descent must gain for another one."""
 PROBE = 0.2
 """Prior widths by which a figure is moved to find its influence: a simulation answers in steps, not smoothly."""
 
@@ -60,6 +64,22 @@ class Fit:
     """Relative errors of the means of the requests that the fit did not see."""
     before: Mapping[str, float]
     """The same with every figure at its prior."""
+
+    def lines(self) -> Iterator[str]:
+        """The figures, the errors where nothing was fitted, and the residuals where it was, for people."""
+        yield f"fitted on {self.calibration.fitted_on}, {self.num_simulations} simulations"
+        yield f"{'figure':<20}{'prior':>12}{'fitted':>12}"
+        for figure, value in zip(self.figures, self.values, strict=True):
+            unit, factor = ("", 1.0) if figure.is_scale else (" us", 1e6)
+            yield f"{figure.name:<20}{factor * figure.prior:>12.4g}{factor * value:>12.4g}{unit}"
+        yield f"{'mean, not fitted':<20}{'before':>12}{'after':>12}"
+        for name in LATENCIES:
+            yield f"{name:<20}{self.before[name]:>+12.1%}{self.held_out[name]:>+12.1%}"
+        yield f"{'residuals, fitted':<20}{'p10':>12}{'p50':>12}{'p90':>12}"
+        for name in ("ttft", "tpot"):
+            yield f"{name:<20}" + "".join(
+                f"{self.calibration.residuals[f'{name}_p{one}']:>+12.1%}" for one in (10, 50, 90)
+            )
 
 
 def figures_of(run: MeasuredRun, latency: Mapping[str, Any]) -> tuple[Figure, ...]:
@@ -106,7 +126,7 @@ def calibrate(
         trials.close()
     config = ProfileBundleConfig.model_validate(latency)
     bundle = config.build().bundle
-    chosen = dict(zip((one.name for one in trials.figures), values, strict=True))
+    chosen = {one.name: float(value) for one, value in zip(trials.figures, values, strict=True)}
     residuals = trials.residuals_of(values)
     calibration = Calibration(
         model=bundle.model,
@@ -119,7 +139,7 @@ def calibrate(
         residuals={f"{name}_p{percent}": float(np.percentile(part, percent)) for name, part in residuals.items()
                    for percent in (10, 50, 90)},
     )  # fmt: skip
-    return Fit(calibration, trials.figures, tuple(values), trials.count, held_out, before)
+    return Fit(calibration, trials.figures, tuple(float(value) for value in values), trials.count, held_out, before)
 
 
 class _Trials:
@@ -138,6 +158,7 @@ class _Trials:
         self._run, self._latency, self._num_fitted = run, latency, num_fitted
         self._progress = progress
         self._folder = tempfile.TemporaryDirectory(prefix="vajra-calibrate-")
+        self._costs: dict[tuple[float, ...], float] = {}
         self._known: dict[tuple[float, ...], MeasuredRequests] = {}
 
     @property
@@ -151,23 +172,39 @@ class _Trials:
 
     def fitted(self) -> Floats:
         """The figures of least squared residuals."""
+        units = np.zeros(len(self.figures))
+        for _ in range(MOST_RESTARTS):
+            self._objective(units)
+            before = min(self._costs.values())
+            self._descend(units)
+            best = min(self._costs, key=self._costs.__getitem__)
+            gain = before - self._costs[best]
+            units = np.array(best)
+            if gain < SMALLEST_GAIN * before:
+                break
+        return self._values(units)
+
+    def _descend(self, start: Floats) -> None:
+        """Follow the slopes from these figures, in units of the priors' widths, as far as they lead."""
         from scipy.optimize import least_squares
 
-        widths = np.array([one.width for one in self.figures])
-        lows = np.array([one.low for one in self.figures])
-        # In units of the priors' widths, so that one step size fits all.
-        found = least_squares(
-            lambda units: self._objective(self.priors + units * widths),
-            np.zeros(len(widths)),
-            bounds=((lows - self.priors) / widths - 1e-9, np.full(len(widths), np.inf)),
-            jac=lambda units: self._slopes(units, widths),
+        lows = np.array([(one.low - one.prior) / one.width for one in self.figures])
+        least_squares(
+            self._objective,
+            np.maximum(start, lows),
+            bounds=(lows - 1e-9, np.full(len(start), np.inf)),
+            jac=self._slopes,
             loss="soft_l1",
             max_nfev=MOST_TRIALS,
             xtol=1e-3,
-            ftol=1e-4,
+            ftol=1e-3,
         )
-        values: Floats = np.maximum(self.priors + found.x * widths, lows)
-        return values
+
+    def _values(self, units: Floats) -> Floats:
+        figures = self.figures
+        values: Floats = np.array([one.prior + unit * one.width for one, unit in zip(figures, units, strict=True)])
+        bounded: Floats = np.maximum(values, np.array([one.low for one in figures]))
+        return bounded
 
     def held_out(self, values: Floats) -> dict[str, float]:
         """Relative errors of means over the requests that were not fitted."""
@@ -186,26 +223,26 @@ class _Trials:
         ttft = (simulated.ttft_s - measured.ttft_s) / (measured.ttft_s + TTFT_GRACE_S)
         return {"tpot": tpot[np.isfinite(tpot)], "ttft": ttft}
 
-    def _objective(self, values: Floats) -> Floats:
-        parts = self.residuals_of(values)
+    def _objective(self, units: Floats) -> Floats:
+        """Residuals of the fitted requests and of the priors, for figures in units of the priors' widths."""
+        parts = self.residuals_of(self._values(units))
         # Requests that run side by side err together: all of them count as much as a few.
         weight = 1.0 / (REQUEST_NOISE * np.sqrt(max(map(len, parts.values())) / FEWEST_REQUESTS))
-        widths = np.array([one.width for one in self.figures])
-        residuals: Floats = np.concatenate(
-            [*(weight * part for part in parts.values()), (values - self.priors) / widths]
-        )
+        residuals: Floats = np.concatenate([*(weight * part for part in parts.values()), units])
+        cost = float((2.0 * (np.sqrt(1.0 + residuals**2) - 1.0)).sum())
+        self._costs[tuple(float(unit) for unit in units)] = cost
         if self._progress is not None:
-            self._progress(self.count, float((residuals**2).sum()))
+            self._progress(self.count, cost)
         return residuals
 
-    def _slopes(self, units: Floats, widths: Floats) -> Floats:
+    def _slopes(self, units: Floats) -> Floats:
         """The residuals' derivatives, by one simulation a figure."""
-        here = self._objective(self.priors + units * widths)
+        here = self._objective(units)
         columns = []
         for index in range(len(units)):
             moved = units.copy()
             moved[index] += PROBE
-            columns.append((self._objective(self.priors + moved * widths) - here) / PROBE)
+            columns.append((self._objective(moved) - here) / PROBE)
         slopes: Floats = np.array(columns).T
         return slopes
 

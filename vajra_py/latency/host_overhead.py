@@ -44,7 +44,7 @@ HOST_OVERHEADS = MappingProxyType(
         "vllm-0.19-async": HostOverhead(
             step_base_s=2.0e-3,
             step_per_request_s=12e-6,
-            exposed_s=0.3e-3,
+            exposed_s=0.5e-3,
             asynchronous=True,
             arrival_s=1.0e-3,
             first_token_s=0.5e-3,

@@ -151,8 +151,9 @@ class ProfileBundleModel:
         self._captured = capture_sizes(limit)
         self._ranks = options.data_parallel
         counts = range(MOST_DECODES + 1)
-        self._decode_skew = skew_ratio(bundle.skew, options.context_variation, counts, mixed=False)
-        self._mixed_skew = skew_ratio(bundle.skew, options.context_variation, counts, mixed=True)
+        self._decode_skew, self._mixed_skew = (
+            skew_ratio(bundle.skew, options.context_variation, counts, mixed=mixed) for mixed in (False, True)
+        )
         self._decode_batches: dict[int, _DecodeBatch] = {}
         self._apart_from_attention: dict[tuple[int, int], tuple[float, float]] = {}
         """(seconds added to attention, least seconds of the step), by tokens and sequences of the fullest rank."""
@@ -252,7 +253,7 @@ class ProfileBundleModel:
     def _host_s(self, num_requests: int) -> tuple[float, float]:
         """(seconds that the host adds to a step, least seconds of the step)."""
         host = self.options.host
-        busy = host.step_base_s + host.step_per_request_s * -(-num_requests // self._ranks)
+        busy = host.step_base_s + host.step_per_request_s * self._per_rank(num_requests)
         return (host.exposed_s, busy) if host.asynchronous else (busy, 0.0)
 
     def _per_rank(self, number: int) -> int:
