@@ -13,6 +13,7 @@ RUN ?=
 PROFILE ?=
 CALIBRATION ?=
 PYTEST_ARGS ?=
+SEED ?= $(shell date +%s)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +22,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: help install demo lint format test test-fast bench validate-run bench-sim bench-engine golden gpu-check gpu-bench docs clean
+.PHONY: help install demo lint format test test-fast test-random bench validate-run bench-sim bench-engine golden gpu-check gpu-bench docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +57,9 @@ test: lint ## lint, then every test (slow ones too; those that need a GPU are sk
 
 test-fast: install ## the tests that take seconds
 	$(BIN)/pytest -n $(WORKERS) -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-random: install ## every test in random order, each failing for what it leaks itself (SEED=n repeats an order)
+	VAJRA_TEST_ORDER=$(SEED) $(BIN)/pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 bench: install ## scheduler and simulator costs, as ratios measured in one run
 	$(PY) benchmarks/run.py

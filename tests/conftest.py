@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,8 +25,54 @@ settings.register_profile("explore", deadline=None, max_examples=1000, suppress_
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+ORDER_SEED = "VAJRA_TEST_ORDER"
+"""Environment variable: a whole number by which modules, and the tests of each, are put in random order."""
+
+OPENS_SOCKETS = ("serve", "engine")
+"""Folders of tests that open sockets, processes and event loops."""
+
+
+def pytest_report_header() -> str | None:
+    """The order of the tests, where it is not the usual one."""
+    seed = os.environ.get(ORDER_SEED)
+    return None if seed is None else f"random order: {ORDER_SEED}={seed}"
+
+
+def shuffled(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
+    """The tests in random order, those of a module side by side, so that what a module shares is made once."""
+    stream = random.Random(seed)
+    by_module: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_module.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    modules = list(by_module.values())
+    stream.shuffle(modules)
+    for module in modules:
+        stream.shuffle(module)
+    return [item for module in modules for item in module]
+
+
+@pytest.fixture(autouse=True)
+def _closes_what_it_opens(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Collect what a test has left behind while it is still this test's, so that what it leaked is its own failure.
+
+    What existed before is not gone through, which would take a quarter of a second beside the tensor libraries.
+    """
+    folder = request.path.relative_to(ROOT / "tests").parts[0] if request.path.is_relative_to(ROOT / "tests") else ""
+    if folder not in OPENS_SOCKETS:
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+        gc.collect()
+    finally:
+        gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where torch sees none; torch is imported only if such a test was collected."""
+    """Put tests in the order asked for, and skip what needs a GPU where torch, imported only for such tests, sees none."""
+    if ORDER_SEED in os.environ:
+        items[:] = shuffled(items, int(os.environ[ORDER_SEED]))
     gpu_items = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not gpu_items:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -13,8 +14,9 @@ TEXT = "The scheduler decides which requests run"
 
 
 @pytest.fixture(scope="module")
-def client(tiny_server: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0, timeout=120)
+def client(tiny_server: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0, timeout=120) as one:
+        yield one
 
 
 def complete(client: openai.OpenAI, **given: Any) -> Any:
