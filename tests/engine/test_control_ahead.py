@@ -184,7 +184,7 @@ def test_foreseen_blocks_are_the_next_ones_and_hold_nothing(order: Any) -> None:
         elif held:
             blocks = held.pop(int(rng.integers(len(held))))
             num_full = int(rng.integers(len(blocks) + 1))
-            pool.publish(blocks[:num_full], range(num_keys, num_keys + num_full))
+            pool.cache(blocks[:num_full], range(num_keys, num_keys + num_full))
             num_keys += num_full
             pool.release(blocks, num_full)
     assert num_foreseen > 20

@@ -151,7 +151,7 @@ class Machine(RuleBasedStateMachine):
         assert num_tokens <= (self.options.max_batch_tokens or num_tokens)
         for request, num_new, done, _ in entries:
             assert request.num_computed_tokens == done + num_new <= request.num_known_tokens
-            assert self.replica.memory.held_blocks(request) * BLOCK >= done + num_new
+            assert self.replica.memory.num_held_blocks(request) * BLOCK >= done + num_new
             if self.options.kv_group_tokens:
                 assert done // self.options.kv_group_tokens == (done + num_new - 1) // self.options.kv_group_tokens
         if self.options.kv_parallel_groups == 1:
@@ -303,7 +303,7 @@ class Machine(RuleBasedStateMachine):
                 request.num_output_tokens,
                 request.num_preemptions,
                 request.admitted_index,
-                memory.held_blocks(request) if memory.is_registered(request) else 0,
+                memory.num_held_blocks(request) if memory.is_registered(request) else 0,
                 request in batch,
             )
             for request in self.requests

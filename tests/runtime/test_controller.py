@@ -121,7 +121,7 @@ def test_lost_things_are_noticed(lose: str) -> None:
     elif lose == "state":
         a.state = RequestState.PREEMPTED
     else:
-        bench.replica().memory.table(a).pop()  # type: ignore[attr-defined]
+        bench.replica().memory.block_table(a).pop()  # type: ignore[attr-defined]
     with pytest.raises((RuntimeError, AssertionError)):
         bench.controller.check_conservation()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from vajra_py.runtime.kv import KvMemory, PrefixCacheOptions, TokenKeys
+from vajra_py.runtime.kv import PagedKvMemory, PrefixCacheOptions, TokenKeys
 
 GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "golden"
 VLLM_TRACES = sorted((GOLDEN / "vllm_v1").glob("*.json.gz")) + sorted((GOLDEN / "vllm_v1" / "fuzz").glob("*.json.gz"))
@@ -51,7 +51,7 @@ class VllmReplay:
         self.max_model_len = config["max_model_len"]
         self.block_size = config["block_size"]
         cache = PrefixCacheOptions() if self.cached else None
-        self.memory = KvMemory(config["num_blocks"] - 1, self.block_size, prefix_cache=cache)
+        self.memory = PagedKvMemory(config["num_blocks"] - 1, self.block_size, prefix_cache=cache)
         self.trace = trace
         self.sequences: dict[str, Sequence] = {}
         self.index = {request["id"]: request["index"] for request in trace["requests"]}
@@ -67,8 +67,8 @@ class VllmReplay:
             aborts.setdefault(abort["step"], []).extend(abort["ids"])
         for step in self.trace["steps"]:
             for request_id in (i for at in sorted(aborts) if at <= step["step"] for i in aborts.pop(at)):
-                if self.memory.held_blocks(self.sequences[request_id]):
-                    self.memory.release(self.sequences[request_id])
+                if self.memory.num_held_blocks(self.sequences[request_id]):
+                    self.memory.free(self.sequences[request_id])
             self.schedule(step)
             assert self.memory.free_blocks == step["free_sched"], step["step"]
             self.finish(step)
@@ -79,7 +79,7 @@ class VllmReplay:
         taken: dict[str, list[int]] = {}
         for (request_id, num_tokens), kind, computed in zip(step["sched"], step["kind"], step["computed"], strict=True):
             sequence = self.sequences[request_id]
-            held = self.memory.held_blocks(sequence)
+            held = self.memory.num_held_blocks(sequence)
             slots = min(computed + num_tokens, self.max_model_len)
             if kind == "R":
                 while not self.memory.grow(sequence, slots):
@@ -88,18 +88,18 @@ class VllmReplay:
                 while victims:
                     self.preempt(victims.popleft())
                 assert self.memory.cached_tokens(sequence) == computed
-                assert self.memory.admit(sequence, slots) == computed, (step["step"], request_id)
-            self.memory.publish(sequence, min(slots, sequence.num_known_tokens))
+                assert self.memory.allocate(sequence, slots) == computed, (step["step"], request_id)
+            self.memory.cache_blocks(sequence, min(slots, sequence.num_known_tokens))
             sequence.num_computed = computed + num_tokens
             # vLLM's block 0 is its null block.
-            if new := [block + 1 for block in self.memory.table(sequence)[held:]]:
+            if new := [block + 1 for block in self.memory.block_table(sequence)[held:]]:
                 taken[request_id] = new
         while victims:
             self.preempt(victims.popleft())
         assert taken == step.get("blocks", {}), step["step"]
 
     def preempt(self, request_id: str) -> None:
-        self.memory.release(self.sequences[request_id])
+        self.memory.free(self.sequences[request_id])
         self.sequences[request_id].num_computed = 0
 
     def finish(self, step: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ class VllmReplay:
             if sequence.num_computed == sequence.num_known_tokens:
                 sequence.append(1_000_000 + 10_000 * self.index[request_id] + len(sequence.outputs))
         for request_id, _reason in step.get("finished", ()):
-            self.memory.release(self.sequences[request_id])
+            self.memory.free(self.sequences[request_id])
 
 
 @needs_golden
@@ -143,7 +143,7 @@ def nano_traces(kind: str) -> Iterator[dict[str, Any]]:
 def replay_nano(kind: str, trace: dict[str, Any]) -> None:
     """Whole prompts at admission, one block as a decode opens it; keys entered at once (old) or after the step (new)."""
     block_size = trace["config"]["block_size"]
-    memory = KvMemory(trace["config"]["num_blocks"], block_size, prefix_cache=NANO[kind])
+    memory = PagedKvMemory(trace["config"]["num_blocks"], block_size, prefix_cache=NANO[kind])
     at_once = kind != "nano_new"
     sequences: dict[int, Sequence] = {}
     for request in trace["requests"]:
@@ -156,25 +156,25 @@ def replay_nano(kind: str, trace: dict[str, Any]) -> None:
         for i, (request_id, num_tokens) in enumerate(step["scheduled"]):
             sequence = sequences[request_id]
             known = sequence.num_known_tokens
-            if step["is_prefill"] and not memory.held_blocks(sequence):
-                hit = memory.admit(sequence, known)
+            if step["is_prefill"] and not memory.num_held_blocks(sequence):
+                hit = memory.allocate(sequence, known)
                 assert hit == step["cache_hit"][i], (trace["scenario"], step["t"], request_id)
                 sequence.num_computed = hit or 0
             while not memory.grow(sequence, known):
-                memory.release(sequences[victims.popleft()])
+                memory.free(sequences[victims.popleft()])
             sequence.num_computed += num_tokens
             if at_once:
-                memory.publish(sequence, known)
+                memory.cache_blocks(sequence, known)
         while victims:
-            memory.release(sequences[victims.popleft()])
+            memory.free(sequences[victims.popleft()])
         assert memory.free_blocks == step["free_after_schedule"], (trace["scenario"], step["t"])
         for request_id, _ in step["scheduled"]:
             sequence = sequences[request_id]
-            memory.publish(sequence, sequence.num_computed)
+            memory.cache_blocks(sequence, sequence.num_computed)
             if sequence.num_computed == sequence.num_known_tokens:
                 sequence.append(sampled(trace, request_id, len(sequence.outputs)))
             if request_id in step["finished"]:
-                memory.release(sequence)
+                memory.free(sequence)
         assert memory.free_blocks == step["free"], (trace["scenario"], step["t"])
     memory.check()
 

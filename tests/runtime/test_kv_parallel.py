@@ -32,7 +32,7 @@ def arrive(memory: KvParallelMemory, num_tokens: int) -> Request:
 
 def admitted(memory: KvParallelMemory, num_tokens: int, **options: Any) -> Request:
     request = arrive(memory, num_tokens)
-    assert memory.admit(request, num_tokens, **options) == 0
+    assert memory.allocate(request, num_tokens, **options) == 0
     return request
 
 
@@ -53,7 +53,7 @@ def test_kv_parallel_long_prompt_fills_groups_and_puts_the_rest_in_the_last() ->
     request = admitted(memory, 19)
     assert memory.groups_of(request) == [0, 1, 2]
     assert [len(table) for table in memory.group_tables(request)] == [4, 4, 2]
-    assert memory.held_blocks(request) == 10
+    assert memory.num_held_blocks(request) == 10
     assert memory.group_free_blocks == [2, 2, 4]
     assert memory.pending_prefill_work == (361, 361, 361)
 
@@ -61,7 +61,7 @@ def test_kv_parallel_long_prompt_fills_groups_and_puts_the_rest_in_the_last() ->
 def test_kv_parallel_a_group_with_room_for_the_remainder_only_comes_last() -> None:
     memory = memory_of()
     admitted(memory, 8)
-    memory.on_chunk_done(admitted(memory, 6, passed_over={1, 2, 0} - {1}), 0, 6)
+    memory.on_chunk_done(admitted(memory, 6, excluded_groups={1, 2, 0} - {1}), 0, 6)
     # Group 0 has 2 blocks left, group 1 has 3, group 2 has 6; by work: 1, 2, 0.
     assert memory.groups_of(admitted(memory, 12)) == [2, 1]
 
@@ -72,8 +72,8 @@ def test_kv_parallel_admission_is_all_or_nothing() -> None:
     before = (memory.group_free_blocks, memory.pending_prefill_work)
     long = arrive(memory, 16)
     assert memory.free_blocks == memory.blocks_needed(long, 16) == 8
-    assert not memory.can_admit(long, 16)
-    assert memory.admit(long, 16) is None
+    assert not memory.can_allocate(long, 16)
+    assert memory.allocate(long, 16) is None
     assert (memory.group_free_blocks, memory.pending_prefill_work) == before
     assert memory.groups_of(long) == []
     memory.check()
@@ -81,11 +81,11 @@ def test_kv_parallel_admission_is_all_or_nothing() -> None:
 
 def test_kv_parallel_busy_groups_are_passed_over() -> None:
     memory = memory_of()
-    assert memory.groups_of(admitted(memory, 4, passed_over={0, 2})) == [1]
+    assert memory.groups_of(admitted(memory, 4, excluded_groups={0, 2})) == [1]
     waiting = arrive(memory, 4)
-    assert memory.admit(waiting, 4, passed_over={0, 1, 2}) is None
-    assert memory.can_admit(waiting, 4)
-    assert not memory.can_admit(waiting, 4, passed_over={0, 1, 2})
+    assert memory.allocate(waiting, 4, excluded_groups={0, 1, 2}) is None
+    assert memory.can_allocate(waiting, 4)
+    assert not memory.can_allocate(waiting, 4, excluded_groups={0, 1, 2})
 
 
 def test_kv_parallel_groups_become_active_as_the_prompt_reaches_them() -> None:
@@ -120,13 +120,13 @@ def test_kv_parallel_decodes_grow_in_the_last_group_and_then_in_another() -> Non
 def test_kv_parallel_growth_looks_at_the_last_group_only() -> None:
     memory = memory_of(num_groups=2, blocks_per_group=4)
     request = admitted(memory, 2)
-    admitted(memory, 6, passed_over={1})
+    admitted(memory, 6, excluded_groups={1})
     assert memory.free_blocks == 4
     assert memory.growth_headroom == 0
     assert not memory.grow(request, 3)
     with pytest.raises(ValueError, match="Allowed: 0"):
         memory.grow_each([request])
-    assert memory.held_blocks(request) == 1
+    assert memory.num_held_blocks(request) == 1
 
 
 def test_kv_parallel_preemption_takes_the_rest_of_the_work_away() -> None:
@@ -134,10 +134,10 @@ def test_kv_parallel_preemption_takes_the_rest_of_the_work_away() -> None:
     request = admitted(memory, 19)
     memory.on_chunk_done(request, 0, 8)
     assert memory.pending_prefill_work == (297, 297, 297)
-    memory.release(request)
+    memory.free(request)
     assert memory.pending_prefill_work == (0, 0, 0)
     request.num_known_tokens = 20
-    assert memory.admit(request, 20) == 0
+    assert memory.allocate(request, 20) == 0
     assert memory.pending_prefill_work == (400, 400, 400)
 
 
@@ -149,14 +149,14 @@ def test_kv_parallel_swap_round_trip_may_change_groups() -> None:
     assert memory.used_blocks == 0
     assert memory.pending_prefill_work == (0, 0, 0)
     other = admitted(memory, 8)
-    assert memory.swap_in(request, 11, passed_over={1, 2}) is None
+    assert memory.swap_in(request, 11, excluded_groups={1, 2}) is None
     assert memory.swap_in(request, 11) == 3
     assert memory.groups_of(request) == [1, 2]
     assert memory.pending_prefill_work == (64, 121 - 25, 121 - 25)
     out, back = memory.take_copies()[:3], memory.take_copies()
     assert [(copy.source, copy.group) for copy in out] == [(0, 0), (1, 0), (2, 0)]
     assert back == []
-    memory.release(other)
+    memory.free(other)
     memory.check()
 
 
@@ -169,7 +169,7 @@ def test_kv_parallel_copies_name_their_group() -> None:
     copies = memory.take_copies()
     assert {copy.direction for copy in copies} == {CopyDirection.TO_DEVICE}
     assert [copy.group for copy in copies] == [0, 0, 0, 0, 1, 1]
-    assert [copy.target for copy in copies] == memory.table(request)
+    assert [copy.target for copy in copies] == memory.block_table(request)
     assert memory.swap_out(request) == 6
     memory.drop_swapped(request)
     memory.forget(request)
@@ -213,7 +213,7 @@ def test_kv_parallel_books_agree_under_random_use(steps: list[tuple[str, int, in
         before = (memory.group_free_blocks, memory.pending_prefill_work, memory.free_host_blocks)
         taken: object = True
         if what == "admit" and not memory.groups_of(request) and request not in swapped:
-            taken = memory.admit(request, known, passed_over={num_tokens % 4})
+            taken = memory.allocate(request, known, excluded_groups={num_tokens % 4})
             done[request] = 0
             assert taken is None or memory.fits(known)
         elif what == "in" and request in swapped:
@@ -232,14 +232,14 @@ def test_kv_parallel_books_agree_under_random_use(steps: list[tuple[str, int, in
         elif what == "grow":
             taken = memory.grow(request, num_tokens) or None
         elif what == "release":
-            memory.release(request)
+            memory.free(request)
         elif what == "out":
             taken = memory.swap_out(request)
             swapped |= set() if taken is None else {request}
         if taken is None:
             assert (memory.group_free_blocks, memory.pending_prefill_work, memory.free_host_blocks) == before
         memory.check()
-        assert memory.used_blocks == sum(map(memory.held_blocks, requests))
+        assert memory.used_blocks == sum(map(memory.num_held_blocks, requests))
         for one in requests:
             tables = memory.group_tables(one)
             assert all(len(table) * BLOCK_SIZE <= GROUP_TOKENS for table in tables)

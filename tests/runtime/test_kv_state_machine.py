@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from vajra_py.runtime.kv import KvMemory, PrefixCacheOptions, PrivateKeys, TokenKeys
+from vajra_py.runtime.kv import PagedKvMemory, PrefixCacheOptions, PrivateKeys, TokenKeys
 
 NUM_BLOCKS = 10
 HOST_BLOCKS = 6
@@ -167,7 +167,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory = KvMemory(
+        self.memory = PagedKvMemory(
             NUM_BLOCKS, BLOCK_SIZE, prefix_cache=self.options, host_blocks=HOST_BLOCKS, records_copies=True
         )
         self.model = Model(self.options)
@@ -204,9 +204,9 @@ class Machine(RuleBasedStateMachine):
     def admit(self, request: Request, num_tokens: int) -> None:
         hit = len(self.model.hits(request)) * BLOCK_SIZE
         needed = self.model.needed(request, num_tokens)
-        assert self.memory.can_admit(request, num_tokens) == (needed <= len(self.model.order))
+        assert self.memory.can_allocate(request, num_tokens) == (needed <= len(self.model.order))
         before = self.memory.stats()
-        got = self.memory.admit(request, num_tokens)
+        got = self.memory.allocate(request, num_tokens)
         if needed > len(self.model.order):
             assert got is None
             assert self.memory.stats() == before
@@ -214,29 +214,29 @@ class Machine(RuleBasedStateMachine):
         assert got == self.model.admit(request, num_tokens) == hit
         assert got < len(request.tokens)
         request.num_computed = hit
-        for i, block in enumerate(self.memory.table(request)[: hit // BLOCK_SIZE]):
+        for i, block in enumerate(self.memory.block_table(request)[: hit // BLOCK_SIZE]):
             assert self.device[block] == request.content(i), "a hit on a block with other content"
-        for block in self.memory.table(request)[hit // BLOCK_SIZE :]:
+        for block in self.memory.block_table(request)[hit // BLOCK_SIZE :]:
             self.device[block] = None
 
     def compute(self, request: Request, num_tokens: int) -> None:
         target = min(request.num_computed + num_tokens, len(request.tokens))
-        table = list(self.memory.table(request))
+        table = list(self.memory.block_table(request))
         room = self.memory.blocks_needed(request, target) <= self.memory.free_blocks
         assert self.memory.grow(request, target) == room
         if not room:
-            assert self.memory.table(request) == table
+            assert self.memory.block_table(request) == table
             return
         self.model.grow(request, target)
         request.num_computed = target
-        for block in self.memory.table(request)[len(table) :]:
+        for block in self.memory.block_table(request)[len(table) :]:
             self.device[block] = None
-        table = list(self.memory.table(request))
+        table = list(self.memory.block_table(request))
         for i in range(target // BLOCK_SIZE):
             assert self.device[table[i]] in (None, request.content(i)), "written over content that is in use"
             self.device[table[i]] = request.content(i)
         if not request.private or target % 2:
-            self.memory.publish(request, target)
+            self.memory.cache_blocks(request, target)
             self.model.publish(request, min(target, request.keys.num_public_tokens))
         if target == len(request.tokens) < 14:
             request.tokens.append(target % 2)
@@ -260,7 +260,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data(), leaves=st.booleans())
     def release(self, data: st.DataObject, leaves: bool) -> None:
         request = data.draw(st.sampled_from(list(self.model.tables)))
-        self.memory.release(request, request.num_computed, for_good=leaves)
+        self.memory.free(request, request.num_computed, for_good=leaves)
         if (self.options or PrefixCacheOptions()).retain_freed:
             self.model.publish(request, request.num_computed)
         self.model.release(request)
@@ -276,13 +276,13 @@ class Machine(RuleBasedStateMachine):
         if request.num_computed == 0:
             return
         num_moved = -(-request.num_computed // BLOCK_SIZE)
-        table = list(self.memory.table(request))
+        table = list(self.memory.block_table(request))
         free_host = self.memory.free_host_blocks
         self.memory.take_copies()
         got = self.memory.swap_out(request, request.num_computed)
         if num_moved > free_host:
             assert got is None
-            assert self.memory.table(request) == table
+            assert self.memory.block_table(request) == table
             return
         assert got == num_moved == free_host - self.memory.free_host_blocks
         assert [copy.source for copy in self.memory.take_copies()] == table[:num_moved]
@@ -310,8 +310,8 @@ class Machine(RuleBasedStateMachine):
         self.model.tables[request] = [self.model.take() for _ in range(num_blocks)]
         self.model.num_entered[request] = 0
         copies = self.memory.take_copies()
-        assert [copy.target for copy in copies][-len(kept) :] == self.memory.table(request)[: len(kept)]
-        for block, content in itertools.zip_longest(self.memory.table(request), kept):
+        assert [copy.target for copy in copies][-len(kept) :] == self.memory.block_table(request)[: len(kept)]
+        for block, content in itertools.zip_longest(self.memory.block_table(request), kept):
             self.device[block] = content
         request.swapped = None
 
@@ -321,13 +321,15 @@ class Machine(RuleBasedStateMachine):
         assert self.memory.free_blocks == len(self.model.order)
         assert self.memory.used_blocks + self.memory.free_blocks == NUM_BLOCKS
         for request in self.requests:
-            assert list(self.memory.table(request)) == self.model.tables.get(request, [])
+            assert list(self.memory.block_table(request)) == self.model.tables.get(request, [])
             waits = request not in self.model.tables and request.swapped is None
             expected = len(self.model.hits(request)) * BLOCK_SIZE if waits else 0
             if self.options is not None:
                 assert self.memory.cached_tokens(request) == expected
             if waits:
-                assert self.memory.probe(request.keys, len(request.tokens)) == self.memory.cached_tokens(request)
+                assert self.memory.lookup_prefix(request.keys, len(request.tokens)) == self.memory.cached_tokens(
+                    request
+                )
                 assert self.memory.cached_tokens(request) < len(request.tokens)
                 for num_tokens in (1, len(request.tokens)):
                     assert self.memory.blocks_needed(request, num_tokens) == self.model.needed(request, num_tokens)

@@ -223,7 +223,7 @@ def test_minivllm_gives_back_blocks_once_their_last_owner_leaves() -> None:
     harness.step()
     harness.step()
     assert harness.request("short").end_reason is not None
-    assert harness.replica().memory.held_blocks(harness.request("long")) == 3
+    assert harness.replica().memory.num_held_blocks(harness.request("long")) == 3
     assert harness.replica().memory.free_blocks == 13
     assert_serves(harness, "short", "long")
 

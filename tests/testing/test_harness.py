@@ -119,7 +119,7 @@ def test_lost_memory_is_noticed() -> None:
     harness = Harness("fcfs", "round_robin", WholePrompts())
     request = harness.submit("a", 40, 5)
     harness.step()
-    harness.replica().memory.release(request)
+    harness.replica().memory.free(request)
     with pytest.raises(Exception, match=r"\ba\b|block"):
         harness.steps_until_idle()
 

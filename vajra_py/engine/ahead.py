@@ -16,7 +16,6 @@ from __future__ import annotations
 from vajra_py.engine.compute import Foreseen, StepInput
 from vajra_py.engine.executor import EngineExecutor
 from vajra_py.runtime.executor import StepPlan
-from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.replica import Replica
 
 
@@ -50,5 +49,5 @@ class LookAhead:
     def _next(self) -> StepInput | None:
         memory, pool = self._replica.memory, self._replica.residents.pool
         growing = pool.needing_blocks()
-        blocks = memory.foresee_growth(len(growing)) if isinstance(memory, KvMemory) else None
+        blocks = memory.peek_growth(len(growing))
         return None if blocks is None else self._executor.foreseen(pool, dict(zip(growing, blocks, strict=True)))

@@ -14,7 +14,7 @@ from vajra_py.engine.compute import Chunk, NewRow, StepInput, StepOutput, TableU
 from vajra_py.engine.compute.interface import needs_history
 from vajra_py.engine.outputs import Collected, Submission
 from vajra_py.runtime.executor import PlannedChunk, StepPlan, StepResult
-from vajra_py.runtime.kv import AnyKvMemory
+from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.request import Request
 
 
@@ -82,7 +82,7 @@ class EngineExecutor:
         """What the request was submitted as."""
         return self._submissions[request]
 
-    def step_input(self, plan: StepPlan, memory: AnyKvMemory) -> StepInput:
+    def step_input(self, plan: StepPlan, memory: KvMemory) -> StepInput:
         """What the worker has to be told to compute the plan."""
         changes = _Changes()
         members = plan.pool or ()
@@ -168,7 +168,7 @@ class EngineExecutor:
             return []
         return [(request, faults[row.slot]) for request, row in self._rows.items() if row.slot in faults]
 
-    def _add_chunk(self, entry: PlannedChunk, memory: AnyKvMemory, changes: _Changes) -> None:
+    def _add_chunk(self, entry: PlannedChunk, memory: KvMemory, changes: _Changes) -> None:
         request, num_tokens, start, kind = entry
         row = self._row(request, changes)
         if kind != "running":
@@ -202,10 +202,10 @@ class EngineExecutor:
         outputs = submission.collected.token_ids[max(0, start - num_prompt) : end - num_prompt]
         return [*prompt[start:num_prompt], *outputs]
 
-    def _tell_table(self, request: Request, row: _Row, memory: AnyKvMemory, changes: _Changes) -> None:
+    def _tell_table(self, request: Request, row: _Row, memory: KvMemory, changes: _Changes) -> None:
         known = row.num_blocks
-        if memory.held_blocks(request) != known:
-            table = memory.table(request)
+        if memory.num_held_blocks(request) != known:
+            table = memory.block_table(request)
             changes.tables.append(TableUpdate(row.slot, known, list(table[known:])))
             row.num_blocks = len(table)
 

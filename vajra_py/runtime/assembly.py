@@ -23,7 +23,7 @@ from vajra_py.plugins import Registry, build_policy
 from vajra_py.runtime.builder_options import BuilderOptions
 from vajra_py.runtime.controller import Controller
 from vajra_py.runtime.executor import Executor
-from vajra_py.runtime.kv import AnyKvMemory, KvGroups, KvMemory, KvParallelMemory, PrefixCacheOptions
+from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
 from vajra_py.runtime.policies import LatePrefillTime, Policies, lone_chunk_rule
 from vajra_py.runtime.replica import Replica, ReplicaParts
 from vajra_py.runtime.replicaset import AdmissionLimits, Replicaset
@@ -137,7 +137,7 @@ def replica_limits(settings: ReplicaConfig, latency: LatencyModel, facts: ModelF
     )
 
 
-def build_memory(settings: ReplicaConfig, limits: ReplicaLimits, records_copies: bool = False) -> AnyKvMemory:
+def build_memory(settings: ReplicaConfig, limits: ReplicaLimits, records_copies: bool = False) -> KvMemory:
     """An empty KV memory of these sizes."""
     cache = settings.memory.prefix_cache
     options = PrefixCacheOptions(
@@ -156,7 +156,7 @@ def build_memory(settings: ReplicaConfig, limits: ReplicaLimits, records_copies:
         return KvParallelMemory(
             groups, limits.block_size, host_blocks=limits.host_blocks, records_copies=records_copies
         )
-    return KvMemory(
+    return PagedKvMemory(
         limits.num_blocks,
         limits.block_size,
         prefix_cache=options if cache.enabled else None,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, cast
 from vajra_py.contract import BatchShape, DecodeStop, EndReason, LatencyModel, PreemptionMode, Refusal, RequestView
 from vajra_py.runtime.builder_options import BuilderOptions, IllegalPlan
 from vajra_py.runtime.decodes import by_admission
-from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.plan_draft import PlanDraft
 from vajra_py.runtime.request import Request, RequestState
 from vajra_py.runtime.residents import Residents
@@ -57,7 +56,7 @@ class Builder(PlanDraft):
             self._to_publish = []
         pool = self._residents.pool
         self._growing = pool.needing_blocks()
-        self._lends = self._options.lends_blocks and not self._pipelined
+        self._reserves = self._options.reserves_growth and not self._pipelined
         self._publishes_decodes = pool.num_public > 0 and self._options.publish_at_schedule
         self._empty()
 
@@ -156,7 +155,7 @@ class Builder(PlanDraft):
                 return Refusal.KV_BLOCKS
             self._shapes.add_swap(copies * residents.limits.bytes_per_block)
         else:
-            hit = memory.admit(request, to_hold, busy)
+            hit = memory.allocate(request, to_hold, busy)
             if hit is None:
                 return Refusal.GROUP_BUSY if busy else Refusal.KV_BLOCKS
             request.set_computed(hit)
@@ -260,15 +259,15 @@ class Builder(PlanDraft):
         due = pool.needing_blocks()
         if due:
             if residents.has_spare_blocks:
-                residents.settle()
+                residents.materialize()
                 size = memory.block_size
-                due = [one for one in due if memory.held_blocks(one) * size <= one.num_computed_tokens]
+                due = [one for one in due if memory.num_held_blocks(one) * size <= one.num_computed_tokens]
             if len(due) > memory.growth_headroom:
                 return False
-            if self._lends and isinstance(memory, KvMemory) and not pool.num_public:
-                memory.lend(len(due))
+            if self._reserves and memory.can_reserve and not pool.num_public:
+                memory.reserve_blocks(len(due))
             else:
-                residents.settle()
+                residents.materialize()
                 memory.grow_each(due)
         if pool.num_public and self._options.publish_at_schedule:
             self._to_publish = sorted(pool.filling_blocks(), key=by_admission, reverse=True)
@@ -279,22 +278,22 @@ class Builder(PlanDraft):
         waiting = self._to_publish
         while waiting and (before is None or waiting[-1].admitted_index < before):
             request = waiting.pop()
-            self._settle(request)
-            self._memory.publish(request, request.num_computed_tokens + 1)
+            self._materialize(request)
+            self._memory.cache_blocks(request, request.num_computed_tokens + 1)
 
     def _room_for_decode(self, request: Request) -> Refusal | None:
         needed = request.num_computed_tokens + 1
-        self._settle(request)
+        self._materialize(request)
         if not self._memory.grow(request, needed):
             return Refusal.KV_BLOCKS
         if self._options.publish_at_schedule:
-            self._memory.publish(request, needed)
+            self._memory.cache_blocks(request, needed)
         return None
 
-    def _settle(self, request: Request) -> None:
-        """Enter the blocks that the request was lent, in this step's bulk entry too, into its table."""
-        if self._memory.has_lent and request in self._members:
-            self._memory.settle(request, request.num_computed_tokens + self.bulk)
+    def _materialize(self, request: Request) -> None:
+        """Enter the blocks that were reserved for the request, in this step's bulk entry too, into its table."""
+        if self._memory.has_reserved and request in self._members:
+            self._memory.materialize(request, request.num_computed_tokens + self.bulk)
 
     # Giving way
 
@@ -311,7 +310,7 @@ class Builder(PlanDraft):
                 return Refusal.HOST_BLOCKS
         if own in self and not self._unschedule(own):
             return Refusal.IN_FLIGHT
-        self._settle(own)
+        self._materialize(own)
         num_moved = self._lifecycle.preempt(own, mode, self.now)
         if num_moved:
             self._shapes.add_swap(num_moved * self._residents.limits.bytes_per_block)
@@ -325,7 +324,7 @@ class Builder(PlanDraft):
         if request in self._in_batch:
             position = next(i for i, chunk in enumerate(self.chunks) if chunk.request is request)
             done = self.chunks[position].num_computed_before
-        if not self._memory.withdraw(request, done):
+        if not self._memory.uncache_blocks(request, done):
             return False
         self._take_out(request, position)
         return True
@@ -353,7 +352,7 @@ class Builder(PlanDraft):
         own = self._own(request)
         if own.state is _SWAPPED:
             return self._memory.blocks_for(max(num_tokens, own.num_computed_tokens))
-        self._settle(own)
+        self._materialize(own)
         return self._memory.blocks_needed(own, num_tokens)
 
     def max_chunk(self, request: RequestView) -> int:
@@ -395,7 +394,7 @@ class Builder(PlanDraft):
     def _put(self, request: Request, num_tokens: int, computed: int, kind: str) -> None:
         self._put_chunk(request, num_tokens, computed, kind)
         if self._options.publish_at_schedule:
-            self._memory.publish(request, computed + num_tokens)
+            self._memory.cache_blocks(request, computed + num_tokens)
 
     def _busy_groups(self) -> frozenset[int]:
         busy = self._options.busy_group_tokens

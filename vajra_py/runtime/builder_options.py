@@ -19,9 +19,9 @@ class BuilderOptions:
     __slots__ = (
         "busy_group_tokens",
         "keep_notes",
-        "lends_blocks",
         "publish_at_schedule",
         "reserve_prompt",
+        "reserves_growth",
         "watermark_blocks",
     )
 
@@ -32,13 +32,13 @@ class BuilderOptions:
         watermark_blocks: int,
         publish_at_schedule: bool,
         keep_notes: bool = False,
-        lends_blocks: bool = False,
+        reserves_growth: bool = False,
         busy_group_tokens: int = 500,
     ) -> None:
         self.reserve_prompt = reserve_prompt
         self.watermark_blocks = watermark_blocks
         self.publish_at_schedule = publish_at_schedule
         self.keep_notes = keep_notes
-        self.lends_blocks = lends_blocks
+        self.reserves_growth = reserves_growth
         """Whether decodes that grow together get their blocks as a number first: where nobody reads tables step by step."""
         self.busy_group_tokens = busy_group_tokens

@@ -56,7 +56,7 @@ class Lifecycle:
             num_moved = moved
             request.move_to(RequestState.SWAPPED)
         else:
-            memory.release(request, request.num_computed_tokens)
+            memory.free(request, request.num_computed_tokens)
             request.set_computed(0)
             request.move_to(RequestState.PREEMPTED)
         residents.num_preemptions += 1
@@ -81,7 +81,7 @@ class Lifecycle:
         """A resident request ends: its memory is free from now on, its cached blocks stay findable."""
         residents, memory = self._residents, self._residents.memory
         residents.drop(request)
-        memory.release(request, request.num_computed_tokens, for_good=True)
+        memory.free(request, request.num_computed_tokens, for_good=True)
         self._end(request, reason, detail, now)
 
     def uproot(self, request: Request) -> None:

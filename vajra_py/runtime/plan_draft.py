@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from vajra_py.contract import BatchShape, LatencyModel
 from vajra_py.runtime.builder_options import BuilderOptions
 from vajra_py.runtime.executor import PlannedChunk, StepPlan, in_batch_order
-from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.request import Request
 from vajra_py.runtime.residents import Residents
 from vajra_py.runtime.shapes import ShapeTracker
@@ -238,9 +237,8 @@ class PlanDraft:
         """
         memory = self._memory
         assert plan.pool is not None
-        assert isinstance(memory, KvMemory), "repetitions are known with one group only"
         num_blocks = plan.pool.growth(num_steps)
-        memory.lend(num_blocks)
+        memory.reserve_blocks(num_blocks)
         shape, num_decodes = plan.shape, plan.num_pool_decodes
         return plan._replace(
             step_index=plan.step_index + num_steps,

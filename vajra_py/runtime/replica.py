@@ -25,7 +25,7 @@ from vajra_py.runtime.builder import Builder
 from vajra_py.runtime.builder_options import BuilderOptions, IllegalPlan
 from vajra_py.runtime.clock import to_seconds
 from vajra_py.runtime.executor import Executor, PlannedChunk, StepPlan, StepResult
-from vajra_py.runtime.kv import AnyKvMemory, TokenKeys
+from vajra_py.runtime.kv import KvMemory, TokenKeys
 from vajra_py.runtime.lifecycle import Lifecycle
 from vajra_py.runtime.listening import NOBODY, Listeners
 from vajra_py.runtime.queues import RequestQueue
@@ -49,7 +49,7 @@ class ReplicaParts:
     replicaset: str
     replica_id: int
     limits: ReplicaLimits
-    memory: AnyKvMemory
+    memory: KvMemory
     queue: RequestQueue
     shared: SharedAccess
     policy: ReplicaScheduler
@@ -312,7 +312,7 @@ class Replica:
         finished = [(one, self._end_reason(one, result)) for one in done]
         for request, reason in finished:
             if reason is EndReason.FAILED:
-                self.memory.withdraw(request, 0)  # whoever found its blocks would fail with them
+                self.memory.uncache_blocks(request, 0)  # whoever found its blocks would fail with them
             self._finish(request, reason, now, result.failed.get(request, ""))
         return finished
 
@@ -327,11 +327,11 @@ class Replica:
             return
         touched = [chunk.request for chunk in plan.chunks]
         if plan.pool is not None and plan.pool.num_public:
-            self.residents.settle()
+            self.residents.materialize()
             touched.extend(sorted(plan.pool.needing_blocks(), key=lambda one: one.admitted_index))
         for request in touched:
             if request.state is RequestState.RUNNING:
-                self.memory.publish(request, request.num_computed_tokens)
+                self.memory.cache_blocks(request, request.num_computed_tokens)
 
     def _apply_chunks(self, plan: StepPlan, now: int) -> list[Request]:
         residents, memory = self.residents, self.memory

@@ -11,7 +11,7 @@ from typing import cast
 
 from vajra_py.contract import PriorityKey, ReplicaLimits, RequestView
 from vajra_py.runtime.decodes import DecodePool, by_admission
-from vajra_py.runtime.kv import AnyKvMemory
+from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.request import Request
 from vajra_py.runtime.shared_queue import SharedAccess
@@ -20,7 +20,7 @@ from vajra_py.runtime.shared_queue import SharedAccess
 class Residents:
     """The requests of one replica, by what they are doing."""
 
-    def __init__(self, limits: ReplicaLimits, memory: AnyKvMemory, queue: RequestQueue, shared: SharedAccess) -> None:
+    def __init__(self, limits: ReplicaLimits, memory: KvMemory, queue: RequestQueue, shared: SharedAccess) -> None:
         self.limits = limits
         self.memory = memory
         self.queue = queue
@@ -66,15 +66,15 @@ class Residents:
             return self.decodes()
         return sorted([*self.pool, *self.parked, *self.partial], key=by_admission)
 
-    def settle(self) -> None:
-        """Whatever blocks were lent to decodes are in the tables of each."""
-        if self.memory.has_lent:
+    def materialize(self) -> None:
+        """Enter whatever blocks were reserved for decodes into the table of each."""
+        if self.memory.has_reserved:
             for request in self.pool:
-                self.memory.settle(request, request.num_computed_tokens)
+                self.memory.materialize(request, request.num_computed_tokens)
 
     def _leave_pool(self, request: Request) -> int:
-        if self.memory.has_lent:
-            self.memory.settle(request, request.num_computed_tokens)
+        if self.memory.has_reserved:
+            self.memory.materialize(request, request.num_computed_tokens)
         return self.pool.leave(request)
 
     def park(self, request: Request) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from vajra_py.contract import BatchShape, LatencyModel
 from vajra_py.contract.latency import CONTEXT_GRAIN_TOKENS
-from vajra_py.runtime.kv import AnyKvMemory
+from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.request import Request
 
 EMPTY = BatchShape()
@@ -33,7 +33,7 @@ class ShapeTracker:
         "prefill_tokens",
     )
 
-    def __init__(self, memory: AnyKvMemory, latency: LatencyModel, decodes: Callable[[], Iterable[Request]]) -> None:
+    def __init__(self, memory: KvMemory, latency: LatencyModel, decodes: Callable[[], Iterable[Request]]) -> None:
         self._memory = memory
         self._latency = latency
         self._decodes = decodes

@@ -105,7 +105,7 @@ class Simulator(Backend[SimReplica]):
     def _replica(self, replica: Replica, timer: StepTimer) -> SimReplica:
         runs = timer if self._options.runs_ahead and isinstance(timer, TimesRuns) else None
         num_stages = replica.limits.pipeline_stages
-        replica.parts.options.lends_blocks = runs is not None
+        replica.parts.options.reserves_growth = runs is not None
         return SimReplica(replica, timer, runs, [0] * num_stages if num_stages > 1 else [])
 
     @property

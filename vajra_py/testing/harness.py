@@ -36,7 +36,7 @@ from vajra_py.runtime.clock import to_seconds, to_ticks
 from vajra_py.runtime.content_of import facts_of, keys_of
 from vajra_py.runtime.controller import Controller
 from vajra_py.runtime.executor import StepResult
-from vajra_py.runtime.kv import AnyKvMemory, KvGroups, KvMemory, KvParallelMemory, PrefixCacheOptions
+from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
 from vajra_py.runtime.listening import Listeners, listeners_among
 from vajra_py.runtime.policies import LatePrefillTime, lone_chunk_rule
 from vajra_py.runtime.queues import make_queue
@@ -285,10 +285,10 @@ class Harness:
             )
         )
 
-    def _memory(self) -> AnyKvMemory:
+    def _memory(self) -> KvMemory:
         options = self.options
         if options.kv_group_tokens is None:
-            return KvMemory(
+            return PagedKvMemory(
                 options.num_blocks,
                 options.block_size,
                 prefix_cache=options.prefix_cache,

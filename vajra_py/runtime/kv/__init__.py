@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 from vajra_py.runtime.kv.content import BlockKeys, PrivateKeys, SegmentId, SegmentKeys, TokenKeys, output_segment
 from vajra_py.runtime.kv.host import BlockCopy, CopyDirection
+from vajra_py.runtime.kv.interface import KvMemory, KvRequest, KvStats
 from vajra_py.runtime.kv.kv_parallel import KvGroups, KvParallelMemory
-from vajra_py.runtime.kv.memory import KvMemory, KvRequest, KvStats
+from vajra_py.runtime.kv.paged import PagedKvMemory
 from vajra_py.runtime.kv.pool import BlockPool, PrefixCacheOptions
 
-AnyKvMemory: TypeAlias = KvMemory | KvParallelMemory
-"""Either memory; their interfaces are the same."""
-
 __all__ = [
-    "AnyKvMemory",
     "BlockCopy",
     "BlockKeys",
     "BlockPool",
@@ -24,6 +19,7 @@ __all__ = [
     "KvParallelMemory",
     "KvRequest",
     "KvStats",
+    "PagedKvMemory",
     "PrefixCacheOptions",
     "PrivateKeys",
     "SegmentId",

@@ -19,7 +19,7 @@ from itertools import chain
 
 from vajra_py.runtime.kv.content import BlockKeys
 from vajra_py.runtime.kv.host import BlockCopy, HostSpace
-from vajra_py.runtime.kv.memory import KvRequest, KvStats
+from vajra_py.runtime.kv.interface import KvRequest, KvStats
 from vajra_py.runtime.kv.pool import BlockPool, PrefixCacheOptions
 
 
@@ -33,7 +33,7 @@ class KvGroups:
     """Most tokens of one request that one group holds; a multiple of the block size, within the group's blocks."""
 
 
-class _Holding:
+class _BlockTables:
     """One registered request: its groups and its blocks in each."""
 
     __slots__ = ("groups", "host", "num_done_tokens", "num_prefill_tokens", "tables")
@@ -64,18 +64,18 @@ class _Holding:
 
 
 class KvParallelMemory:
-    """The KV blocks of one replica with KV parallelism; the interface is `KvMemory`'s.
+    """The KV blocks of one replica with KV parallelism; its `KvMemory`.
 
-    Block ids are local to a group. `num_blocks` and `free_blocks` are sums over groups. `passed_over` are groups that
+    Block ids are local to a group. `num_blocks` and `free_blocks` are sums over groups. `excluded_groups` are groups that
     may not take on new requests now (they carry enough query tokens in the step being formed).
     """
 
     __slots__ = (
         "_group_blocks",
-        "_holdings",
         "_host",
         "_pending",
         "_pools",
+        "_tables_of",
         "block_size",
         "group_tokens",
         "num_groups",
@@ -103,7 +103,7 @@ class KvParallelMemory:
         self._pools = [BlockPool(groups.blocks_per_group) for _ in range(groups.num_groups)]
         self._pending = [0] * groups.num_groups
         self._host = HostSpace(host_blocks, records_copies)
-        self._holdings: dict[KvRequest, _Holding] = {}
+        self._tables_of: dict[KvRequest, _BlockTables] = {}
 
     # Sizes
 
@@ -149,39 +149,39 @@ class KvParallelMemory:
 
     def register(self, request: KvRequest, keys: BlockKeys | None = None) -> None:
         """A request arrives; keys have no use here, since nothing is shared."""
-        if request in self._holdings:
+        if request in self._tables_of:
             raise ValueError(f"KvParallelMemory.register: already registered ({request!r}). Forget it first.")
-        self._holdings[request] = _Holding()
+        self._tables_of[request] = _BlockTables()
 
     def forget(self, request: KvRequest) -> None:
         """A request leaves for good; it must hold nothing."""
-        holding = self._holdings[request]
-        if holding.groups or holding.host:
+        entry = self._tables_of[request]
+        if entry.groups or entry.host:
             raise ValueError(
                 f"KvParallelMemory.forget: it still holds blocks ({request!r}). Release or drop them first."
             )
-        del self._holdings[request]
+        del self._tables_of[request]
 
     def clear(self) -> None:
         """The devices have lost everything: no request is known any more, and no block holds anything."""
         self._pools = [BlockPool(pool.num_blocks) for pool in self._pools]
         self._pending = [0] * self.num_groups
         self._host.clear()
-        self._holdings.clear()
+        self._tables_of.clear()
 
     def is_registered(self, request: KvRequest) -> bool:
         """Whether the request is known here."""
-        return request in self._holdings
+        return request in self._tables_of
 
-    def held_blocks(self, request: KvRequest) -> int:
+    def num_held_blocks(self, request: KvRequest) -> int:
         """Device blocks of the request over all its groups."""
-        return self._holdings[request].num_blocks
+        return self._tables_of[request].num_blocks
 
-    def table(self, request: KvRequest) -> Sequence[int]:
+    def block_table(self, request: KvRequest) -> Sequence[int]:
         """Group-local ids of the request's device blocks in order of tokens; `group_tables` tells groups apart."""
-        return self._holdings[request].blocks()
+        return self._tables_of[request].blocks()
 
-    def probe(self, keys: BlockKeys, num_known_tokens: int) -> int:
+    def lookup_prefix(self, keys: BlockKeys, num_known_tokens: int) -> int:
         """0: nothing is cached."""
         return 0
 
@@ -189,10 +189,10 @@ class KvParallelMemory:
         """0: nothing is cached."""
         return 0
 
-    def publish(self, request: KvRequest, num_tokens: int) -> None:
+    def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
         """Nothing is cached, so nothing is entered."""
 
-    def withdraw(self, request: KvRequest, num_tokens: int) -> bool:
+    def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
         """True: nothing was entered."""
         return True
 
@@ -205,11 +205,11 @@ class KvParallelMemory:
 
     def groups_of(self, request: KvRequest) -> Sequence[int]:
         """Groups that hold the request's KV, first tokens' group first; empty unless it is resident."""
-        return self._holdings[request].groups
+        return self._tables_of[request].groups
 
     def group_tables(self, request: KvRequest) -> Sequence[Sequence[int]]:
         """The request's block ids in each of `groups_of`."""
-        return self._holdings[request].tables
+        return self._tables_of[request].tables
 
     def active_groups(self, request: KvRequest, num_done_tokens: int | None = None) -> Sequence[int]:
         """Groups that take part in computing the token after the first `num_done_tokens`.
@@ -217,12 +217,12 @@ class KvParallelMemory:
         The ones that hold earlier tokens and the one that will hold this one: for a decode, all. Without a number:
         the progress that `on_chunk_done` told.
         """
-        holding = self._holdings[request]
+        entry = self._tables_of[request]
         if num_done_tokens is None:
-            if holding.num_done_tokens >= holding.num_prefill_tokens:
-                return holding.groups
-            num_done_tokens = holding.num_done_tokens
-        return holding.groups[: num_done_tokens // self.group_tokens + 1]
+            if entry.num_done_tokens >= entry.num_prefill_tokens:
+                return entry.groups
+            num_done_tokens = entry.num_done_tokens
+        return entry.groups[: num_done_tokens // self.group_tokens + 1]
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> list[int]:
         """Of the first `num_done_tokens` tokens, those in each of `active_groups(request, num_done_tokens)`."""
@@ -238,22 +238,22 @@ class KvParallelMemory:
 
         Counts the prefill only, and progress once, so chunks may be told when scheduled or when finished.
         """
-        holding = self._holdings[request]
-        before = holding.work
-        holding.num_done_tokens = max(holding.num_done_tokens, num_done_before + num_tokens)
-        self._add_work(holding.groups, holding.work - before)
+        entry = self._tables_of[request]
+        before = entry.work
+        entry.num_done_tokens = max(entry.num_done_tokens, num_done_before + num_tokens)
+        self._add_work(entry.groups, entry.work - before)
 
     def _add_work(self, groups: Iterable[int], work: int) -> None:
         for group in groups:
             self._pending[group] += work
 
-    def _place(self, num_blocks: int, passed_over: Collection[int]) -> list[tuple[int, int]] | None:
+    def _place(self, num_blocks: int, excluded_groups: Collection[int]) -> list[tuple[int, int]] | None:
         """(group, blocks) for so many blocks, full groups first and the remainder last; None if there is no room.
 
         Groups are tried by pending prefill work, then by number.
         """
         num_groups, remainder = divmod(num_blocks, self._group_blocks)
-        allowed = (group for group in range(self.num_groups) if group not in passed_over)
+        allowed = (group for group in range(self.num_groups) if group not in excluded_groups)
         order = sorted(allowed, key=self._pending.__getitem__)
         full = self._group_blocks if num_groups else remainder
         last = remainder or full
@@ -273,70 +273,72 @@ class KvParallelMemory:
             return None
         return [(group, full) for group in chosen[:-1]] + [(group, last) for group in chosen[-1:]]
 
-    def _growth(self, holding: _Holding, num_blocks: int, passed_over: Collection[int]) -> list[tuple[int, int]] | None:
+    def _growth(
+        self, entry: _BlockTables, num_blocks: int, excluded_groups: Collection[int]
+    ) -> list[tuple[int, int]] | None:
         """(group, blocks) to add so that the request holds `num_blocks`: its last group first, then new groups."""
-        num_new = num_blocks - holding.num_blocks
+        num_new = num_blocks - entry.num_blocks
         if num_new <= 0:
             return []
-        if not holding.groups:
-            return self._place(num_new, passed_over)
-        last = holding.groups[-1]
-        in_last = min(num_new, self._group_blocks - len(holding.tables[-1]))
+        if not entry.groups:
+            return self._place(num_new, excluded_groups)
+        last = entry.groups[-1]
+        in_last = min(num_new, self._group_blocks - len(entry.tables[-1]))
         if in_last > self._pools[last].num_free:
             return None
         here = [(last, in_last)] if in_last else []
         if in_last == num_new:
             return here
-        elsewhere = self._place(num_new - in_last, {*passed_over, *holding.groups})
+        elsewhere = self._place(num_new - in_last, {*excluded_groups, *entry.groups})
         return None if elsewhere is None else here + elsewhere
 
-    def _take(self, holding: _Holding, plan: Iterable[tuple[int, int]]) -> None:
+    def _take(self, entry: _BlockTables, plan: Iterable[tuple[int, int]]) -> None:
         for group, count in plan:
             blocks = self._pools[group].take(count)
-            if holding.groups and holding.groups[-1] == group:
-                holding.tables[-1] += blocks
+            if entry.groups and entry.groups[-1] == group:
+                entry.tables[-1] += blocks
             else:
-                holding.groups.append(group)
-                holding.tables.append(blocks)
-                self._pending[group] += holding.work
+                entry.groups.append(group)
+                entry.tables.append(blocks)
+                self._pending[group] += entry.work
 
-    def _give_back(self, holding: _Holding) -> None:
-        self._add_work(holding.groups, -holding.work)
-        for group, table in zip(holding.groups, holding.tables, strict=True):
+    def _give_back(self, entry: _BlockTables) -> None:
+        self._add_work(entry.groups, -entry.work)
+        for group, table in zip(entry.groups, entry.tables, strict=True):
             self._pools[group].release(table)
-        holding.groups = []
-        holding.tables = []
+        entry.groups = []
+        entry.tables = []
 
     # Taking and giving blocks
 
     def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:
         """Free blocks that would be taken if the request came to hold its first `num_tokens` tokens."""
-        holding = self._holdings[request]
-        return max(self.blocks_for(num_tokens) - holding.num_blocks, len(holding.host), 0)
+        entry = self._tables_of[request]
+        return max(self.blocks_for(num_tokens) - entry.num_blocks, len(entry.host), 0)
 
-    def can_admit(self, request: KvRequest, num_tokens: int, passed_over: Collection[int] = ()) -> bool:
-        """Whether `admit` (or `swap_in`, or `grow` for a resident request) would succeed now."""
-        holding = self._holdings[request]
-        num_blocks = max(self.blocks_for(num_tokens), len(holding.host))
-        return self._growth(holding, num_blocks, passed_over) is not None
+    def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
+        """Whether `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
+        entry = self._tables_of[request]
+        num_blocks = max(self.blocks_for(num_tokens), len(entry.host))
+        return self._growth(entry, num_blocks, excluded_groups) is not None
 
-    def admit(self, request: KvRequest, num_tokens: int, passed_over: Collection[int] = ()) -> int | None:
+    def allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
         """Reserve blocks for `num_tokens` tokens: 0 (nothing is cached), or None, nothing changed, if there is no room.
 
         What fits one group goes to the first with room; more goes to as few groups as hold it.
         """
-        holding = self._holdings[request]
-        if holding.groups or holding.host or num_tokens < 1:
+        entry = self._tables_of[request]
+        if entry.groups or entry.host or num_tokens < 1:
             raise ValueError(
-                f"KvParallelMemory.admit: cannot give {num_tokens} tokens to {request!r}. "
+                f"KvParallelMemory.allocate: cannot give {num_tokens} tokens to {request!r}. "
                 "It must hold no blocks, on device or host, and get at least 1 token."
             )
-        plan = self._place(self.blocks_for(num_tokens), passed_over)
+        plan = self._place(self.blocks_for(num_tokens), excluded_groups)
         if plan is None:
             return None
-        holding.num_prefill_tokens = request.num_known_tokens
-        holding.num_done_tokens = 0
-        self._take(holding, plan)
+        entry.num_prefill_tokens = request.num_known_tokens
+        entry.num_done_tokens = 0
+        self._take(entry, plan)
         return 0
 
     def grow(self, request: KvRequest, num_tokens: int) -> bool:
@@ -344,39 +346,49 @@ class KvParallelMemory:
 
         Growth goes to its last group, and to another one when that holds `group_tokens` of its tokens.
         """
-        holding = self._resident(request, "grow")
-        plan = self._growth(holding, self.blocks_for(num_tokens), ())
+        entry = self._resident(request, "grow")
+        plan = self._growth(entry, self.blocks_for(num_tokens), ())
         if plan is None:
             return False
-        self._take(holding, plan)
+        self._take(entry, plan)
         return True
 
     def grow_each(self, requests: Collection[KvRequest]) -> None:
         """One more block for each of these resident requests, in this order; ValueError if too few are free."""
         growing = [self._resident(request, "grow_each") for request in requests]
         longest = self.num_groups * self._group_blocks
-        crossing = [holding for holding in growing if len(holding.tables[-1]) == self._group_blocks]
-        if len(growing) > self.growth_headroom or any(holding.num_blocks >= longest for holding in crossing):
+        crossing = [entry for entry in growing if len(entry.tables[-1]) == self._group_blocks]
+        if len(growing) > self.growth_headroom or any(entry.num_blocks >= longest for entry in crossing):
             raise ValueError(
                 f"KvParallelMemory.grow_each: cannot serve that many requests ({len(growing)}). "
                 f"Allowed: {self.growth_headroom}, all of them shorter than {longest} blocks."
             )
-        for holding in growing:
-            if len(holding.tables[-1]) < self._group_blocks:
-                holding.tables[-1] += self._pools[holding.groups[-1]].take(1)
+        for entry in growing:
+            if len(entry.tables[-1]) < self._group_blocks:
+                entry.tables[-1] += self._pools[entry.groups[-1]].take(1)
             else:
-                self._take(holding, self._place(1, holding.groups) or ())
+                self._take(entry, self._place(1, entry.groups) or ())
 
-    has_lent = False
+    can_reserve = has_reserved = False
 
-    def settle(self, request: KvRequest, num_tokens: int) -> None:
-        """Nothing is lent: every block is somebody's."""
+    def reserve_blocks(self, num_blocks: int) -> None:
+        """Refused: which group a request grows in is its own affair."""
+        raise ValueError(
+            f"KvParallelMemory.reserve_blocks: nothing can be reserved ({num_blocks} blocks). `can_reserve` says so."
+        )
 
-    def release(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
+    def peek_growth(self, num_requests: int) -> Sequence[int] | None:
+        """None: not worked out over groups."""
+        return None
+
+    def materialize(self, request: KvRequest, num_tokens: int) -> None:
+        """Nothing is reserved: every block is somebody's."""
+
+    def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
         """The request gives its device blocks back (end, abort, or preemption by recompute)."""
-        holding = self._resident(request, "release")
-        self._give_back(holding)
-        holding.num_prefill_tokens = holding.num_done_tokens = 0
+        entry = self._resident(request, "free")
+        self._give_back(entry)
+        entry.num_prefill_tokens = entry.num_done_tokens = 0
 
     # Swapping
 
@@ -385,55 +397,55 @@ class KvParallelMemory:
 
         With `num_computed_tokens` (at least 1) only the blocks that hold these tokens are copied and kept.
         """
-        holding = self._resident(request, "swap_out")
-        blocks = holding.blocks()
+        entry = self._resident(request, "swap_out")
+        blocks = entry.blocks()
         if num_computed_tokens is not None:
             blocks = blocks[: max(self.blocks_for(num_computed_tokens), 1)]
-        stored = self._host.store(blocks, holding.group_of_blocks()[: len(blocks)])
+        stored = self._host.store(blocks, entry.group_of_blocks()[: len(blocks)])
         if stored is None:
             return None
-        self._give_back(holding)
-        holding.host = stored
+        self._give_back(entry)
+        entry.host = stored
         return len(stored)
 
-    def swap_in(self, request: KvRequest, num_tokens: int, passed_over: Collection[int] = ()) -> int | None:
+    def swap_in(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
         """Bring a swapped request back with room for `num_tokens` tokens: the blocks moved; None if it does not fit."""
-        holding = self._swapped(request, "swap_in")
-        stored = holding.host
-        plan = self._place(max(self.blocks_for(num_tokens), len(stored)), passed_over)
+        entry = self._swapped(request, "swap_in")
+        stored = entry.host
+        plan = self._place(max(self.blocks_for(num_tokens), len(stored)), excluded_groups)
         if plan is None:
             return None
-        self._take(holding, plan)
-        holding.host = []
-        self._host.take_back(stored, holding.blocks(), holding.group_of_blocks())
+        self._take(entry, plan)
+        entry.host = []
+        self._host.take_back(stored, entry.blocks(), entry.group_of_blocks())
         return len(stored)
 
     def drop_swapped(self, request: KvRequest) -> None:
         """Give up a swapped request's host blocks: its content is lost."""
-        holding = self._swapped(request, "drop_swapped")
-        self._host.drop(holding.host)
-        holding.host = []
-        holding.num_prefill_tokens = holding.num_done_tokens = 0
+        entry = self._swapped(request, "drop_swapped")
+        self._host.drop(entry.host)
+        entry.host = []
+        entry.num_prefill_tokens = entry.num_done_tokens = 0
 
     def take_copies(self) -> list[BlockCopy]:
         """Block copies decided since the last call, in the order to carry them out; needs `records_copies`."""
         return self._host.take_copies()
 
-    def _resident(self, request: KvRequest, what: str) -> _Holding:
-        holding = self._holdings[request]
-        if not holding.groups:
+    def _resident(self, request: KvRequest, what: str) -> _BlockTables:
+        entry = self._tables_of[request]
+        if not entry.groups:
             raise ValueError(
-                f"KvParallelMemory.{what}: it holds no device blocks ({request!r}). Admit or swap it in first."
+                f"KvParallelMemory.{what}: it holds no device blocks ({request!r}). Allocate or swap it in first."
             )
-        return holding
+        return entry
 
-    def _swapped(self, request: KvRequest, what: str) -> _Holding:
-        holding = self._holdings[request]
-        if not holding.host:
+    def _swapped(self, request: KvRequest, what: str) -> _BlockTables:
+        entry = self._tables_of[request]
+        if not entry.host:
             raise ValueError(
                 f"KvParallelMemory.{what}: it is not swapped ({request!r}). Only swapped requests are allowed."
             )
-        return holding
+        return entry
 
     # Books
 
@@ -445,19 +457,19 @@ class KvParallelMemory:
         """AssertionError if the books do not agree."""
         users: list[Counter[int]] = [Counter() for _ in self._pools]
         work = [0] * self.num_groups
-        for request, holding in self._holdings.items():
-            if len(set(holding.groups)) != len(holding.groups) or (holding.groups and holding.host):
+        for request, entry in self._tables_of.items():
+            if len(set(entry.groups)) != len(entry.groups) or (entry.groups and entry.host):
                 raise AssertionError(f"KvParallelMemory: a group twice, or on device and host at once ({request!r})")
-            if any(len(table) != self._group_blocks for table in holding.tables[:-1]):
+            if any(len(table) != self._group_blocks for table in entry.tables[:-1]):
                 raise AssertionError(f"KvParallelMemory: a group before the last is not full ({request!r})")
-            for group, table in zip(holding.groups, holding.tables, strict=True):
+            for group, table in zip(entry.groups, entry.tables, strict=True):
                 users[group].update(table)
-                work[group] += holding.work
+                work[group] += entry.work
         for pool, used in zip(self._pools, users, strict=True):
             pool.check(dict(used))
         if work != self._pending:
             raise AssertionError(f"KvParallelMemory: pending work is {self._pending} and should be {work}")
-        self._host.check([holding.host for holding in self._holdings.values()])
+        self._host.check([entry.host for entry in self._tables_of.values()])
 
 
 def _check_sizes(groups: KvGroups, block_size: int) -> None:

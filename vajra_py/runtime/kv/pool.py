@@ -85,9 +85,9 @@ class BlockPool:
         "_next_fresh",
         "idle_version",
         "num_blocks",
+        "num_cached",
         "num_evicted",
         "num_free",
-        "num_published",
         "options",
         "removed",
         "removed_epoch",
@@ -102,7 +102,7 @@ class BlockPool:
         """Free blocks, idle ones with content included."""
         self.num_evicted = 0
         """Blocks that lost their content by being handed out again; those of a run are counted together."""
-        self.num_published = 0
+        self.num_cached = 0
         """Blocks entered so far; unchanged means that nothing new can be found."""
         self.idle_version = 0
         """Changes when a block with content becomes idle or is taken up again (not when it is evicted)."""
@@ -229,10 +229,10 @@ class BlockPool:
 
     # Content
 
-    def publish(self, blocks: Sequence[int], keys: Sequence[Hashable]) -> None:
+    def cache(self, blocks: Sequence[int], keys: Sequence[Hashable]) -> None:
         """Enter blocks in use, none of which has a key yet, under their keys."""
         self._key_of.update(zip(blocks, keys, strict=True))
-        self.num_published += len(blocks)
+        self.num_cached += len(blocks)
         entries = self._entries
         for block, key in zip(blocks, keys, strict=True):
             present = entries.setdefault(key, block)
@@ -247,7 +247,7 @@ class BlockPool:
             else:
                 present[block] = None
 
-    def withdraw(self, blocks: Sequence[int]) -> bool:
+    def uncache(self, blocks: Sequence[int]) -> bool:
         """Take the keys of these blocks in use away; False, and nothing changed, if someone shares one of them."""
         if not self._extra_references.keys().isdisjoint(blocks):
             return False

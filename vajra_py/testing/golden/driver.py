@@ -163,7 +163,7 @@ class Driver:
         lines = [f"free blocks: {memory.free_blocks} of {memory.num_blocks}"]
         lines += [
             f"{request.request_id}: {request.state.value}, computed {request.num_computed_tokens} of "
-            f"{request.num_known_tokens}, {memory.held_blocks(request)} blocks, priority {request.priority}, "
+            f"{request.num_known_tokens}, {memory.num_held_blocks(request)} blocks, priority {request.priority}, "
             f"preempted {request.num_preemptions} times"
             for request in (*self.running(), *self.waiting())
         ]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from vajra_py.runtime.kv.content import BlockKeys, PrivateKeys
-from vajra_py.runtime.kv.probe import Probe
+from vajra_py.runtime.kv.prefix_lookup import PrefixLookup
 
 
-class Holding:
+class BlockTable:
     """One registered request: its keys and its blocks."""
 
-    __slots__ = ("host", "is_private", "keys", "may_be_cached", "num_published", "num_valid_tokens", "probe", "table")
+    __slots__ = ("blocks", "host", "is_private", "keys", "lookup", "may_be_cached", "num_cached", "num_valid_tokens")
 
     def __init__(self, keys: BlockKeys | None) -> None:
         self.keys = keys
@@ -17,10 +17,10 @@ class Holding:
         """Whether nobody else ever asks for its content."""
         self.may_be_cached = keys is not None and not self.is_private
         """Whether a lookup can find anything; of private content, only what it gave back itself."""
-        self.table: list[int] = []
-        self.num_published = 0
+        self.blocks: list[int] = []
+        self.num_cached = 0
         """Leading blocks of the table that carry a key."""
         self.num_valid_tokens = 0
-        """Leading tokens whose KV is known to be in the table (what `publish` was told)."""
+        """Leading tokens whose KV is known to be in the table (what `cache_blocks` was told)."""
         self.host: list[int] = []
-        self.probe: Probe | None = None
+        self.lookup: PrefixLookup | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vajra_py.runtime.kv.pool import BlockPool
 
 
-class Probe:
+class PrefixLookup:
     """What the prefix cache held for a request when last asked, and how to tell whether it still does."""
 
     __slots__ = (
@@ -13,8 +13,8 @@ class Probe:
         "idle_version",
         "limit",
         "members",
+        "num_cached",
         "num_idle",
-        "num_published",
         "num_removed",
         "removed_epoch",
     )
@@ -23,7 +23,7 @@ class Probe:
         self.blocks: list[int] = []
         self.members: set[int] | None = None
         self.limit = -1
-        self.num_published = -1
+        self.num_cached = -1
         self.num_removed = 0
         self.removed_epoch = -1
         self.num_idle = 0

@@ -1,0 +1,197 @@
+"""The interface of a replica's KV memory: what the mechanism asks of it, whichever kind it is.
+
+A request is registered when it is bound to the replica and forgotten when it leaves. In between it holds nothing, holds
+device blocks (resident), or holds host blocks (swapped). Everything is all or nothing: what does not fit changes nothing.
+Refusals that a scheduler meets in normal operation are values; calls that make no sense raise `ValueError`.
+
+Where the KV of a request may be spread over several groups (KV parallelism), block ids are local to a group, and sizes are
+sums over the groups. A memory without groups is one of a single group, 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from vajra_py.runtime.kv.content import BlockKeys
+from vajra_py.runtime.kv.host import BlockCopy
+
+
+class KvRequest(Protocol):
+    """What KV memory needs of a request: to be hashable by identity, and its length."""
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt plus generated tokens."""
+
+    def __hash__(self) -> int:
+        """By identity."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvStats:
+    """Counters since the memory was built."""
+
+    num_queried_tokens: int
+    """Known tokens of all admissions that consulted the prefix cache."""
+    num_hit_tokens: int
+    """Those of them that the cache spared."""
+    num_evicted_blocks: int
+    """Blocks whose cached content was given up for new content."""
+    num_swapped_out_blocks: int
+    num_swapped_in_blocks: int
+
+
+class KvMemory(Protocol):
+    """The KV blocks of one replica."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+
+    @property
+    def num_groups(self) -> int:
+        """KV-parallel groups; 1: a request's KV lies in one place."""
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks in all."""
+
+    @property
+    def free_blocks(self) -> int:
+        """Free blocks, idle cached ones included."""
+
+    @property
+    def free_host_blocks(self) -> int:
+        """Free blocks of the swap space."""
+
+    @property
+    def growth_headroom(self) -> int:
+        """How many requests `grow_each` can serve now, whichever they are."""
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens occupy."""
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens could be held if it were alone."""
+
+    # Requests
+
+    def register(self, request: KvRequest, keys: BlockKeys | None = None) -> None:
+        """A request is bound to the replica. Without keys its content is never shared."""
+
+    def is_registered(self, request: KvRequest) -> bool:
+        """Whether the request is known here."""
+
+    def forget(self, request: KvRequest) -> None:
+        """A request leaves; it must hold nothing."""
+
+    def clear(self) -> None:
+        """The devices have lost everything: no request is known any more, and no block holds anything."""
+
+    def num_held_blocks(self, request: KvRequest) -> int:
+        """Device blocks of the request, shared ones included."""
+
+    def block_table(self, request: KvRequest) -> Sequence[int]:
+        """Ids of the request's device blocks in order of tokens; not to be changed."""
+
+    # Prefix cache
+
+    def lookup_prefix(self, keys: BlockKeys, num_known_tokens: int) -> int:
+        """Leading tokens that the cache holds of some content, for a request that need not be registered here."""
+
+    def cached_tokens(self, request: KvRequest) -> int:
+        """Leading tokens that admission would find in the cache now; at least one token stays to compute."""
+
+    def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
+        """The KV of the first `num_tokens` tokens is (or will be, when the step runs) in memory: enter its full blocks."""
+
+    def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
+        """Only the first `num_tokens` tokens will be computed after all: take back what was entered beyond them.
+
+        False, and nothing changed, if another request has attached such a block already.
+        """
+
+    # Allocating and freeing
+
+    def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:
+        """Free blocks that would be taken if the request came to hold its first `num_tokens` tokens."""
+
+    def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
+        """Whether `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
+
+    def allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
+        """Attach the cached prefix and take blocks for `num_tokens` tokens, none of them in `excluded_groups`.
+
+        The number of tokens found in the cache; None if there is no room.
+        """
+
+    def grow(self, request: KvRequest, num_tokens: int) -> bool:
+        """Let a resident request hold `num_tokens` leading tokens; False if blocks are lacking."""
+
+    def grow_each(self, requests: Collection[KvRequest]) -> None:
+        """One more block for each of these resident requests, in this order; `ValueError` if too few are free."""
+
+    @property
+    def can_reserve(self) -> bool:
+        """Whether resident requests that grow together can be given blocks together, by `reserve_blocks`."""
+
+    def reserve_blocks(self, num_blocks: int) -> None:
+        """So many blocks for resident requests that grow together; whose each is, is open until `materialize`."""
+
+    @property
+    def has_reserved(self) -> bool:
+        """Whether somebody's table lacks blocks that were reserved."""
+
+    def materialize(self, request: KvRequest, num_tokens: int) -> None:
+        """Put into the request's table what its first `num_tokens` tokens need of the reserved blocks."""
+
+    def peek_growth(self, num_requests: int) -> Sequence[int] | None:
+        """The blocks that so many growing requests would get now; None where that is not known, or would overwrite content."""
+
+    def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
+        """Give a request's device blocks back (end, abort, or preemption by recomputation).
+
+        `num_computed_tokens` says how much of its KV is valid; `for_good`: it will not come back for it.
+        """
+
+    # Swapping
+
+    def swap_out(self, request: KvRequest, num_computed_tokens: int | None = None) -> int | None:
+        """Move a resident request to host memory: the blocks moved, or None if the host is full."""
+
+    def swap_in(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
+        """Bring a swapped request back with room for `num_tokens` tokens: the blocks moved; None if it does not fit."""
+
+    def drop_swapped(self, request: KvRequest) -> None:
+        """Give up a swapped request's host blocks: its content is lost."""
+
+    def take_copies(self) -> Sequence[BlockCopy]:
+        """Block copies decided since the last call, in the order in which they are to be carried out."""
+
+    # Groups
+
+    @property
+    def pending_prefill_work(self) -> Sequence[int]:
+        """Squared prompt tokens still to prefill, by group."""
+
+    def active_groups(self, request: KvRequest, num_done_tokens: int | None = None) -> Sequence[int]:
+        """Groups that take part in computing the token after the first `num_done_tokens`."""
+
+    def group_context(self, request: KvRequest, num_done_tokens: int) -> Sequence[int]:
+        """Of the first `num_done_tokens` tokens, those in each of `active_groups`."""
+
+    def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
+        """Most tokens that a chunk may have behind `num_done_tokens`: all that remain, or up to a group's boundary."""
+
+    def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
+        """A chunk was computed."""
+
+    # Books
+
+    def stats(self) -> KvStats:
+        """Counters so far."""
+
+    def check(self) -> None:
+        """`AssertionError` if the books do not agree."""

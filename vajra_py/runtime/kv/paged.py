@@ -1,0 +1,454 @@
+"""KV memory without KV parallelism: a block table for each request, the prefix cache over them, and swap space.
+
+Without a prefix cache (`prefix_cache=None`) nothing is shared. Requests that decode together may grow together: the blocks
+are taken at once, and a request's table gets its part when somebody needs it (`reserve_blocks`, `materialize`).
+
+Invariants (`check`): used + free = total; a block has exactly as many references as tables list it; a request that is
+admitted shares only blocks whose content equals its own, and always has at least one token left to compute.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from itertools import repeat
+
+from vajra_py.runtime.kv.block_table import BlockTable
+from vajra_py.runtime.kv.content import BlockKeys
+from vajra_py.runtime.kv.host import BlockCopy, HostSpace
+from vajra_py.runtime.kv.interface import KvRequest, KvStats
+from vajra_py.runtime.kv.pool import BlockPool, PrefixCacheOptions
+from vajra_py.runtime.kv.prefix_lookup import PrefixLookup
+
+_FIRST_LOOKUP_BLOCKS = 32
+_LOOKUP_GROWTH = 4
+
+
+class PagedKvMemory:
+    """`KvMemory` of a single group, with or without a prefix cache. `excluded_groups` have no meaning here."""
+
+    __slots__ = ("_hit", "_host", "_pool", "_queried", "_reserved", "_tables", "block_size")
+
+    num_groups = 1
+    can_reserve = True
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_cache: PrefixCacheOptions | None = None,
+        host_blocks: int = 0,
+        records_copies: bool = False,
+    ) -> None:
+        if block_size < 1:
+            raise ValueError(
+                f"PagedKvMemory: block_size is not a number of tokens ({block_size}). At least 1 is allowed."
+            )
+        self.block_size = block_size
+        self._pool = BlockPool(num_blocks, prefix_cache)
+        self._host = HostSpace(host_blocks, records_copies)
+        self._tables: dict[KvRequest, BlockTable] = {}
+        self._reserved: list[int] = []
+        self._queried = 0
+        self._hit = 0
+
+    # Sizes
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks in all."""
+        return self._pool.num_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """Free blocks, idle cached ones included."""
+        return self._pool.num_free
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that at least one request holds."""
+        return self._pool.num_blocks - self._pool.num_free
+
+    @property
+    def growth_headroom(self) -> int:
+        """How many requests `grow_each` can serve now, whichever they are."""
+        return self._pool.num_free
+
+    @property
+    def free_host_blocks(self) -> int:
+        """Free blocks of the swap space."""
+        return self._host.free_blocks
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens occupy."""
+        return -(-num_tokens // self.block_size)
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens could be held if it were alone."""
+        return self.blocks_for(num_tokens) <= self._pool.num_blocks
+
+    # Requests
+
+    def register(self, request: KvRequest, keys: BlockKeys | None = None) -> None:
+        """A request arrives. Without keys its content is never shared, not even with itself after a preemption."""
+        if request in self._tables:
+            raise ValueError(f"PagedKvMemory.register: already registered ({request!r}). Forget it first.")
+        self._tables[request] = BlockTable(keys if self._pool.options is not None else None)
+
+    def forget(self, request: KvRequest) -> None:
+        """A request leaves for good; it must hold nothing."""
+        entry = self._tables[request]
+        if entry.blocks or entry.host:
+            raise ValueError(f"PagedKvMemory.forget: it still holds blocks ({request!r}). Release or drop them first.")
+        del self._tables[request]
+
+    def is_registered(self, request: KvRequest) -> bool:
+        """Whether the request is known here."""
+        return request in self._tables
+
+    def clear(self) -> None:
+        """The device has lost everything: no request is known any more, and no block holds anything."""
+        self._pool = BlockPool(self._pool.num_blocks, self._pool.options)
+        self._host.clear()
+        self._tables.clear()
+        self._reserved = []
+
+    def num_held_blocks(self, request: KvRequest) -> int:
+        """Device blocks in the request's table, shared ones included."""
+        return len(self._tables[request].blocks)
+
+    def block_table(self, request: KvRequest) -> Sequence[int]:
+        """Ids of the request's device blocks, first token's block first; a live view, not to be changed."""
+        return self._tables[request].blocks
+
+    # Prefix cache
+
+    def lookup_prefix(self, keys: BlockKeys, num_known_tokens: int) -> int:
+        """Leading tokens that the cache holds of some content, for a request that need not be registered here."""
+        limit = min(num_known_tokens - 1, keys.num_keyed_tokens) // self.block_size
+        if self._pool.options is None or limit <= 0:
+            return 0
+        blocks: list[int] = []
+        self._match(keys, blocks, limit, _FIRST_LOOKUP_BLOCKS)
+        return len(blocks) * self.block_size
+
+    def cached_tokens(self, request: KvRequest) -> int:
+        """Leading tokens that admission would find in the cache now, whole blocks; at least one token stays to compute.
+
+        0 for a request that is resident or swapped. Asking again costs what was cached or evicted since.
+        """
+        return len(self._found(request, self._tables[request])) * self.block_size
+
+    def _found(self, request: KvRequest, entry: BlockTable) -> list[int]:
+        """Blocks of the longest cached run of leading full blocks; not to be changed."""
+        keys = entry.keys
+        if not entry.may_be_cached or keys is None or entry.blocks or entry.host:
+            return []
+        pool = self._pool
+        limit = min(request.num_known_tokens - 1, keys.num_keyed_tokens) // self.block_size
+        lookup = entry.lookup
+        if lookup is None or lookup.limit != limit or not lookup.survives(pool):
+            lookup = entry.lookup = PrefixLookup()
+            lookup.limit = limit
+            lookup.removed_epoch = pool.removed_epoch
+        lookup.num_removed = len(pool.removed)
+        if lookup.num_cached != pool.num_cached:
+            before = len(lookup.blocks)
+            self._match(keys, lookup.blocks, limit, _FIRST_LOOKUP_BLOCKS if lookup.num_cached < 0 else 1)
+            lookup.num_cached = pool.num_cached
+            if len(lookup.blocks) != before:
+                lookup.members = None
+                lookup.idle_version = -1
+        return lookup.blocks
+
+    def _match(self, keys: BlockKeys, blocks: list[int], limit: int, width: int) -> None:
+        """Extend `blocks` by what the cache holds after them, asking for few keys at first: most misses come early."""
+        while (start := len(blocks)) < limit:
+            stop = min(start + width, limit)
+            blocks += self._pool.match(keys.keys(start, stop))
+            if len(blocks) < stop:
+                return
+            width *= _LOOKUP_GROWTH
+
+    def _num_idle(self, entry: BlockTable, found: list[int]) -> int:
+        """How many of the found blocks are free: attaching them takes free capacity too."""
+        lookup = entry.lookup
+        if not found or lookup is None:
+            return 0
+        if lookup.idle_version != self._pool.idle_version:
+            lookup.num_idle = self._pool.num_idle(found)
+            lookup.idle_version = self._pool.idle_version
+        return lookup.num_idle
+
+    def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
+        """The KV of the first `num_tokens` tokens is (or will be, when the step runs) in memory: let others find it.
+
+        Enters full blocks that are not entered yet. Blocks that nobody else can name before the request ends are only
+        noted and entered by `free`, so for content that is private after the prompt it is enough to call this once
+        before `free` (or to pass the number to it).
+        """
+        entry = self._tables[request]
+        keys = entry.keys
+        if keys is None:
+            return
+        if num_tokens > len(entry.blocks) * self.block_size:
+            raise ValueError(
+                f"PagedKvMemory.cache_blocks: more tokens than the request's blocks hold ({num_tokens}). "
+                f"At most {len(entry.blocks) * self.block_size} are allowed."
+            )
+        if num_tokens > entry.num_valid_tokens:
+            entry.num_valid_tokens = num_tokens
+        if not entry.is_private:
+            self._cache(entry, keys, min(num_tokens, keys.num_public_tokens))
+
+    def _cache(self, entry: BlockTable, keys: BlockKeys, num_tokens: int) -> None:
+        start = entry.num_cached
+        stop = min(num_tokens, keys.num_keyed_tokens) // self.block_size
+        if stop > start:
+            self._pool.cache(entry.blocks[start:stop], keys.keys(start, stop))
+            entry.num_cached = stop
+            entry.may_be_cached = True
+
+    def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
+        """Only the first `num_tokens` tokens will be computed after all: take back what was cached beyond them.
+
+        For a request that leaves the step in which it was cached. False, and nothing changed, if another request has
+        attached such a block already.
+        """
+        entry = self._resident(request, "uncache_blocks")
+        options = self._pool.options
+        if options is not None and options.unscheduled == "keep":
+            return True
+        keep = num_tokens // self.block_size
+        if entry.num_cached > keep:
+            if not self._pool.uncache(entry.blocks[keep : entry.num_cached]):
+                return False
+            entry.num_cached = keep
+        entry.num_valid_tokens = min(entry.num_valid_tokens, num_tokens)
+        return True
+
+    # Taking and giving blocks
+
+    def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:
+        """Free blocks that would be taken if the request came to hold its first `num_tokens` tokens.
+
+        Counts idle cached blocks that a hit would revive, and none for blocks that it holds or shares already.
+        """
+        entry = self._tables[request]
+        num_blocks = self.blocks_for(num_tokens)
+        if entry.blocks:
+            return max(num_blocks - len(entry.blocks), 0)
+        if entry.host:
+            return max(num_blocks, len(entry.host))
+        found = self._found(request, entry)
+        return max(num_blocks - len(found), 0) + self._num_idle(entry, found)
+
+    def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
+        """Whether `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
+        return self.blocks_needed(request, num_tokens) <= self._pool.num_free
+
+    def allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
+        """Attach the cached prefix and take blocks until `num_tokens` tokens are held (or the hit, if that is longer).
+
+        The number of tokens found in the cache; None, and nothing changed, if the free blocks do not suffice.
+        """
+        entry = self._tables[request]
+        if entry.blocks or entry.host or num_tokens < 1:
+            raise ValueError(
+                f"PagedKvMemory.allocate: cannot give {num_tokens} tokens to {request!r}. "
+                "It must hold no blocks, on device or host, and get at least 1 token."
+            )
+        pool = self._pool
+        found = self._found(request, entry)
+        num_new = max(self.blocks_for(num_tokens) - len(found), 0)
+        if num_new + self._num_idle(entry, found) > pool.num_free:
+            return None
+        if found:
+            pool.attach(found)
+            entry.blocks = found + pool.take(num_new)
+        else:
+            entry.blocks = pool.take(num_new)
+        entry.lookup = None
+        entry.num_cached = len(found)
+        hit = entry.num_valid_tokens = len(found) * self.block_size
+        if entry.keys is not None:
+            self._queried += request.num_known_tokens
+            self._hit += hit
+        return hit
+
+    def grow(self, request: KvRequest, num_tokens: int) -> bool:
+        """Let a resident request hold `num_tokens` leading tokens; False, nothing changed, if blocks are lacking."""
+        table = self._resident(request, "grow").blocks
+        num_new = -(-num_tokens // self.block_size) - len(table)
+        if num_new <= 0:
+            return True
+        if num_new > self._pool.num_free:
+            return False
+        table += self._pool.take(num_new)
+        return True
+
+    def grow_each(self, requests: Collection[KvRequest]) -> None:
+        """One more block for each of these resident requests, in this order; ValueError if too few are free."""
+        tables = self._tables
+        for request, block in zip(requests, self._pool.take(len(requests)), strict=True):
+            tables[request].blocks.append(block)
+
+    def reserve_blocks(self, num_blocks: int) -> None:
+        """So many blocks for resident requests that grow together; who has which of them is open until `materialize`."""
+        self._reserved += self._pool.take(num_blocks)
+
+    @property
+    def has_reserved(self) -> bool:
+        """Whether somebody's table lacks blocks that were reserved."""
+        return bool(self._reserved)
+
+    def materialize(self, request: KvRequest, num_tokens: int) -> None:
+        """The request's first `num_tokens` tokens lie in its own blocks and in reserved ones: these become its own too."""
+        blocks, reserved = self._tables[request].blocks, self._reserved
+        first = len(reserved) - (-(-num_tokens // self.block_size) - len(blocks))
+        blocks += reserved[first:]
+        del reserved[first:]
+
+    def peek_growth(self, count: int) -> list[int] | None:
+        """The blocks that so many growing requests would get now; None when they would overwrite content or are lacking."""
+        return self._pool.foresee(count)
+
+    def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
+        """The request gives its device blocks back (end, abort, or preemption by recompute).
+
+        `num_computed_tokens` (default: what `cache_blocks` was told last) says how much of its KV is valid, so that what was
+        kept private can be found from now on. `for_good`: it will not come back for them.
+        """
+        entry = self._resident(request, "free")
+        options = self._pool.options
+        if entry.keys is not None and options is not None and options.retain_freed:
+            if num_computed_tokens is not None:
+                entry.num_valid_tokens = max(entry.num_valid_tokens, num_computed_tokens)
+            valid = min(entry.num_valid_tokens, len(entry.blocks) * self.block_size)
+            if for_good and entry.is_private and not entry.num_cached:
+                self._pool.retire(entry.blocks, valid // self.block_size)
+                entry.blocks = []
+                entry.num_valid_tokens = 0
+                return
+            self._cache(entry, entry.keys, valid)
+        self._pool.release(entry.blocks, entry.num_cached)
+        entry.blocks = []
+        entry.num_cached = entry.num_valid_tokens = 0
+
+    # Swapping
+
+    def swap_out(self, request: KvRequest, num_computed_tokens: int | None = None) -> int | None:
+        """Move a resident request to host memory: the blocks moved, or None, and nothing changed, if the host is full.
+
+        With `num_computed_tokens` (at least 1) only the blocks that hold these tokens are copied and kept; reserved
+        ones beyond are just given back. Blocks that the cache knows stay findable on the device until they are reused.
+        """
+        entry = self._resident(request, "swap_out")
+        table = entry.blocks
+        if num_computed_tokens is not None:
+            table = table[: max(self.blocks_for(num_computed_tokens), 1)]
+        stored = self._host.store(table, self._one_group(table))
+        if stored is None:
+            return None
+        entry.host = stored
+        self._pool.release(entry.blocks, entry.num_cached)
+        entry.blocks = []
+        entry.num_cached = 0
+        entry.num_valid_tokens = min(entry.num_valid_tokens, len(stored) * self.block_size)
+        return len(stored)
+
+    def swap_in(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
+        """Bring a swapped request back with room for `num_tokens` tokens: the blocks moved; None if it does not fit."""
+        entry = self._swapped(request, "swap_in")
+        stored = entry.host
+        num_blocks = max(self.blocks_for(num_tokens), len(stored))
+        if num_blocks > self._pool.num_free:
+            return None
+        entry.blocks = self._pool.take(num_blocks)
+        entry.host = []
+        self._host.take_back(stored, entry.blocks, self._one_group(stored))
+        return len(stored)
+
+    def drop_swapped(self, request: KvRequest) -> None:
+        """Give up a swapped request's host blocks: its content is lost."""
+        entry = self._swapped(request, "drop_swapped")
+        self._host.drop(entry.host)
+        entry.host = []
+        entry.num_valid_tokens = 0
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Block copies decided since the last call, in the order to carry them out; needs `records_copies`."""
+        return self._host.take_copies()
+
+    @staticmethod
+    def _one_group(blocks: Sequence[int]) -> Sequence[int]:
+        return list(repeat(0, len(blocks)))
+
+    def _resident(self, request: KvRequest, what: str) -> BlockTable:
+        entry = self._tables[request]
+        if not entry.blocks:
+            raise ValueError(
+                f"PagedKvMemory.{what}: it holds no device blocks ({request!r}). Allocate or swap it in first."
+            )
+        return entry
+
+    def _swapped(self, request: KvRequest, what: str) -> BlockTable:
+        entry = self._tables[request]
+        if not entry.host:
+            raise ValueError(
+                f"PagedKvMemory.{what}: it is not swapped ({request!r}). Only swapped requests are allowed."
+            )
+        return entry
+
+    # The single group, for callers that also serve KV parallelism
+
+    def groups_of(self, request: KvRequest) -> Sequence[int]:
+        """Groups that hold the request's KV, first tokens' group first."""
+        return (0,)
+
+    def group_tables(self, request: KvRequest) -> Sequence[Sequence[int]]:
+        """The request's block ids in each of `groups_of`."""
+        return (self._tables[request].blocks,)
+
+    def active_groups(self, request: KvRequest, num_done_tokens: int | None = None) -> Sequence[int]:
+        """Groups that take part in computing the token after the first `num_done_tokens`."""
+        return (0,)
+
+    def group_context(self, request: KvRequest, num_done_tokens: int) -> list[int]:
+        """Of the first `num_done_tokens` tokens, those in each of `active_groups`."""
+        return [num_done_tokens]
+
+    def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
+        """Most tokens that a chunk may have behind `num_done_tokens`: all that remain."""
+        return num_remaining_tokens
+
+    def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
+        """A chunk was computed; nothing to keep account of with one group."""
+
+    @property
+    def pending_prefill_work(self) -> Sequence[int]:
+        """Squared prompt tokens still to prefill by group; not tracked with one group."""
+        return (0,)
+
+    # Books
+
+    def stats(self) -> KvStats:
+        """Counters so far."""
+        return KvStats(
+            self._queried, self._hit, self._pool.num_evicted, self._host.num_stored, self._host.num_taken_back
+        )
+
+    def check(self) -> None:
+        """AssertionError if the books do not agree."""
+        users = Counter(self._reserved)
+        for request, entry in self._tables.items():
+            users.update(entry.blocks)
+            if entry.blocks and entry.host:
+                raise AssertionError(f"PagedKvMemory: on device and host at once ({request!r})")
+            if len(set(entry.blocks)) != len(entry.blocks):
+                raise AssertionError(f"PagedKvMemory: a block twice in one table ({request!r}: {entry.blocks})")
+            if entry.num_cached > len(entry.blocks):
+                raise AssertionError(f"PagedKvMemory: more blocks cached than held ({request!r})")
+        self._pool.check(dict(users))
+        self._host.check([entry.host for entry in self._tables.values()])
