@@ -6,6 +6,7 @@ import base64
 import fcntl
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -73,7 +74,10 @@ class Browser:
         expression = f"document.getElementById({element!r})?.innerText ?? ''"
         return str(self.call("Runtime.evaluate", expression=expression)["result"]["value"])
 
-    def screenshot(self, width: int = 1200, height: int = 900) -> bytes:
+    def body_class(self) -> str:
+        return str(self.call("Runtime.evaluate", expression="document.body.className")["result"]["value"])
+
+    def screenshot(self, width: int = 1280, height: int = 1330) -> bytes:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         return base64.b64decode(self.call("Page.captureScreenshot")["data"])
 
@@ -107,6 +111,7 @@ def test_a_user_sees_queue_batch_memory_and_latencies(
         until(lambda: {name: browser.text(name) for name in wanted} == wanted, f"the page shows {wanted}")
 
     shows(state="ready", running="0", waiting="0", kv="0 %", ended="0")
+    until(lambda: len(server.service.history.since(0)["rows"]) > 0, "the history begins")
     server.strings.hold()
     classes = ["chat"] * 4 + ["batch"] * 2
     threads = [
@@ -132,8 +137,20 @@ def test_a_user_sees_queue_batch_memory_and_latencies(
     rows = [line.split("\t") for line in browser.text("classes").splitlines()[1:]]
     assert {row[0]: row[1] for row in rows} == {"chat": "4", "batch": "2"}
     assert all(float(cell.replace(",", "")) > 0 for row in rows for cell in row[2:])
+    browser.open(f"{server.url}/dashboard")  # what was before is there for whoever comes later
+    shows(state="ready", ended="6")
+    until(lambda: float(browser.text("batch-decodes")) > 1, "the history is drawn")
+    browser.call("Runtime.evaluate", expression="document.querySelector('#ranges button').click()")
+    assert re.fullmatch(r"(\d\d:\d\d:\d\d\s*){6}", browser.text("axis-queue"))
+    server.strings.breaks = True
+    assert server.post().status_code == 503
+    until(lambda: browser.text("state") == "not serving", "the page says that nothing serves")
+    assert browser.body_class() == "bad"
+    assert "no replica is up" in browser.text("detail")
+    assert "the puppet is broken" in browser.text("events")
+    until(lambda: browser.text("errors") == "1", "the refused request is counted")
     if folder := os.environ.get("SCREENSHOTS"):
-        Path(folder, "dashboard.png").write_bytes(browser.screenshot())
+        Path(folder, "dashboard-bad.png").write_bytes(browser.screenshot())
 
 
 def test_a_browser_asks_its_user_for_the_key(puppet_server: Callable[..., Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections import Counter
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,8 +29,9 @@ _PROBES = frozenset({"/health", "/ready", "/metrics", "/dashboard/data"})
 class AccessLog:
     """Outermost layer of the application."""
 
-    def __init__(self, app: ASGIApp, enabled: bool = True) -> None:
+    def __init__(self, app: ASGIApp, statuses: Counter[int], enabled: bool = True) -> None:
         self._app = app
+        self._statuses = statuses
         self._enabled = enabled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,6 +59,7 @@ class AccessLog:
             status = status or 500
             raise
         finally:
+            self._statuses[status] += 1
             if self._enabled:
                 self._write(scope, inner.get(ANSWER_ID, ""), status, request_id.decode(), time.perf_counter() - started)
 

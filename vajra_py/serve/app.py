@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -24,7 +26,8 @@ from vajra_py.serve.catalogue import Catalogue
 from vajra_py.serve.errors import ApiError, bad_request
 from vajra_py.serve.exposition import Exposition
 from vajra_py.serve.gate import Gate, open_paths
-from vajra_py.serve.live import live
+from vajra_py.serve.history import History
+from vajra_py.serve.live import live, server_health, totals
 from vajra_py.serve.openapi import true_document
 from vajra_py.serve.options import ServeOptions
 from vajra_py.serve.prepare import Preparer, Wanted, unknown_model
@@ -57,6 +60,10 @@ class Service:
         self.preparer = Preparer(session, self.catalogue, self.tokenizing)
         self.created = now_s()
         self.num_exchanges = 0
+        self.num_broken_streams = 0
+        self.statuses: Counter[int] = Counter()
+        """How many answers had which status."""
+        self.history = History(self.totals, time.time)
         self.stats: ServerStats | None = None
         self.tracing = tracing
         self._unknown_fields = UnknownFields(strict=options.strict_fields)
@@ -146,7 +153,22 @@ class Service:
             if trace is not None:
                 trace.end(name, prepared.reply.tickets, body.n)
 
-        return Exchange(self.session, answer, self.options.retry_after_s, release)
+        return Exchange(self.session, answer, self.options.retry_after_s, self._count_broken_stream, release)
+
+    def _count_broken_stream(self) -> None:
+        self.num_broken_streams += 1
+
+    @property
+    def num_errors(self) -> int:
+        """Answers that were refused for load (429) or failed (5xx), and streams that ended with an error."""
+        refused = sum(count for status, count in self.statuses.items() if status == 429 or status >= 500)
+        return refused + self.num_broken_streams
+
+    def totals(self) -> dict[str, float] | None:
+        """The numbers that the dashboard keeps a history of; None while the engine is being loaded."""
+        if self.stats is None or self.controller is None:
+            return None
+        return {**totals(self.controller, self.stats), "errors": self.num_errors, "replicas_up": self.num_replicas_up}
 
 
 def create_app(service: Service) -> FastAPI:
@@ -156,9 +178,11 @@ def create_app(service: Service) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         session.start()
+        keeper = asyncio.create_task(service.history.keep())
         try:
             yield
         finally:
+            keeper.cancel()
             service.bodies.close()
             service.tokenizing.close()
             await session.close()
@@ -181,7 +205,7 @@ def create_app(service: Service) -> FastAPI:
     if service.options.admin:
         add_admin(app, session)
     app.add_middleware(Gate, options=service.options)
-    app.add_middleware(AccessLog, enabled=service.options.access_log)
+    app.add_middleware(AccessLog, statuses=service.statuses, enabled=service.options.access_log)
     needs_no_key = None if service.options.api_key is None else open_paths(service.options)
     app.openapi = lambda: true_document(app, service.names, open_paths=needs_no_key)  # type: ignore[method-assign]
     return app
@@ -226,11 +250,12 @@ def _add_numbers(app: FastAPI, service: Service) -> None:
         return HTMLResponse(page)
 
     @app.get("/dashboard/data", response_model=dict[str, Any], responses=answers.errors(401))
-    async def dashboard_data() -> JSONResponse:
-        """What the page shows of now."""
-        shown: dict[str, Any] = {"status": service.session.state.value}
+    async def dashboard_data(since: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0) -> JSONResponse:
+        """What the page shows: now, and the last hour's samples after a time, in seconds since 1970."""
+        shown: dict[str, Any] = server_health(service.session)
         if service.stats is not None and service.controller is not None:
             shown.update(live(service.controller, service.stats, service.catalogue))
+            shown.update(now={"at": time.time(), **(service.totals() or {})}, history=service.history.since(since))
         return JSONResponse(shown)
 
 

@@ -7,7 +7,7 @@ unchanged; some have names there that older versions gave them. What vLLM has no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -72,6 +72,14 @@ class Source(Protocol):
         """Replicas that compute."""
 
     @property
+    def statuses(self) -> Mapping[int, int]:
+        """How many answers had which status."""
+
+    @property
+    def num_broken_streams(self) -> int:
+        """Streams that ended with an error."""
+
+    @property
     def num_exchanges(self) -> int:
         """HTTP requests that generate now."""
 
@@ -97,6 +105,13 @@ class Exposition(Collector):
         """Every number."""
         source = self._source
         yield GaugeMetricFamily("vajra:replicas_up", "Replicas that compute.", source.num_replicas_up)
+        answers = CounterMetricFamily("vajra:http_answers", "HTTP answers.", labels=("status",))
+        for status, count in dict(source.statuses).items():
+            answers.add_metric((str(status),), count)
+        yield answers
+        yield CounterMetricFamily(
+            "vajra:broken_streams", "Streams that ended with an error.", source.num_broken_streams
+        )
         yield GaugeMetricFamily("vajra:http_requests_open", "HTTP requests that generate.", source.num_exchanges)
         stats, controller = source.stats, source.controller
         if stats is None or controller is None:

@@ -1,4 +1,4 @@
-"""Live state for the dashboard: queues, batches, KV use, policies, latencies."""
+"""Live state for the dashboard: health, queues, batches, KV use, policies, latencies, events."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from vajra_py.runtime.controller import Controller
 from vajra_py.runtime.replica import Replica
 from vajra_py.runtime.replicaset import Replicaset
 from vajra_py.serve.catalogue import Catalogue
+from vajra_py.serve.session import EngineSession, SessionState
 from vajra_py.serve.stats import ServerStats, SetStats
 
 
@@ -21,6 +22,45 @@ def live(controller: Controller, stats: ServerStats, catalogue: Catalogue) -> di
         "classes": stats.percentiles(),
         "tenants": dict(stats.service_tokens),
         "jain_index": stats.jain_index(),
+        "events": list(stats.events),
+    }
+
+
+def server_health(session: EngineSession) -> dict[str, Any]:
+    """What the page says first: `level` is good, degraded (some replicas or replicasets do not serve) or bad (nothing does)."""
+    state, unavailable = session.state, session.unavailable()
+    replicas = 0 if session.engine is None else len(session.engine.units)
+    down = replicas - session.num_replicas_up
+    if state is SessionState.READY and not session.is_ready:
+        return {"status": "not serving", "level": "bad", "detail": session.why_unavailable()}
+    if state is SessionState.READY:
+        parts = [f"{name}: {why}" for name, why in unavailable.items()]
+        if down:
+            parts.append(f"{down} of {replicas} replicas are down, {session.num_restarting} are being started again")
+        return {"status": "ready", "level": "degraded" if parts else "good", "detail": "; ".join(parts)}
+    level = "bad" if state in (SessionState.FAILED, SessionState.CLOSED) else "degraded"
+    return {"status": state.value, "level": level, "detail": session.why_unavailable()}
+
+
+def totals(controller: Controller, stats: ServerStats) -> dict[str, float]:
+    """Numbers of the whole server: gauges of now, and counters since its start."""
+    sets, replicas = stats.sets.values(), list(controller.replicas())
+    num_blocks = sum(one.memory.num_blocks for one in replicas)
+    queued = sum(len(one.queue) for one in replicas) + sum(len(one.shared) for one in controller.replicasets.values())
+    return {
+        "running": sum(one.residents.num_running for one in replicas),
+        "waiting": queued,
+        "kv_used": 1.0 - sum(one.memory.free_blocks for one in replicas) / num_blocks,
+        "steps": sum(sum(one.step.counts) for one in sets),
+        "decode_tokens": sum(one.num_decodes for one in sets),
+        "prefill_tokens": sum(one.prefill_tokens for one in sets),
+        "finished": sum(one.ended["stop"] + one.ended["length"] for one in sets),
+        "looked_up_tokens": sum(one.num_looked_up_tokens for one in sets),
+        "cached_tokens": sum(one.num_cached_tokens for one in sets),
+        "preemptions": sum(one.num_preemptions for one in sets),
+        "failures": sum(sum(dict(one.lost).values()) for one in sets),
+        "restarts": sum(sum(dict(one.restored).values()) for one in sets),
+        **stats.recent_latencies(),
     }
 
 

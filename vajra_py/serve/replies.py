@@ -33,6 +33,8 @@ class Exchange:
     session: EngineSession
     answer: Answer
     retry_after_s: float
+    on_broken_stream: Callable[[], None]
+    """Called when a stream that has begun ends with an error."""
     release: Callable[[], None]
     """Called once, when nothing of it is left."""
 
@@ -205,6 +207,7 @@ class _Writer:
         errors = (failure(end, self._exchange.retry_after_s) for end in ends)
         error = next((one for one in errors if one is not None), None)
         if error is not None:
+            self._exchange.on_broken_stream()
             return [*events, event(error.body()), _DONE], True
         if answer.reply.is_done:
             return [*events, answer.last_event(), _DONE], True

@@ -32,6 +32,7 @@ from vajra_py.runtime.controller import Controller
 from vajra_py.runtime.request import Request
 
 OTHER = "other"
+NUM_EVENTS = 200
 RECENT = 512
 """Requests whose latencies the percentiles are of, for each class."""
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -121,6 +122,8 @@ class ServerStats(Observer):
         self.decisions: dict[tuple[str, str, str], Histogram] = {}
         self.service_tokens: Counter[str] = Counter()
         self.recent: defaultdict[str, Recent] = defaultdict(Recent)
+        self.events: deque[tuple[float, str, str]] = deque(maxlen=NUM_EVENTS)
+        """(seconds since 1970, kind, text) of what an operator asks about: failures, restarts, swaps."""
         self._max_labels = max_labels
         self._latency: dict[str, LatencyModel | None] = {
             name: one.replicas[0].parts.latency for name, one in controller.replicasets.items()
@@ -148,18 +151,22 @@ class ServerStats(Observer):
     def on_replica_lost(self, replicaset: str, replica_id: ReplicaId, detail: str, now: float) -> None:
         """Count it."""
         self.sets[replicaset].lost[replica_id] += 1
+        self._note("failure", f"{replicaset} {replica_id}: {detail}")
 
     def on_replica_restored(self, replicaset: str, replica_id: ReplicaId, now: float) -> None:
         """Count it."""
         self.sets[replicaset].restored[replica_id] += 1
+        self._note("restart", f"{replicaset} {replica_id} is up again")
 
     def on_policy_swapped(self, swap: PolicySwap, now: float) -> None:
         """Count it."""
         self.sets[swap.replicaset].swaps[swap.layer.value] += 1
+        self._note("swap", f"{swap.replicaset} {swap.layer.value}: {swap.old_policy} → {swap.policy}")
 
     def on_out_of_service(self, replicaset: str, detail: str, now: float) -> None:
         """Count it."""
         self.sets[replicaset].num_out_of_service += 1
+        self._note("failure", f"{replicaset} is out of service: {detail}")
 
     def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
         """Count the request's tokens, times and broken promises."""
@@ -218,6 +225,9 @@ class ServerStats(Observer):
         """A step was formed, which took so long."""
         self.sets[replicaset].forming.add(seconds)
 
+    def _note(self, kind: str, text: str) -> None:
+        self.events.append((time.time(), kind, text[:500]))
+
     # What it comes to
 
     def jain_index(self) -> float:
@@ -225,6 +235,14 @@ class ServerStats(Observer):
         shares = [float(count) for count in dict(self.service_tokens).values()]
         squares = sum(share * share for share in shares)
         return 1.0 if squares == 0 else sum(shares) ** 2 / (len(shares) * squares)
+
+    def recent_latencies(self) -> dict[str, float]:
+        """P50 and P99 of the last requests' latencies, all classes together, milliseconds."""
+        recents, found = list(dict(self.recent).values()), {}
+        for what in ("ttft", "tpot"):
+            low, high = _quantiles(value for one in recents for value in getattr(one, f"{what}_s").copy())
+            found[f"{what}_p50_ms"], found[f"{what}_p99_ms"] = round(1e3 * low, 3), round(1e3 * high, 3)
+        return found
 
     def percentiles(self) -> dict[str, dict[str, float]]:
         """P50 and P99 of the last requests' latencies by class, milliseconds; the class without a name is `(none)`."""
