@@ -1,11 +1,12 @@
-"""What do HTTP and streaming add to the engine's own throughput, and to the time to the first token?
+"""Measure what HTTP and streaming add to the engine's own throughput, and to the time to the first token.
 
-`python benchmarks/serving.py [MODEL]` (a tiny model of about 10 M parameters is written when none is given). The same requests
-go to the engine in Python, at most 64 of them at a time, and over HTTP to a server process, where each of 64 streams that ends
-is followed by another; alternately in one run. The clients share the machine's cores with the server. Compared are the times
-and, since a shared host takes cores away for seconds, the CPU seconds: of the server with its clients, over the engine's.
-`--requests 64` is one burst, of which the beginning, when not all are there yet, is a large part. TTFT at low load: what
-clients measure less what the engine measures.
+`python benchmarks/serving.py [MODEL]` (without a model one of `--size` is written). For each of `--streams`, the same requests
+go to the engine in a process of its own, at most so many of them at a time, and over HTTP to a server process, where each
+stream that ends is followed by another; alternately in one run. The clients are a third process (this one), which shares the
+machine's cores with the server. Compared are the times and, since a shared host takes cores away for seconds, the CPU seconds:
+of the server with its clients, over the engine's. `--burst` sends as many requests as there are streams, all at once: the
+beginning, when not all are there yet, is a large part of it. TTFT at low load: what clients measure less what the engine
+measures.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ROUNDS = 5
 NUM_LONE = 40
 READ_EVERY_S = 0.01
 """So often the clients read what has come, so that they take little of the cores that they share with the server."""
-FLAGS = {"max-num-seqs": 64, "max-model-len": 512, "num-gpu-blocks-override": 1024, "block-size": 16}
+FLAGS = {"max-num-seqs": NUM_STREAMS, "max-model-len": 512, "num-gpu-blocks-override": 1024, "block-size": 16}
 MAIN = "from vajra_py.cli.main import main; main()"
 
 
@@ -54,9 +55,15 @@ class Served:
         return f"http://{self.host}:{self.port}"
 
 
-def start_server(model: Path) -> Served:
+def flags_for(num_streams: int) -> dict[str, int]:
+    """Flags of an engine that runs so many requests at once."""
+    return {**FLAGS, "max-num-seqs": num_streams, "num-gpu-blocks-override": 16 * num_streams}
+
+
+def start_server(model: Path, num_streams: int = NUM_STREAMS) -> Served:
     """A server of the model, ready."""
-    flags = [part for name, value in FLAGS.items() for part in (f"--{name}", str(value))]
+    flags = [part for name, value in flags_for(num_streams).items() for part in (f"--{name}", str(value))]
+    flags.append("--no-access-log")
     command = [sys.executable, "-P", "-c", MAIN, "serve", "--model", str(model), "--port", "0", *flags]
     process = subprocess.Popen([*command, "--served-model-name", "m"], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -89,13 +96,13 @@ def asked(round_number: int, num_requests: int) -> list[Asked]:
     ]
 
 
-def engine_alone(model: Path, num_requests: int) -> None:
+def engine_alone(model: Path, num_streams: int, num_requests: int) -> None:
     """A process of its own: for each line on standard input, the round's requests; says how long they took."""
     from vajra_py.engine.compute import SamplingParams
     from vajra_py.engine.llm import LLM
     from vajra_py.serve.configure import ModelFlags
 
-    given: dict[str, Any] = {name.replace("-", "_"): value for name, value in FLAGS.items()}
+    given: dict[str, Any] = {name.replace("-", "_"): value for name, value in flags_for(num_streams).items()}
     with LLM(model, ModelFlags(model=str(model), **given).mapping()) as llm:
         print("ready", flush=True)
         for line in sys.stdin:
@@ -140,7 +147,7 @@ def first_token_s(served: Served, prompt: list[int]) -> float:
     return seconds
 
 
-def over_http(served: Served, wanted: Sequence[Asked]) -> float:
+def over_http(served: Served, wanted: Sequence[Asked], num_streams: int = NUM_STREAMS) -> float:
     """Seconds that the requests take as streams, so many of them at a time."""
     started = time.perf_counter()
     selector = selectors.DefaultSelector()
@@ -150,7 +157,7 @@ def over_http(served: Served, wanted: Sequence[Asked]) -> float:
         for one in islice(following, most):
             selector.register(begin_stream(served, one), selectors.EVENT_READ, bytearray())
 
-    begin(NUM_STREAMS)
+    begin(num_streams)
     while selector.get_map():
         time.sleep(READ_EVERY_S)
         for key, _ in selector.select():
@@ -191,22 +198,23 @@ def lone_requests(served: Served) -> float:
     return mean(measured) - (later - total) / NUM_LONE
 
 
-def measure(model: Path, num_requests: int) -> dict[str, Any]:
+def measure(model: Path, num_streams: int, num_requests: int, rounds: int) -> dict[str, Any]:
     """The figures."""
-    served = start_server(model)
-    command = [sys.executable, "-P", __file__, "--engine", str(model), "--requests", str(num_requests)]
+    served = start_server(model, num_streams)
+    command = [sys.executable, "-P", __file__, "--engine", str(model)]
+    command += ["--streams", str(num_streams), "--requests", str(num_requests)]
     engine = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert engine.stdin is not None
     assert engine.stdout is not None
     try:
         assert engine.stdout.readline().strip() == "ready"
         alone, http, shares = [], [], []
-        for round_number in range(ROUNDS + 1):
+        for round_number in range(rounds + 1):
             engine_cpu, server_cpu, clients_cpu = cpu_s(engine), cpu_s(served.process), time.process_time()
             engine.stdin.write(f"{round_number}\n")
             engine.stdin.flush()
             alone.append(float(engine.stdout.readline()))
-            http.append(over_http(served, asked(round_number, num_requests)))
+            http.append(over_http(served, asked(round_number, num_requests), num_streams))
             serving = cpu_s(served.process) - server_cpu + time.process_time() - clients_cpu
             shares.append(serving / (cpu_s(engine) - engine_cpu))
         added_s = lone_requests(served)
@@ -218,8 +226,10 @@ def measure(model: Path, num_requests: int) -> dict[str, Any]:
     ratios = [one / other for one, other in zip(http[1:], alone[1:], strict=True)]  # the first round warms up
     tokens = sum(one.max_tokens for one in asked(0, num_requests))
     return {
+        "streams": num_streams,
         "engine_tokens_per_s": round(tokens / median(alone[1:]), 1),
         "http_tokens_per_s": round(tokens / median(http[1:]), 1),
+        "http_of_engine_throughput": round(1 / median(ratios), 3),
         "http_over_engine_time": round(median(ratios), 3),
         "http_over_engine_time_of_rounds": [round(one, 3) for one in ratios],
         "http_over_engine_cpu": round(median(shares[1:]), 3),
@@ -230,23 +240,34 @@ def measure(model: Path, num_requests: int) -> dict[str, Any]:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", nargs="?", type=Path, help="model directory; without one a model of 10m is made")
+    parser.add_argument("model", nargs="?", type=Path, help="model directory; without one a model is made")
+    parser.add_argument(
+        "--size", default="10m", help="of the model that is made: 1m, 10m or 30m"
+    )
+    parser.add_argument(
+        "--streams", type=int, nargs="+", default=[64], help="requests at a time; several: one after another"
+    )
+    parser.add_argument("--requests", type=int, help="of one round; three times the streams unless said otherwise")
+    parser.add_argument("--burst", action="store_true", help="as many requests as streams")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--engine", action="store_true", help="only the engine, without a server")
-    parser.add_argument("--requests", type=int, default=3 * NUM_STREAMS, help="of one round")
     options = parser.parse_args()
     if options.model is not None and not (options.model / "config.json").is_file():
-        parser.error(f"{options.model}: is no model's directory (config.json is missing)")
+        parser.error(f"{options.model}: not a model directory (config.json is missing)")
     if options.engine and options.model is None:
         parser.error("--engine: needs a model directory")
-    if options.engine:
-        engine_alone(options.model, options.requests)
-    elif options.model is not None:
-        print(json.dumps(measure(options.model, options.requests), indent=1))
-    else:
-        with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
+        model = options.model
+        if model is None:
             model = Path(folder) / "tiny"
-            subprocess.run([sys.executable, "-P", "-c", MAIN, "model", "tiny", str(model), "--size", "10m"], check=True)
-            print(json.dumps(measure(model, options.requests), indent=1))
+            made = [sys.executable, "-P", "-c", MAIN, "model", "tiny", str(model), "--size", options.size]
+            subprocess.run(made, check=True)
+        for num_streams in options.streams:
+            num_requests = options.requests or num_streams * (1 if options.burst else 3)
+            if options.engine:
+                engine_alone(model, num_streams, num_requests)
+            else:
+                print(json.dumps(measure(model, num_streams, num_requests, options.rounds), indent=1), flush=True)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def server_health(session: EngineSession) -> dict[str, Any]:
     if state is SessionState.READY:
         parts = [f"{name}: {why}" for name, why in unavailable.items()]
         if down:
-            parts.append(f"{down} of {replicas} replicas are down, {session.num_restarting} are being started again")
+            parts.append(f"{down} of {replicas} replicas down, {session.num_restarting} being started again")
         return {"status": "ready", "level": "degraded" if parts else "good", "detail": "; ".join(parts)}
     level = "bad" if state in (SessionState.FAILED, SessionState.CLOSED) else "degraded"
     return {"status": state.value, "level": level, "detail": session.why_unavailable()}
