@@ -241,9 +241,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", type=Path, help="model directory; without one a model is made")
-    parser.add_argument(
-        "--size", default="10m", help="of the model that is made: 1m, 10m or 30m"
-    )
+    parser.add_argument("--size", default="10m", help="of the model that is made: 1m, 10m or 30m")
     parser.add_argument(
         "--streams", type=int, nargs="+", default=[64], help="requests at a time; several: one after another"
     )

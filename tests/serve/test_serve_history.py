@@ -42,7 +42,7 @@ def test_the_page_gets_health_history_events_and_errors(puppet_server: Callable[
     assert later["history"]["rows"] == []
     server.strings.hold()
     server.strings.step()
-    body = {"model": "puppet", "prompt": [1], "max_tokens": 50, "stream": True}
+    body = {"model": "puppet", "prompt": [1], "max_tokens": 50, "stream": True, "return_token_ids": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
         lines = response.iter_lines()
         assert next(lines)
