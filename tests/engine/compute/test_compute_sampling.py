@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vajra_py.engine.compute import Chunk, NewRow, SamplingParams, StepInput, TableUpdate
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from vajra_py.engine.compute.sampler import Sampler, uniform_numbers  # noqa: E402
+from vajra_py.engine.compute.sampler import Sampler, _truncate, uniform_numbers  # noqa: E402
 
 VOCAB = 40
 
@@ -216,3 +218,45 @@ def test_decodes_take_the_last_token_from_the_device(compute_kit: Any, small_mod
     tokens = [*first.result().token_ids, *second.result().token_ids]
     logits = compute_kit.expected_logits(directory, [5, 6, 7, tokens[0]])
     assert tokens == logits[2:].argmax(-1).tolist()
+
+
+def kept_by_definition(probabilities: Any, top_k: int | None, top_p: float, min_p: float) -> tuple[set[int], set[int]]:
+    """(tokens that are kept for certain, tokens that may be): those at a threshold, within rounding, are only the latter."""
+    one = probabilities.double()
+
+    def kept(slack: float) -> set[int]:
+        left = one.clone()
+        if top_k is not None:
+            left[left < left.topk(min(top_k, len(left))).values[-1] * slack] = 0.0
+        left /= left.sum()
+        ranked, order = left.sort(descending=True)
+        before = ranked.cumsum(0) - ranked
+        inside = {int(token) for token, mass in zip(order, before, strict=True) if mass * slack < top_p}
+        largest = float(left.max())
+        return {token for token in inside if left[token] > 0 and float(left[token]) >= min_p * largest * slack}
+
+    likeliest = {int(one.argmax())}
+    return kept(1.0 + 1e-4) | likeliest, kept(1.0 - 1e-4) | likeliest
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    scale=st.floats(0.2, 4.0),
+    temperature=st.floats(0.2, 3.0),
+    top_k=st.none() | st.integers(1, VOCAB),
+    top_p=st.sampled_from([1.0]) | st.floats(0.05, 1.0),
+    min_p=st.sampled_from([0.0]) | st.floats(1e-6, 1.0),
+)
+@settings(max_examples=150)
+def test_truncation_follows_its_definition(
+    seed: int, scale: float, temperature: float, top_k: int | None, top_p: float, min_p: float
+) -> None:
+    """The kept tokens are those of the definition, whose thresholds are sharp to a part in ten thousand."""
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    floats = torch.tensor([[temperature, top_p, min_p]])
+    scores = (logits - logits.amax(-1, keepdim=True)) / temperature
+    found = _truncate(scores, floats, floats.numpy(), np.array([params.top_k or VOCAB]))
+    certain, possible = kept_by_definition(torch.softmax(scores, -1)[0], top_k, top_p, min_p)
+    tokens = set(torch.nonzero(found[0] > float("-inf")).flatten().tolist())
+    assert certain <= tokens <= possible, (seed, scale, temperature, top_k, top_p, min_p, certain - tokens)
