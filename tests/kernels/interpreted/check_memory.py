@@ -31,6 +31,21 @@ def test_write(dtype: torch.dtype, dims: tuple[int, int], head_major: bool, gene
     assert torch.equal(caches[1], wanted[1])
 
 
+def test_write_of_rows_that_several_programs_share(generator: torch.Generator) -> None:
+    """Wider than what one program writes: 33 heads of multi-head attention, of which K and V end in different programs."""
+    caches = [torch.zeros((3, 4, 33, dim)) for dim in (128, 72)]
+    key, value = (torch.randn((5, 33, dim), generator=generator) for dim in (128, 72))
+    slots = torch.tensor([7, 2, -1, 11, 0])
+    wanted = [cache.clone() for cache in caches]
+    write_kv_reference(key, wanted[0], slots)
+    write_kv_reference(value, wanted[1], slots)
+    launch = kv_write_launch(key, value, caches[0], caches[1], slots)
+    assert launch.grid[1] >= 3
+    launch.run()
+    assert torch.equal(caches[0], wanted[0])
+    assert torch.equal(caches[1], wanted[1])
+
+
 @pytest.mark.parametrize("num_parts", [1, 3, 16, 37])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_merge(num_parts: int, dtype: torch.dtype, generator: torch.Generator) -> None:
