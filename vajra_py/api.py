@@ -36,6 +36,7 @@ __all__ = [
     "RunData",
     "SweepResult",
     "compare",
+    "figures",
     "load",
     "load_workload",
     "open_runs",
@@ -131,6 +132,20 @@ def report(runs: Sequence[RunData], path: str | Path, title: str | None = None) 
 
     write_report(runs, path, title)
     return Path(path)
+
+
+def figures(
+    runs: Sequence[RunData],
+    folder: str | Path,
+    *,
+    formats: Sequence[str] = ("pdf",),
+    width_in: float = 3.35,
+    only: Sequence[str] = (),
+) -> list[Path]:
+    """Write the report's figures as files for a paper (PDF, SVG, PNG), their numbers as CSV, and the table as LaTeX, Markdown and CSV; returns the paths."""
+    from vajra_py.metrics.figure_files import write_figures
+
+    return write_figures(runs, folder, formats=formats, width_in=width_in, only=only)
 
 
 def __getattr__(name: str) -> Any:

@@ -19,6 +19,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("vajra_py.cli.compare", "Compare runs: a table, and an HTML report."),
     "validate": ("vajra_py.cli.validate", "Compare a real engine's run with its simulation."),
     "calibrate": ("vajra_py.cli.calibrate", "Fit a profile bundle's overheads to a measured run."),
+    "figures": ("vajra_py.cli.figures", "Write figures and tables of runs as files for a paper."),
     "replay": ("vajra_py.cli.replay", "Check that the simulator decides what the engine decided."),
     "profile": ("vajra_py.cli.profile", "Measure a model's steps on this machine, for predictions."),
     "trace": ("vajra_py.cli.trace", "Write a run's timeline for ui.perfetto.dev."),

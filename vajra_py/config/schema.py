@@ -259,7 +259,10 @@ class SimulatorConfig(Section):
         None, description="Simulated time after which the run ends, seconds; null: when everything is served."
     )
     warmup_s: Seconds = Field(0.0, description="Requests that arrive earlier are served and not counted, seconds.")
-    warmup_requests: Count = Field(0, description="So many first requests are served and not counted.")
+    warmup_requests: Count | Literal["auto"] = Field(
+        0,
+        description="So many first requests are served and not counted; auto: those that MSER-5 finds by their end-to-end latencies.",
+    )
     drain: Switch = Field(True, description="Serve what is waiting after the last arrival.")
     scheduling_overhead_s: Seconds = Field(0.0, description="Time that forming a step takes, seconds a step.")
 

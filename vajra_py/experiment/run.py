@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+
+import numpy as np
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract import Observer
@@ -11,7 +13,8 @@ from vajra_py.errors import ConfigError, Problem, RunInterrupted, VajraError
 from vajra_py.experiment.backend import Backend, MakeBackend, Progress, Run, make_backend
 from vajra_py.experiment.folder import FAILED, FINISHED, INTERRUPTED, RunFolder
 from vajra_py.metrics.changes import Changes
-from vajra_py.metrics.definitions import Window
+from vajra_py.metrics.definitions import Floats, Window
+from vajra_py.metrics.intervals import mser5
 from vajra_py.metrics.recorder import Recorder
 from vajra_py.metrics.run_data import RunData
 from vajra_py.metrics.run_warnings import rate_warnings
@@ -126,18 +129,23 @@ class _Attempt:
         write_parquet(recorder.steps, path / "steps.parquet")
         write_parquet(recorder.tbt, path / "tbt.parquet")
         requests, steps, tbt = recorder.requests.to_table(), recorder.steps.to_table(), recorder.tbt.to_table()
-        window = self._window(requests.column("arrived_at").to_numpy(), seconds)
+        arrived_at, e2e_s = (requests.column(name).to_numpy() for name in ("arrived_at", "e2e_s"))
+        window = self._window(arrived_at, e2e_s, seconds)
         summary = summarise(requests, steps, tbt, window)
         summary = summary.with_warnings(rate_warnings(summary.data, _asked_rate(self._run.config)))
         summary = summary.with_step_times(self._backend.step_times.to_mapping())
         (path / "summary.json").write_text(summary.to_json())
 
-    def _window(self, arrived_at: Sequence[float], ended_at: float) -> Window | None:
+    def _window(self, arrived_at: Floats, e2e_s: Floats, ended_at: float) -> Window | None:
         settings = self._run.config.backend.settings
         warmup_s, warmup_requests = getattr(settings, "warmup_s", 0.0), getattr(settings, "warmup_requests", 0)
         if not len(arrived_at) or (warmup_s, warmup_requests) == WARMUP_OFF:
             return None
         start = float(arrived_at[0]) + warmup_s
+        if warmup_requests == "auto":
+            done = np.flatnonzero(np.isfinite(e2e_s))
+            cut = mser5(e2e_s[done])
+            warmup_requests = int(done[cut]) if cut else 0
         if warmup_requests:
             start = max(start, float(arrived_at[min(warmup_requests, len(arrived_at) - 1)]))
         return Window(start, max(start, ended_at))

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 WIDE = 6
 """Up to this many settings are columns; more are rows, of fewer metrics."""
+_EXACT = 1e-9
+"""Relative half-width of an interval that is due to rounding."""
 TIE = "≈"
 BEST = "*"
 
@@ -43,7 +45,7 @@ def caption(comparison: Comparison) -> str | None:
 def plus_minus(comparison: Comparison, metric: Metric, position: int, scope: str = OVERALL) -> str:
     """The interval as ` ±0.12`, as a range where it is lopsided, or nothing."""
     value, interval = comparison.values[scope][metric.key][position], comparison.interval(metric.key, position, scope)
-    if interval is None or value is None or interval.half_width == 0:
+    if interval is None or value is None or interval.half_width <= _EXACT * abs(value):
         return ""
     half = error_text(metric, interval.half_width)
     middle = (interval.low + interval.high) / 2
@@ -106,15 +108,9 @@ def markdown(comparison: Comparison, scope: str = OVERALL) -> str:
 
 def latex(comparison: Comparison, scope: str = OVERALL) -> str:
     """See `Comparison.to_latex`."""
-    lines = [
-        f"% {caption(comparison) or 'one run'}",
-        r"\begin{tabular}{l" + "r" * len(comparison.names) + "}",
-        r"\toprule",
-        " & ".join(["metric", *map(_latex_text, comparison.names)]) + r" \\",
-        r"\midrule",
-        " & ".join(["stability", *map(_latex_text, comparison.stability)]) + r" \\",
-    ]
-    for metric in comparison.shown(scope):
+    is_wide = len(comparison.names) > WIDE
+    table = [["metric", *map(_latex_text, comparison.names)], ["stability", *map(_latex_text, comparison.stability)]]
+    for metric in comparison.shown(scope, 0 if is_wide else 1):
         cells = []
         for value, spread, sign in _cells(comparison, metric, scope):
             number = rf"\textbf{{{value}}}" if sign == BEST else value
@@ -122,8 +118,17 @@ def latex(comparison: Comparison, scope: str = OVERALL) -> str:
             cells.append(
                 " ".join(filter(None, (number, error, r"$\approx$" if sign == TIE else ""))).replace("–", "--")
             )
-        lines.append(" & ".join([_latex_text(titled(metric)), *cells]) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+        table.append([_latex_text(titled(metric)), *cells])
+    if is_wide:  # settings become rows
+        order = [0, *(1 + i for i in comparison.by_load())]
+        table = [[row[i] for row in table] for i in order]
+    lines = [" & ".join(row) + r" \\" for row in table]
+    head = [
+        f"% {caption(comparison) or 'one run'}",
+        r"\begin{tabular}{l" + "r" * (len(table[0]) - 1) + "}",
+        r"\toprule",
+    ]
+    return "\n".join([*head, lines[0], r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {

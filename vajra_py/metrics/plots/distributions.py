@@ -24,7 +24,7 @@ from vajra_py.metrics.plots.style import (
     token_count,
 )
 from vajra_py.metrics.replications import Setting, group_replications
-from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.run_data import RunData, distinct
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,12 +45,13 @@ def latency_cdfs(runs: Sequence[RunData]) -> Figure:
     TTFT and E2E count all requests that arrived in the window: the line of a run that left requests unanswered ends below 100 %.
     """
     arrangement = arrange_runs(runs)
+    names = [run.name for run in distinct(runs)]
     rows = len(arrangement.panels)
     figure, axes = new_figure(rows, 3, 3.1 if rows == 1 else 2.2, sharey=True, sharex="col")
     for column, (name, label) in enumerate(_CDF_COLUMNS):
         curves = [gap_cdf(run) if name == "tbt" else request_cdf(run, name) for run in runs]
         for row in range(rows):
-            _draw_cdfs(axes[row, column], curves, arrangement, row)
+            _draw_cdfs(axes[row, column], (names, curves), arrangement, row)
             if row == rows - 1:
                 axes[row, column].set_xlabel(f"{label} (s)")
         _share_log_range(axes[:, column], curves)
@@ -62,13 +63,14 @@ def latency_cdfs(runs: Sequence[RunData]) -> Figure:
     return figure
 
 
-def _draw_cdfs(axes: Any, curves: Sequence[Cdf], arrangement: Arrangement, panel: int) -> None:
+def _draw_cdfs(axes: Any, named: tuple[Sequence[str], Sequence[Cdf]], arrangement: Arrangement, panel: int) -> None:
+    names, curves = named
     members = arrangement.members(panel)
     for place, i in enumerate(members):
         if curves[i].values.size:
             look = arrangement.looks[i].line
             look.setdefault("linewidth", tapered(place, len(members)))
-            axes.step(curves[i].values, curves[i].shares, where="post", **look)
+            axes.step(curves[i].values, curves[i].shares, where="post", label=names[i], **look)
     axes.set_ylim(0, 1.02)
 
 
@@ -108,9 +110,10 @@ def latency_ranges(runs: Sequence[RunData]) -> Figure:
         for row, (p50, p99, mean) in enumerate(values):
             hue = looks[row].hue
             own.plot([p50, p99], [row, row], color=hue, linewidth=3.2, solid_capstyle="butt", alpha=0.55)
-            own.plot(p50, row, "o", color=hue, markersize=5.5)
-            own.plot(p99, row, "|", color=hue, markersize=9, markeredgewidth=2)
-            own.plot(mean, row, "x", color=hue, markersize=4.5, markeredgewidth=1.1)
+            name = settings[row].name
+            own.plot(p50, row, "o", color=hue, markersize=5.5, label=f"{name}, P50")
+            own.plot(p99, row, "|", color=hue, markersize=9, markeredgewidth=2, label=f"{name}, P99")
+            own.plot(mean, row, "x", color=hue, markersize=4.5, markeredgewidth=1.1, label=f"{name}, mean")
         positive = values[np.isfinite(values) & (values > 0)]
         if positive.size:
             plain_log(own.xaxis, most=4)
@@ -136,6 +139,7 @@ def slowdown_by_prompt_length(runs: Sequence[RunData]) -> Figure:
     for own in columns:
         np.fmin(fastest, _per_bucket(own, edges, "admitted_at", lambda rates: float(rates.min())), out=fastest)
     arrangement = arrange_runs(runs)
+    names = [run.name for run in distinct(runs)]
     rows = len(arrangement.panels)
     figure, axes = new_figure(rows, 1, 3.2 if rows == 1 else 2.0, sharex=True, sharey=True)
     used = [bucket for bucket in range(len(fastest)) if np.isfinite(fastest[bucket])]
@@ -145,7 +149,7 @@ def slowdown_by_prompt_length(runs: Sequence[RunData]) -> Figure:
         members = arrangement.members(row)
         for place, i in enumerate(members):
             offset = (place + 0.5) / len(members) * 0.8 - 0.4
-            _draw_slowdowns(own_axes, columns[i], (edges, fastest, used), offset, arrangement.looks[i])
+            _draw_slowdowns(own_axes, (names[i], columns[i]), (edges, fastest, used), offset, arrangement.looks[i])
         _finish_slowdowns(own_axes, edges, used)
     axes[-1, 0].set_xlabel("prompt length (tokens)")
     add_legend(figure, line_entries(arrangement.legend, with_marker=True) if len(runs) > 1 else [])
@@ -153,8 +157,13 @@ def slowdown_by_prompt_length(runs: Sequence[RunData]) -> Figure:
 
 
 def _draw_slowdowns(
-    axes: Any, columns: dict[str, Any], scale: tuple[list[int], Floats, list[int]], offset: float, look: Any
+    axes: Any,
+    named: tuple[str, dict[str, Any]],
+    scale: tuple[list[int], Floats, list[int]],
+    offset: float,
+    look: Any,
 ) -> None:
+    name, columns = named
     edges, fastest, used = scale
     marks = [
         _per_bucket(columns, edges, "arrived_at", lambda rates, q=q: quantiles(rates, (q,))[0]) / fastest
@@ -163,8 +172,8 @@ def _draw_slowdowns(
     x = np.arange(len(used)) + offset
     p50, p99 = (mark[used] for mark in marks)
     axes.vlines(x, p50, p99, color=look.hue, linewidth=2.2, alpha=0.55)
-    axes.plot(x, p50, look.marker, color=look.hue, markersize=5, linestyle="none")
-    axes.plot(x, p99, "_", color=look.hue, markersize=7, markeredgewidth=1.8, linestyle="none")
+    axes.plot(x, p50, look.marker, color=look.hue, markersize=5, linestyle="none", label=f"{name}, median")
+    axes.plot(x, p99, "_", color=look.hue, markersize=7, markeredgewidth=1.8, linestyle="none", label=f"{name}, P99")
 
 
 def _finish_slowdowns(axes: Any, edges: list[int], used: list[int]) -> None:

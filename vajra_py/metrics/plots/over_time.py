@@ -56,6 +56,7 @@ def queue_and_kv(runs: Sequence[RunData]) -> Figure:
     arrangement = arrange_runs(runs)
     rows = len(arrangement.panels)
     figure, axes = new_figure(rows, 2, 2.9 if rows == 1 else 1.8, sharex="row")
+    names = [run.name for run in distinct(runs)]
     has_dashes = any(look.colour is None for _, look in arrangement.legend)
     for panel in range(rows):
         members = arrangement.members(panel)
@@ -65,7 +66,7 @@ def queue_and_kv(runs: Sequence[RunData]) -> Figure:
             if not has_dashes:
                 # Dashes are hard to follow in a noisy line; here the colour alone tells the runs apart.
                 look["linestyle"] = "-"
-            _draw_queue_and_kv(axes[panel], runs[i], look)
+            _draw_queue_and_kv(axes[panel], runs[i], look | {"label": names[i]})
     for row, title in enumerate(arrangement.panels):
         left, right = axes[row]
         left.set_title(title)
@@ -110,8 +111,16 @@ def batch_composition(runs: Sequence[RunData]) -> Figure:
         if not (decode + prefill).any():
             say_empty(own)
             continue
-        own.stairs(decode, edges, fill=True, color=DECODE_COLOUR, linewidth=0)
-        own.stairs(decode + prefill, edges, baseline=decode, fill=True, color=PREFILL_COLOUR, linewidth=0)
+        own.stairs(decode, edges, fill=True, color=DECODE_COLOUR, linewidth=0, label="decode tokens")
+        own.stairs(
+            decode + prefill,
+            edges,
+            baseline=decode,
+            fill=True,
+            color=PREFILL_COLOUR,
+            linewidth=0,
+            label="prefill tokens",
+        )
         big_numbers(own.yaxis)
     _label_grid(axes, "tokens per step")
     add_legend(figure, patch_entries([("decode tokens", DECODE_COLOUR), ("prefill tokens", PREFILL_COLOUR)]))
@@ -138,9 +147,10 @@ def service_by_tenant(runs: Sequence[RunData], weights: ServiceWeights | None = 
             continue
         for i, tenant in enumerate(named):
             if tenant in tenants:
-                own.plot(edges, tenants[tenant], **Look(i, i).line)
+                own.plot(edges, tenants[tenant], label=tenant or "(none)", **Look(i, i).line)
         if rest:
-            own.plot(edges, sum(tenants[tenant] for tenant in rest if tenant in tenants), **Look(0, is_muted=True).line)
+            total = sum(tenants[tenant] for tenant in rest if tenant in tenants)
+            own.plot(edges, total, label=f"{len(rest)} others", **Look(0, is_muted=True).line)
         big_numbers(own.yaxis)
     _label_grid(axes, "service (weighted tokens)")
     entries = [(tenant or "(none)", Look(i, i)) for i, tenant in enumerate(named)]
@@ -167,10 +177,12 @@ def step_timeline(runs: Sequence[RunData], start_at: float | None = None, durati
         if not bars:
             say_empty(own, "no steps in this stretch")
             continue
-        for kind, colour in enumerate((DECODE_COLOUR, MIXED_COLOUR, PREFILL_COLOUR)):
+        for kind, (label, colour) in enumerate(_STEP_KINDS):
             for row, boxes in enumerate(bars["rows"]):
                 chosen = [box for box, of_kind in boxes if of_kind == kind]
-                own.broken_barh(chosen, (row - 0.36, 0.72), facecolors=colour, edgecolor="white", linewidth=0.35)
+                own.broken_barh(
+                    chosen, (row - 0.36, 0.72), facecolors=colour, edgecolor="white", linewidth=0.35, label=label
+                )
         for row, at in bars["preemptions"]:
             own.plot(at, row - 0.36, "v", color=INK, markersize=4.5)
         own.set_yticks(range(len(bars["rows"])), bars["labels"])
@@ -179,9 +191,15 @@ def step_timeline(runs: Sequence[RunData], start_at: float | None = None, durati
     if found:
         axes[-1, 0].set_xlim(*found)
     axes[-1, 0].set_xlabel(_TIME_LABEL)
-    kinds = (("decodes only", DECODE_COLOUR), ("decodes and prefills", MIXED_COLOUR), ("prefills only", PREFILL_COLOUR))
-    add_legend(figure, [*patch_entries(kinds), ("preemption", _triangle())])
+    add_legend(figure, [*patch_entries(_STEP_KINDS), ("preemption", _triangle())])
     return figure
+
+
+_STEP_KINDS = (
+    ("decodes only", DECODE_COLOUR),
+    ("decodes and prefills", MIXED_COLOUR),
+    ("prefills only", PREFILL_COLOUR),
+)
 
 
 def _triangle() -> Any:

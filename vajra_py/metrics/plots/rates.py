@@ -156,12 +156,14 @@ def delivery_bars(runs: Sequence[RunData]) -> Figure:
     figure, axes = new_figure(1, 2 if has_slo else 1, max(1.6, 0.26 * len(settings) + 0.8), sharey=True)
     first, last = axes[0, 0], axes[0, -1]
     if has_slo:
-        first.barh(rows, np.nan_to_num(attainment), height=0.62, color=hues)
+        first.barh(rows, np.nan_to_num(attainment), height=0.62, color=hues, label="SLO attainment")
         first.set_xlim(0, 1)
         percent(first.xaxis)
         first.set_xlabel("SLO attainment")
-    last.barh(rows, np.nan_to_num(throughput), height=0.62, color=hues, alpha=0.3 if has_slo else 1.0)
-    last.barh(rows, np.nan_to_num(goodput), height=0.62, color=hues)
+    last.barh(
+        rows, np.nan_to_num(throughput), height=0.62, color=hues, alpha=0.3 if has_slo else 1.0, label="throughput"
+    )
+    last.barh(rows, np.nan_to_num(goodput), height=0.62, color=hues, label="goodput")
     last.set_xlabel("throughput (light) and goodput (solid), requests/s" if has_slo else "throughput (requests/s)")
     first.set_yticks(rows, [setting.name for setting in settings])
     first.set_ylim(len(settings) - 0.4, -0.6)
@@ -181,13 +183,20 @@ def _draw(axes: Any, series: Sequence[Series], arrangement: Arrangement, read: _
         drawn = True
         look = arrangement.looks[i]
         rates, means = [point.rate for point in points], [point.mean for point in points]
-        axes.plot(rates, means, marker="" if look.is_muted else look.marker, markersize=4.5, **look.line)
+        axes.plot(
+            rates,
+            means,
+            label=series[i].label,
+            marker="" if look.is_muted else look.marker,
+            markersize=4.5,
+            **look.line,
+        )
         known = [(point.rate, point.interval) for point in points if point.interval is not None]
         axes.vlines(
             [rate for rate, _ in known],
             [_above_zero(interval.low, points) for _, interval in known],
             [interval.high for _, interval in known],
-            color=look.hue, linewidth=1.6, alpha=0.7,
+            color=look.hue, linewidth=1.6, alpha=0.7, label=f"{series[i].label}, 95 % interval",
         )  # fmt: skip
     if not drawn:
         say_empty(axes)

@@ -8,7 +8,8 @@ swap them for those of its page.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -35,7 +36,12 @@ MAX_SERIES = len(COLOURS)
 """Lines that one panel can carry."""
 
 WIDTH_IN = 10.0
-"""Width of every figure."""
+"""Width of every figure of a report, inches."""
+_NARROW_IN = 8.0
+"""Width below which type is smaller."""
+_NARROW_TYPE = 0.8
+_PANEL_IN = 2.2
+"""Least width of a panel."""
 
 _RC: dict[str, Any] = {
     "axes.axisbelow": True,
@@ -110,26 +116,84 @@ def styled(draw: Callable[_P, _R]) -> Callable[_P, _R]:
         import matplotlib
 
         with matplotlib.rc_context():
-            matplotlib.rcdefaults()
-            matplotlib.rcParams.update(cast("Any", _RC))
+            _use_settings(WIDTH_IN)
             return draw(*args, **kwargs)
 
     return wrapped
 
 
+def draw_at(width_in: float, draw: Callable[..., Figure], *args: Any, **kwargs: Any) -> Figure:
+    """Draw one of the package's figures at another width, inches: type and panels are arranged for it (a column of a paper has 3.3 to 3.5 inches)."""
+    import matplotlib
+
+    with matplotlib.rc_context():
+        _use_settings(width_in)
+        return cast("Figure", inspect.unwrap(draw)(*args, **kwargs))
+
+
+def _use_settings(width_in: float) -> None:
+    """Make this module's settings those of matplotlib, with type for a figure of this width; a caller restores what was there."""
+    import matplotlib
+
+    matplotlib.rcdefaults()
+    matplotlib.rcParams.update(cast("Any", _RC))
+    matplotlib.rcParams["figure.figsize"] = (width_in, width_in)
+    if width_in < _NARROW_IN:
+        for key in (
+            "axes.labelsize",
+            "axes.titlesize",
+            "font.size",
+            "legend.fontsize",
+            "xtick.labelsize",
+            "ytick.labelsize",
+        ):
+            matplotlib.rcParams[key] = _RC[key] * _NARROW_TYPE
+        matplotlib.rcParams["lines.linewidth"] = 1.2
+
+
 def new_figure(num_rows: int, num_columns: int, row_height_in: float, **shared: Any) -> tuple[Figure, NDArray[Any]]:
-    """A figure of the common width with a grid of axes (always a 2-D array); no global state of matplotlib is touched."""
+    """A figure of the width in force with a grid of axes (always a 2-D array); panels that a narrow figure has no room for stand below each other."""
+    import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(
-        figsize=(WIDTH_IN, row_height_in * num_rows + 0.75), layout=ConstrainedLayoutEngine(h_pad=0.06, w_pad=0.06)
-    )
-    axes = figure.subplots(num_rows, num_columns, squeeze=False, **shared)
+    width_in = float(matplotlib.rcParams["figure.figsize"][0])
+    across = min(num_columns, max(1, int(width_in / _PANEL_IN)))
+    height_in = row_height_in * (1.0 if width_in >= _NARROW_IN else _NARROW_TYPE)
+    rows = -(-num_rows * num_columns // across)
+    figure = Figure(figsize=(width_in, height_in * rows + 0.75), layout=ConstrainedLayoutEngine(h_pad=0.06, w_pad=0.06))
+    if across == num_columns:
+        axes = figure.subplots(num_rows, num_columns, squeeze=False, **shared)
+    else:
+        axes = _stacked(figure, (num_rows, num_columns, across), shared)
+    size = matplotlib.rcParams["xtick.labelsize"]
     for own in axes.flat:
         # Ticks are made when the figure is drawn, outside of these settings: what they look like is told to the axes.
-        own.tick_params(color=INK, labelcolor=INK, labelsize=8.5, width=0.7, grid_color=GRID, grid_linewidth=0.6)
+        own.tick_params(color=INK, labelcolor=INK, labelsize=size, width=0.7, grid_color=GRID, grid_linewidth=0.6)
     return figure, axes
+
+
+def _stacked(figure: Figure, shape: tuple[int, int, int], shared: Mapping[str, Any]) -> NDArray[Any]:
+    """A grid of axes of which `across` stand side by side, in reading order; axes are shared as in the grid."""
+    import numpy as np
+
+    num_rows, num_columns, across = shape
+    axes = np.empty((num_rows, num_columns), dtype=object)
+
+    def partner(how: Any, row: int, column: int) -> Any:
+        place = {True: (0, 0), "all": (0, 0), "row": (row, 0), "col": (0, column)}.get(how)
+        return None if place is None or place == (row, column) else axes[place]
+
+    for row in range(num_rows):
+        for column in range(num_columns):
+            axes[row, column] = figure.add_subplot(
+                -(-num_rows * num_columns // across),
+                across,
+                row * num_columns + column + 1,
+                sharex=partner(shared.get("sharex"), row, column),
+                sharey=partner(shared.get("sharey"), row, column),
+            )
+    return axes
 
 
 def add_legend(figure: Figure, entries: Sequence[tuple[str, Any]], title: str | None = None) -> None:
@@ -137,7 +201,8 @@ def add_legend(figure: Figure, entries: Sequence[tuple[str, Any]], title: str | 
     if not entries:
         return
     longest = max(len(label) for label, _ in entries)
-    columns = max(1, min(len(entries), int(130 / (longest + 8))))
+    width_in, _ = figure.get_size_inches()
+    columns = max(1, min(len(entries), int(13 * width_in / (longest + 8))))
     figure.legend(
         [artist for _, artist in entries],
         [label for label, _ in entries],

@@ -1,0 +1,54 @@
+"""`vajra figures`: the figures and the table of runs as files for a paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+_WIDTHS = {"column": 3.35, "page": 7.0, "report": 10.0}
+
+
+def _inches(ctx: click.Context, param: click.Parameter, text: str) -> float:
+    """The width that was asked for, inches."""
+    try:
+        found = _WIDTHS[text] if text in _WIDTHS else float(text)
+    except ValueError:
+        found = 0.0
+    if not 2.0 <= found <= 40.0:
+        raise click.BadParameter(f"not a width ({text}). Allowed: {', '.join(_WIDTHS)}, or 2 to 40 inches.", ctx, param)
+    return found
+
+
+@click.command(no_args_is_help=True)
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), default=Path("figures"), show_default=True, help="Folder.")
+@click.option(
+    "--format",
+    "formats",
+    multiple=True,
+    type=click.Choice(["pdf", "svg", "png"]),
+    default=("pdf",),
+    show_default=True,
+    help="May be repeated.",
+)
+@click.option(
+    "--width",
+    callback=_inches,
+    metavar="column|page|report|INCHES",
+    default="column",
+    show_default=True,
+    help="Width of the figures.",
+)
+@click.option(
+    "--only", multiple=True, metavar="FIGURE", help="Only this figure, such as latency_by_rate; may be repeated."
+)
+def figures(runs: tuple[Path, ...], out: Path, formats: tuple[str, ...], width: float, only: tuple[str, ...]) -> None:
+    """Write every figure that the report of RUNS has as a file, its numbers as CSV, and the table as LaTeX, Markdown and CSV."""
+    from vajra_py.experiment.folder import find_runs
+    from vajra_py.metrics.figure_files import write_figures
+    from vajra_py.metrics.run_data import load_runs
+
+    loaded = load_runs([path for given in runs for path in find_runs(given)])
+    for path in write_figures(loaded, out, formats=formats, width_in=width, only=only):
+        click.echo(path)
