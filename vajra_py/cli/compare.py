@@ -36,9 +36,10 @@ def compare(runs: tuple[Path, ...], report: Path | None, form: str, scope: str |
     elif form == "latex":
         click.echo(comparison.to_latex(only or OVERALL), nl=False)
     else:
-        from vajra_py.cli.options import say_warnings, wide_console
+        from vajra_py.cli.options import say_step_times, say_warnings, wide_console
 
         wide_console().print(comparison.render(only or OVERALL))
+        say_step_times(loaded, comparison)
         say_warnings(loaded)
         if len(comparison.scopes) > 1 and only is None:
             click.echo(f"also by --scope: {', '.join(comparison.scopes[1:])}")

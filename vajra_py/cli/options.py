@@ -10,6 +10,7 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from vajra_py.metrics.comparison import Comparison
     from vajra_py.metrics.run_data import RunData
 
 PIPED_WIDTH = 200
@@ -56,6 +57,16 @@ def wide_console() -> Console:
 
     console = Console()
     return console if console.is_terminal else Console(width=PIPED_WIDTH)
+
+
+def say_step_times(runs: Sequence[RunData], comparison: Comparison | None = None) -> None:
+    """Where these runs' step times come from, and whether they differ by more than that is known to be off; below a table."""
+    from vajra_py.metrics.step_time_trust import judged_differences, step_time_origins
+
+    for sentence, names in step_time_origins(runs):
+        click.echo(f"step times: {sentence}" + (f" ({', '.join(names)})" if names else ""))
+    for sentence in judged_differences(runs, comparison) if comparison is not None else ():
+        click.echo(sentence)
 
 
 def say_warnings(runs: Sequence[RunData]) -> None:

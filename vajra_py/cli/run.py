@@ -123,12 +123,14 @@ def _show(runs: list[RunData], report: Path | None, quiet: bool) -> None:
     places = sorted({str(one.path if len(runs) == 1 else one.path.parent) for one in runs})
     click.echo(f"results: {' '.join(places)}" + ("" if len(runs) == 1 else f" ({len(runs)} runs)"))
     if not quiet:
-        from vajra_py.cli.options import say_warnings, wide_console
+        from vajra_py.cli.options import say_step_times, say_warnings, wide_console
         from vajra_py.metrics.comparison import compare
         from vajra_py.metrics.run_data import distinct
 
         runs = distinct(runs)
-        wide_console().print(compare(runs).render())
+        comparison = compare(runs)
+        wide_console().print(comparison.render())
+        say_step_times(runs, comparison)
         say_warnings(runs)
     if report is not None:
         from vajra_py.metrics.report import write_report

@@ -264,7 +264,7 @@ class ProfileBundleModel:
         batch = self._decode_batches.get(num_decodes)
         if batch is None:
             rank, reach, largest = self._per_rank(num_decodes), self.options.reach, self._attention.largest
-            parts = self._token_parts(rank)
+            parts = self._token_parts(rank, num_decodes)
             added, least = self._host_s(num_decodes)
             scale = self._scale["decode_attention"] * self._decode_skew[min(rank, MOST_DECODES)]
             batch = self._decode_batches[num_decodes] = _DecodeBatch(
@@ -286,7 +286,7 @@ class ProfileBundleModel:
         known = self._apart_from_attention.get(key)
         if known is None:
             added, least = self._host_s(key[1])
-            known = sum(self._token_parts(key[0]).values()) + self._head_s(key[1]) + added, least
+            known = sum(self._token_parts(key[0], key[0]).values()) + self._head_s(key[1]) + added, least
             self._apart_from_attention[key] = known
         chunk, behind = _one_chunk(tokens, pairs)
         if decodes:
@@ -306,7 +306,7 @@ class ProfileBundleModel:
         rank_decodes, rank_prefills = self._per_rank(decodes), self._per_rank(prefills)
         # Prompts are not cut over ranks: one prompt alone is all on one of them.
         rank_tokens = tokens * rank_prefills / prefills if prefills else 0
-        parts = self._token_parts(rank_decodes + round(rank_tokens))
+        parts = self._token_parts(rank_decodes + round(rank_tokens), decodes + tokens)
         parts["head"] = self._head_s(rank_decodes + rank_prefills)
         mean = decode_context / decodes if decodes else 0.0
         if tokens:
@@ -335,8 +335,8 @@ class ProfileBundleModel:
         skew = self._mixed_skew[min(decodes, MOST_DECODES)]
         return number * one, (number - 1) * one + skew * self._attention.mixed(decodes).at(part, middle, mean)
 
-    def _token_parts(self, rank_tokens: int) -> dict[str, float]:
-        """Seconds of everything but attention and head, for so many tokens on the fullest rank."""
+    def _token_parts(self, rank_tokens: int, all_tokens: int) -> dict[str, float]:
+        """Seconds of everything but attention and head, for so many tokens on the fullest rank and on all of them."""
         padded = self._padded(rank_tokens)
         layers = self.model.num_layers
         dense = 0.0
@@ -345,7 +345,9 @@ class ProfileBundleModel:
             dense += times * interpolated(samples.sizes, samples.times_us, padded)
         parts = {"dense": 1e-6 * dense * self._scale["dense"]}
         if self._experts is not None:
-            tokens = padded * self._ranks if self._ranks > 1 else padded
+            # Ranks replay one CUDA graph, or each computes what it has.
+            is_captured = bool(self._captured) and rank_tokens <= self._captured[-1]
+            tokens = padded * self._ranks if is_captured else all_tokens
             parts["experts"] = 1e-6 * self._experts.num_layers * self._experts.layer_us(tokens) * self._scale["experts"]
         exchanged = self._exchange_s(padded)
         if exchanged:
