@@ -301,12 +301,12 @@ def test_repeated_steps_are_the_same_one_by_one_or_at_once() -> None:
         a, b = bench.submit("a", 6, 12), bench.submit("b", 3, 20)
         bench.complete(bench.form())
         plan = bench.form()
-        num_steps = bench.replica.repeats.num_repeats(plan)
+        num_steps = bench.replica.num_repeats(plan)
         assert num_steps == 10, "until a ends, the step in flight not counted"
         if at_once:
-            bench.replica.repeats.note_waiting()
+            bench.replica.note_waiting()
             ticks = [bench.now + SECOND + 2 * SECOND * step for step in range(num_steps)]
-            plan = bench.replica.repeats.apply(plan, ticks)
+            plan = bench.replica.complete_repeats(plan, ticks)
             bench.now = ticks[-1]
         else:
             for _ in range(num_steps):
@@ -333,9 +333,9 @@ def test_nothing_is_repeated_when_something_waits_or_steps_are_watched(disturb: 
     bench.submit("a", 4)
     bench.complete(bench.form())
     plan = bench.form()
-    assert bench.replica.repeats.num_repeats(plan) > 0
+    assert bench.replica.num_repeats(plan) > 0
     disturb(bench)
-    assert bench.replica.repeats.num_repeats(plan) == 0
+    assert bench.replica.num_repeats(plan) == 0
 
 
 def test_a_run_ends_before_blocks_are_lacking() -> None:
@@ -345,8 +345,8 @@ def test_a_run_ends_before_blocks_are_lacking() -> None:
     bench.submit("b", 3, 14)
     bench.complete(bench.form())
     plan = bench.form()
-    num_steps = bench.replica.repeats.num_repeats(plan)
-    bench.replica.repeats.apply(plan, [bench.now + SECOND * (step + 1) for step in range(num_steps)])
+    num_steps = bench.replica.num_repeats(plan)
+    bench.replica.complete_repeats(plan, [bench.now + SECOND * (step + 1) for step in range(num_steps)])
     bench.now += SECOND * num_steps
     bench.complete(plan)
     victim = bench.form()

@@ -6,17 +6,15 @@ A step that runs every decode of the pool is one bulk entry: what it costs here 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from vajra_py.contract import BatchShape, DecodeStop, EndReason, LatencyModel, PreemptionMode, Refusal, RequestView
 from vajra_py.runtime.builder_options import BuilderOptions, IllegalPlan
 from vajra_py.runtime.decodes import by_admission
+from vajra_py.runtime.lifecycle import Lifecycle
 from vajra_py.runtime.plan_draft import PlanDraft
 from vajra_py.runtime.request import Request, RequestState
 from vajra_py.runtime.residents import Residents
-
-if TYPE_CHECKING:
-    from vajra_py.runtime.lifecycle import Lifecycle
 
 # Looking a member of an enumeration up costs more than a call, and these are looked up for every chunk.
 _RUNNING, _SWAPPED, _ENDED = RequestState.RUNNING, RequestState.SWAPPED, RequestState.ENDED

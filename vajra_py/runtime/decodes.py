@@ -12,10 +12,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from vajra_py.runtime.request import Request
+from vajra_py.runtime.request import Request
 
 by_admission = attrgetter("admitted_index")
 STEPS_PER_LOG = 1 << 16
@@ -77,12 +75,12 @@ class DecodePool:
 
     def join(self, request: Request, num_steps_to_end: int) -> None:
         """Add a request whose prompt is done; it ends after `num_steps_to_end` (>= 1) more tokens."""
-        request.join_pool(self)
+        offset = request.join_pool(self)
         self.num_public += _is_public(request)
         self.members[request] = None
         self._ordered = None
-        self._offset_sum += request._offset
-        self._growing[-request._offset % self._block_size][request] = None
+        self._offset_sum += offset
+        self._growing[-offset % self._block_size][request] = None
         request.end_epoch = end = self.num_emitted + num_steps_to_end
         request.token_log.append((self._log, len(self._log), -1))
         due = self._ends.get(end)
@@ -96,10 +94,10 @@ class DecodePool:
         del self.members[request]
         self.num_public -= _is_public(request)
         self._ordered = None
-        self._offset_sum -= request._offset
-        del self._growing[-request._offset % self._block_size][request]
         self._close_log_of(request)
-        request.leave_pool()
+        offset = request.leave_pool()
+        self._offset_sum -= offset
+        del self._growing[-offset % self._block_size][request]
         num_steps_left = request.end_epoch - self.num_emitted
         if num_steps_left > 0:
             self._ends[request.end_epoch].remove(request)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from vajra_py.contract import BatchShape
 from vajra_py.runtime.decodes import DecodePool, by_admission
 from vajra_py.runtime.kv import BlockCopy
-
-if TYPE_CHECKING:
-    from vajra_py.runtime.request import Request
+from vajra_py.runtime.request import Request
 
 
 class PlannedChunk(NamedTuple):

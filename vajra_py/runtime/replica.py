@@ -18,7 +18,6 @@ from vajra_py.contract import (
     ScheduledChunk,
     StepEnd,
     StepRecord,
-    StepRun,
 )
 from vajra_py.errors import BREACHES, PolicyError, VajraError
 from vajra_py.runtime.builder import Builder
@@ -29,7 +28,7 @@ from vajra_py.runtime.kv import KvMemory, TokenKeys
 from vajra_py.runtime.lifecycle import Lifecycle
 from vajra_py.runtime.listening import NOBODY, Listeners
 from vajra_py.runtime.queues import RequestQueue
-from vajra_py.runtime.repeats import Repeats
+from vajra_py.runtime.repeats import Repeats, run_of
 from vajra_py.runtime.request import Request, RequestState
 from vajra_py.runtime.residents import Residents, StateView
 from vajra_py.runtime.shared_queue import SharedAccess
@@ -79,14 +78,11 @@ class Replica:
         self._view = StateView(parts.replica_id, self.residents)
         self._step_watchers: list[Observer] = []
         self._end_watchers: list[Observer] = []
-        self.is_watched_by_step = False
-        """Whether observers want to see every step entry by entry, so that each has to be formed by itself."""
-        self.is_watched_by_step_end = False
-        """Whether observers want to be told of steps that came back."""
         self._output_limits: dict[Request, int] = {}
         self._to_abort: dict[Request, tuple[EndReason, str]] = {}
         self._publish_at_end = not parts.options.publish_at_schedule
-        self.repeats = Repeats(self)
+        self.repeats = Repeats(self.residents)
+        self._num_waiting_in_run = 0
         self._inherited: list[Request] = []
         """What runs though another policy admitted it, earliest admission first; the present one may be unable to go on."""
         self.refit(parts)
@@ -104,13 +100,12 @@ class Replica:
         self._schedule = (
             schedule if around is None else around(self.replicaset, Layer.REPLICA_SCHEDULER, name, schedule)
         )
-        self.repeats.read_claims()
+        self.repeats.read_claims(parts.policy, listens=bool(parts.listeners.step_ends))
 
     def watch(self, observers: Sequence[Observer]) -> None:
         """Let these observers see everything that happens here from now on."""
         self._step_watchers = [one for one in observers if one.wants_steps]
         self._end_watchers = [one for one in observers if one.wants_step_ends]
-        self.is_watched_by_step, self.is_watched_by_step_end = bool(self._step_watchers), bool(self._end_watchers)
         self.lifecycle.observers = observers
         self.parts.options.keep_notes = bool(self._step_watchers)
 
@@ -267,10 +262,28 @@ class Replica:
         for observer in self._step_watchers:
             observer.on_step_begin(record)
 
-    def show_run(self, run: StepRun) -> None:
-        """Tell observers of several steps that came back."""
-        for observer in self._end_watchers:
-            observer.on_step_run(run)
+    # Steps that repeat
+
+    def num_repeats(self, plan: StepPlan) -> int:
+        """`Repeats.num_alike`, and none while somebody watches every step."""
+        return 0 if self._step_watchers else self.repeats.num_alike(plan)
+
+    def note_waiting(self) -> None:
+        """Repetitions that are formed from now on leave this many waiting; only observers want to know."""
+        if self._end_watchers:
+            self._num_waiting_in_run = self.residents.num_waiting
+
+    def complete_repeats(self, plan: StepPlan, ended_at: Sequence[int]) -> StepPlan:
+        """`plan` and repetitions of it came back at these ticks; returns the repetition that is in flight after them."""
+        assert plan.pool is not None
+        if self._end_watchers:
+            run = run_of(self.replicaset, plan, ended_at, self._num_waiting_in_run)
+            for observer in self._end_watchers:
+                observer.on_step_run(run)
+        following = self.builder.repeat(plan, len(ended_at), ended_at[-1], self._num_waiting_in_run)
+        plan.pool.advance(ended_at)
+        self.num_steps += len(ended_at)
+        return following
 
     # A step ends
 

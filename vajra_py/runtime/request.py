@@ -1,7 +1,7 @@
 """A request's state as the mechanism keeps it.
 
 A request is a counter of computed tokens that catches up with its known tokens. While it decodes in step with others,
-its counters are kept by the replica's decode pool (`_pool`), so that a steady step touches no request at all.
+its counters are kept by the replica's decode pool, so that a steady step touches no request at all.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from vajra_py.contract import EndReason
-
-if TYPE_CHECKING:
-    from vajra_py.runtime.decodes import DecodePool
-    from vajra_py.runtime.kv import BlockKeys
+from vajra_py.runtime.kv import BlockKeys
 
 _NO_METADATA: Mapping[str, str | int | float] = MappingProxyType({})
 
@@ -64,6 +61,18 @@ class RequestFacts:
     expires_after_s: float | None = None
     session_id: str = ""
     metadata: Mapping[str, str | int | float] = field(default_factory=lambda: _NO_METADATA)
+
+
+class SharedCounters(Protocol):
+    """Counters of requests that decode in step: what they have in common."""
+
+    @property
+    def num_committed(self) -> int:
+        """Steps that were put into a plan so far."""
+
+    @property
+    def num_emitted(self) -> int:
+        """Steps that came back so far."""
 
 
 class Request:
@@ -148,7 +157,7 @@ class Request:
         """When its tokens came: single ticks, and runs (log of a decode pool, first step, end step; -1: still in the pool)."""
         self._computed = 0
         self._output = 0
-        self._pool: DecodePool | None = None
+        self._pool: SharedCounters | None = None
         self._offset = 0
 
     def __repr__(self) -> str:
@@ -228,13 +237,15 @@ class Request:
         assert self._pool is None
         self._output += 1
 
-    def join_pool(self, pool: DecodePool) -> None:
-        """Let the pool keep the counters from here on."""
+    def join_pool(self, pool: SharedCounters) -> int:
+        """Let the pool keep the counters from here on; returns by how much the computed tokens exceed its committed steps."""
         self._offset = self._computed - pool.num_committed
         self._pool = pool
+        return self._offset
 
-    def leave_pool(self) -> None:
-        """Take the counters back from the pool."""
+    def leave_pool(self) -> int:
+        """Take the counters back from the pool; returns what `join_pool` did."""
         computed, output = self.num_computed_tokens, self.num_output_tokens
         self._pool = None
         self._computed, self._output = computed, output
+        return self._offset

@@ -99,7 +99,7 @@ class Residents:
 
     def drop(self, request: Request) -> None:
         """Take a resident request out of whatever set holds it."""
-        if request._pool is not None:
+        if request in self.pool.members:
             self._leave_pool(request)
         elif request.is_parked:
             del self.parked[request]

@@ -32,12 +32,12 @@ class DecodeFastForward:
         runs, replica, now = one.runs, one.replica, self._driver.now
         if runs is None or plan.chunks:
             return None
-        num_steps = min(1 + replica.repeats.num_repeats(plan), one.run_limit)
+        num_steps = min(1 + replica.num_repeats(plan), one.run_limit)
         if num_steps < 2:
             return None
         shape = plan.shape
         one.run_ends = runs.run_ends(now, shape.num_decodes, shape.decode_context_tokens, num_steps)
-        replica.repeats.note_waiting()
+        replica.note_waiting()
         self._running[replica.replicaset][replica.replica_id] = one
         return one.run_ends[-1]
 
@@ -91,7 +91,7 @@ class DecodeFastForward:
         driver, replica = self._driver, one.replica
         num_done = bisect_left(ends, driver.now)
         if num_done:
-            one.plan = replica.repeats.apply(plan, ends[:num_done])
+            one.plan = replica.complete_repeats(plan, ends[:num_done])
             driver.num_steps += num_done
             del ends[:num_done]
         if up_to_now and len(ends) > 1 and ends[0] == driver.now:  # the next one follows what happens now
@@ -107,4 +107,4 @@ class DecodeFastForward:
             driver.events.push(ends[0], _STEP_END, (one, None, one.epoch), one.rank)
             self._running[replica.replicaset].pop(replica.replica_id, None)
             one.run_limit = FIRST_STEPS
-        replica.repeats.note_waiting()
+        replica.note_waiting()
