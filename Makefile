@@ -12,6 +12,7 @@ DIR ?= ../shared/golden
 RUN ?=
 PROFILE ?=
 CALIBRATION ?=
+SECONDS ?= 600
 PYTEST_ARGS ?=
 SEED ?= $(shell date +%s)
 
@@ -22,12 +23,12 @@ PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: help install demo lint format test test-fast test-random bench validate-run bench-sim bench-engine golden gpu-check gpu-bench docs clean
+.PHONY: help install demo lint format test test-fast test-random bench validate-run bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo "  Variables: PYTHON=$(PYTHON) WORKERS=$(WORKERS) WORKLOAD=$(WORKLOAD) REPLICAS=$(REPLICAS) DIR=$(DIR) PYTEST_ARGS="
+	@echo "  Variables: PYTHON=$(PYTHON) WORKERS=$(WORKERS) WORKLOAD=$(WORKLOAD) REPLICAS=$(REPLICAS) DIR=$(DIR) SECONDS=$(SECONDS) PYTEST_ARGS="
 
 install: $(STAMP) ## make .venv and install the package, its extras and the development tools at the pinned versions
 
@@ -77,6 +78,9 @@ validate-run: install ## compare a measured run with its simulation: RUN=folder 
 
 golden: install ## replay recorded decisions: DIR=folder
 	$(PY) -P -m vajra_py.testing.golden $(DIR)
+
+gauntlet: install ## attack a server in every way known, and count innocent clients harmed: SECONDS=600
+	$(PY) benchmarks/gauntlet.py --seconds $(SECONDS)
 
 gpu-check: install ## correctness of kernels and engine on an NVIDIA GPU
 	$(PY) benchmarks/gpu_check.py

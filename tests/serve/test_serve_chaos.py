@@ -20,12 +20,12 @@ SETTINGS = {
 }
 
 
-def load_chaos(root: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("serving_chaos", root / "benchmarks" / "serving_chaos.py")
+def load_flood(root: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("flood", root / "benchmarks" / "flood.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["serving_chaos"] = module
+    sys.modules["flood"] = module
     spec.loader.exec_module(module)
     return module
 
@@ -43,10 +43,10 @@ def check_nothing_is_left(server: Any, until: Callable[..., None]) -> None:
 def test_chaos_loses_nothing(
     puppet_server: Callable[..., Any], until: Callable[..., None], repository_root: Path
 ) -> None:
-    chaos = load_chaos(repository_root)
+    flood = load_flood(repository_root)
     server = puppet_server(SETTINGS)
-    plan = chaos.Plan("puppet", num_clients=48, seconds=4.0)
-    outcome = asyncio.run(chaos.chaos(server.url, plan))
+    plan = flood.Plan("puppet", num_clients=48, seconds=4.0)
+    outcome = asyncio.run(flood.flood(server.url, plan))
     assert outcome.wrong == []
     assert outcome.counts["finished"] > 20
     assert outcome.counts["gone"] > 5
@@ -58,7 +58,7 @@ def test_chaos_loses_nothing(
 def test_chaos_with_workers_that_are_killed(
     puppet_server: Callable[..., Any], until: Callable[..., None], repository_root: Path
 ) -> None:
-    chaos = load_chaos(repository_root)
+    flood = load_flood(repository_root)
     recovery = {"backoff_s": 0.0, "max_restarts": 1000}
     engine = {"workers": "process", "recovery": recovery}
     server = puppet_server(SETTINGS, load=runner_that_takes_its_time, engine=engine)
@@ -67,10 +67,10 @@ def test_chaos_with_workers_that_are_killed(
     def workers() -> list[int]:
         return [unit.worker._processes[0].pid for unit in units.values() if not unit.is_lost]
 
-    plan = chaos.Plan("puppet", num_clients=24, seconds=6.0, seed=1, vocab_size=900, kill_every_s=1.0)
-    hands = chaos.Hands(workers, lambda: chaos.resident_bytes(os.getpid()))
-    outcome = asyncio.run(chaos.chaos(server.url, plan, hands=hands))
-    chaos.check_rest(server.url, outcome)
+    plan = flood.Plan("puppet", num_clients=24, seconds=6.0, seed=1, vocab_size=900, kill_every_s=1.0)
+    hands = flood.Hands(workers, lambda: flood.resident_bytes(os.getpid()))
+    outcome = asyncio.run(flood.flood(server.url, plan, hands=hands))
+    flood.check_rest(server.url, outcome)
     assert outcome.wrong == []
     assert set(outcome.counts) <= {"finished", "gone", "429", "503", "error in the stream"}
     assert outcome.counts["finished"] > 20

@@ -1,19 +1,11 @@
-"""Does a server lose anything when clients vanish, queues overflow and its workers are killed? Ask one, for so many seconds.
+"""Flood a server with random requests whose clients partly go away, and kill its workers meanwhile.
 
-`python benchmarks/serving_chaos.py DIR --seconds 120` starts `vajra serve --model DIR` with two replicas in processes of
-their own and sends it random completions, streamed and whole, a third of whose clients go away, more at once than the queues
-hold, while a random worker is killed every few seconds. With a URL in place of DIR (and `--model NAME`) a running server is
-flooded, and nobody is killed.
-
-Every request must end in exactly one of: finished, given up by its client, or an explicit error. Of its own server it also
-asks: at the end nothing runs or waits and no KV block is used, every replica that was lost came back (a worker that is killed
-while it loads is an attempt that failed, and no loss), and memory did not grow: the server process's largest resident size in the last quarter of the time is at most 10 % and 16 MiB above that of
-the second quarter (in the first, caches fill). The exit code is 1 when anything of this does not hold.
+Every request must end in exactly one of: finished, given up by its client, or an explicit error. `check_rest` asks what is left
+when the flood is over: nothing runs or waits, no KV block is used, and every replica that was lost came back.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -97,7 +89,7 @@ class Hands:
     rss: Callable[[], int]
 
 
-async def chaos(url: str, plan: Plan, api_key: str | None = None, hands: Hands | None = None) -> Outcome:
+async def flood(url: str, plan: Plan, api_key: str | None = None, hands: Hands | None = None) -> Outcome:
     """Flood the server at `url`, and kill its workers where there are `hands`; what came of it."""
     outcome = Outcome()
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
@@ -225,7 +217,8 @@ def own_server(arguments: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], 
         try:
             yield process, _ready_url(process, log)
         finally:
-            process.terminate()
+            if process.poll() is None:
+                process.terminate()
             process.wait(60)
             if process.returncode:
                 log.seek(0)
@@ -277,68 +270,3 @@ def growth(rss: list[int]) -> tuple[int, int]:
     """Largest resident size in the second and in the last quarter."""
     quarter = max(1, len(rss) // 4)
     return max(rss[quarter : 2 * quarter] or rss), max(rss[-quarter:])
-
-
-def flood_own(given: argparse.Namespace) -> tuple[Outcome, dict[str, float]]:
-    """Start a server, flood it, kill its workers, and see what is left."""
-    flags = ["--model", given.target, "--served-model-name", "chaos", "-dp", "2", "--max-model-len", "256"]
-    flags += ["--num-gpu-blocks-override", "48", "--max-num-seqs", "8", "--max-num-queued-reqs", "24"]
-    flags += ["--preset", "vllm-v1-priority", "--set", "backend.engine.recovery.settled_s=2"]
-    flags += ["--set", "backend.engine.recovery.max_restarts=1000"]
-    with own_server(flags) as (process, url):
-
-        def workers() -> list[int]:
-            """Nobody while no replica is up: on a busy machine they would be killed before they have loaded, for ever."""
-            is_any_up = numbers(url)["vajra:replicas_up"] > 0
-            return worker_pids(process.pid) if is_any_up else []
-
-        hands = Hands(workers, lambda: resident_bytes(process.pid))
-        plan = Plan("chaos", given.clients, given.seconds, vocab_size=given.vocab_size, kill_every_s=given.kill_every)
-        outcome = asyncio.run(chaos(url, plan, hands=hands))
-        found = check_rest(url, outcome)
-    if process.returncode != 0:
-        outcome.wrong.append(f"the server ended with {process.returncode}")
-    if not found.get("vajra:replica_failures_total"):
-        outcome.wrong.append("no replica was lost")
-    before, after = growth(outcome.rss)
-    if after > before * (1 + GROWTH_FRACTION) + GROWTH_BYTES:
-        outcome.wrong.append(f"memory grew from {before / 2**20:.0f} to {after / 2**20:.0f} MiB")
-    return outcome, found
-
-
-def main() -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(description="Flood a server and kill its workers; exit 1 if anything is lost.")
-    parser.add_argument("target", help="a model's directory, or the URL of a running server")
-    parser.add_argument("--model", help="with a URL: the name to ask for")
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--vocab-size", type=int, default=1000)
-    parser.add_argument("--kill-every", type=float, default=8.0, help="mean seconds between two kills")
-    parser.add_argument("--api-key")
-    given = parser.parse_args()
-    shown: dict[str, Any] = {}
-    if given.target.startswith("http"):
-        if given.model is None:
-            parser.error("--model is needed with a URL")
-        plan = Plan(given.model, given.clients, given.seconds, vocab_size=given.vocab_size)
-        outcome = asyncio.run(chaos(given.target, plan, given.api_key))
-    else:
-        outcome, found = flood_own(given)
-        before, after = growth(outcome.rss)
-        shown = {
-            "workers killed": outcome.num_killed,
-            "replicas lost": found.get("vajra:replica_failures_total", 0.0),
-            "replicas restarted": found.get("vajra:replica_restarts_total", 0.0),
-            "requests computed again": found.get("vajra:requests_rerun_total", 0.0),
-            "resident MiB, second quarter": round(before / 2**20, 1),
-            "resident MiB, last quarter": round(after / 2**20, 1),
-        }
-    print(json.dumps({"requests": dict(outcome.counts), **shown}, indent=1))
-    for line in outcome.wrong[:20]:
-        print(line)
-    return 1 if outcome.wrong or not outcome.counts["finished"] else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
