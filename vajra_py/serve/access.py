@@ -27,7 +27,7 @@ _PROBES = frozenset({"/health", "/ready", "/metrics", "/dashboard/data"})
 
 
 class AccessLog:
-    """Outermost layer of the application."""
+    """Layer around the application."""
 
     def __init__(self, app: ASGIApp, statuses: Counter[int], enabled: bool = True) -> None:
         self._app = app

@@ -19,7 +19,6 @@ from vajra_py.contract import Observer
 from vajra_py.runtime.controller import Controller
 from vajra_py.serve import errors as api_errors
 from vajra_py.serve import schema_answers as answers
-from vajra_py.serve.access import AccessLog
 from vajra_py.serve.admin import add_admin
 from vajra_py.serve.answers import Answer
 from vajra_py.serve.catalogue import Catalogue
@@ -205,7 +204,6 @@ def create_app(service: Service) -> FastAPI:
     if service.options.admin:
         add_admin(app, session)
     app.add_middleware(Gate, options=service.options)
-    app.add_middleware(AccessLog, statuses=service.statuses, enabled=service.options.access_log)
     needs_no_key = None if service.options.api_key is None else open_paths(service.options)
     app.openapi = lambda: true_document(app, service.names, open_paths=needs_no_key)  # type: ignore[method-assign]
     return app

@@ -24,6 +24,7 @@ import uvicorn
 from uvicorn.server import HANDLED_SIGNALS
 
 from vajra_py.errors import ConfigError, Problem
+from vajra_py.serve.access import AccessLog
 from vajra_py.serve.app import Service, create_app
 from vajra_py.serve.connections import Connections
 from vajra_py.serve.options import ServeOptions
@@ -115,7 +116,7 @@ def _address(bound: socket.socket, options: ServeOptions) -> str:
 def _config(service: Service, connections: Connections) -> uvicorn.Config:
     options = service.options
     return uvicorn.Config(
-        create_app(service),
+        AccessLog(create_app(service), service.statuses, enabled=options.access_log),
         http=cast(Any, connections.make),  # what uvicorn calls for each connection; it need not be a class
         log_config=None,
         access_log=False,
