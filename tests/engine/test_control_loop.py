@@ -7,7 +7,7 @@ from queue import SimpleQueue
 from typing import Any, cast
 
 from vajra_py.config import PolicyChoice
-from vajra_py.contract import Layer
+from vajra_py.contract import Layer, SharedState
 from vajra_py.engine.compute import SamplingParams
 from vajra_py.engine.executor import EngineExecutor
 from vajra_py.engine.loop import EngineLoop
@@ -62,6 +62,7 @@ class HeldPolicies:
     def __init__(self, harness: Harness) -> None:
         self._harness = harness
         self.choices = {layer: PolicyChoice(policy="this one") for layer in Layer}
+        self.shared = SharedState()
 
     def new_queue(self) -> Any:
         return make_queue(self._harness.prioritizer)

@@ -184,7 +184,7 @@ def test_files_hold_the_table_in_row_groups_without_foreign_metadata(
 ) -> None:
     monkeypatch.setattr(tables, "ROW_GROUP_ROWS", 16)
     # Every value given: a missing one is NaN, which equals nothing.
-    full = dataclasses.replace(ROW, tpot_slo_s=1.0, deadline_at=9.0)
+    full = dataclasses.replace(ROW, tpot_slo_s=1.0, deadline_at=9.0, tbt_slo_s=1.0)
     builder = requests(*(dataclasses.replace(full, index=i, request_id=f"r-{i}") for i in reversed(range(40))))
     write_parquet(builder, tmp_path / "requests.parquet")
     with pq.ParquetFile(tmp_path / "requests.parquet") as file:

@@ -106,6 +106,18 @@ class RequestView(Protocol):
         """Promised mean time per output token after the first, seconds."""
 
     @property
+    def tbt_slo_s(self) -> float | None:
+        """Promised longest time between two tokens in a row, seconds."""
+
+    @property
+    def last_token_at(self) -> float | None:
+        """When its client saw its newest token, seconds on the run's clock; None before the first."""
+
+    @property
+    def next_token_due_at(self) -> float | None:
+        """When its next token is due: `ttft_slo_s` after the arrival, later `tbt_slo_s` after the newest token; None: no promise."""
+
+    @property
     def deadline_at(self) -> float | None:
         """Promised end, seconds on the run's clock."""
 

@@ -119,6 +119,8 @@ class Outcomes:
     """`reason` is one of `COMPLETED_REASONS`."""
     dropped: Bools
     """`reason` is rejected, expired or failed: the system did not deliver."""
+    tbt_max_s: Floats | None = None
+    """The longest gap between two tokens so far; None where gaps were not kept."""
 
     def observed_until(self) -> float:
         """The last moment that any request tells of: what was still open then has waited at least until then."""
@@ -133,6 +135,7 @@ class Promises:
     ttft_s: Floats
     tpot_s: Floats
     deadline_at: Floats
+    tbt_s: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,7 @@ class SloJudgement:
     tpot: NDArray[np.int8]
     deadline: NDArray[np.int8]
     overall: NDArray[np.int8]
+    tbt: NDArray[np.int8]
 
 
 def ttft_s(outcomes: Outcomes) -> Floats:
@@ -168,7 +172,7 @@ def tpot_s(outcomes: Outcomes) -> Floats:
 def judge_slos(outcomes: Outcomes, promises: Promises, observed_until: float | None = None) -> SloJudgement:
     """Judge which requests met their SLOs.
 
-    TTFT: the first token came in time. TPOT: the mean gap is at most the promised one (kept by an answer of one token). Deadline: the answer was
+    TTFT: the first token came in time. TPOT: the mean gap is at most the promised one (kept by an answer of one token). TBT: every gap is. Deadline: the answer was
     complete by then. All together: completed, and no promise broken. A dropped request broke every promise but a TTFT that it kept. A
     request that its client took back, or that the run's end cut off, is judged by what had happened until then, and is undecided where
     that says nothing. `observed_until` is when the run ended; by default the last moment that these requests tell of.
@@ -194,12 +198,22 @@ def judge_slos(outcomes: Outcomes, promises: Promises, observed_until: float | N
         met=outcomes.completed & (outcomes.ended_at <= promises.deadline_at),
         undecided=open_ended & (until <= promises.deadline_at),
     )
-    kinds = np.stack([ttft, tpot, deadline])
+    tbt = _tbt_status(outcomes, promises, open_ended)
+    kinds = np.stack([ttft, tpot, tbt, deadline])
     overall = np.full(len(ttft), SloStatus.UNDECIDED, dtype=np.int8)
     overall[outcomes.completed] = SloStatus.MET
     overall[outcomes.dropped | (kinds == SloStatus.MISSED).any(axis=0)] = SloStatus.MISSED
     overall[(kinds == SloStatus.NONE).all(axis=0)] = SloStatus.NONE
-    return SloJudgement(ttft, tpot, deadline, overall)
+    return SloJudgement(ttft, tpot, deadline, overall, tbt)
+
+
+def _tbt_status(outcomes: Outcomes, promises: Promises, open_ended: Bools) -> NDArray[np.int8]:
+    """A gap that was too long breaks the promise at once, however the request ends."""
+    longest_s = outcomes.tbt_max_s
+    if promises.tbt_s is None or longest_s is None:
+        return np.full(len(open_ended), SloStatus.NONE, dtype=np.int8)
+    kept = np.isnan(longest_s) | (longest_s <= promises.tbt_s)
+    return _status(promised=~np.isnan(promises.tbt_s), met=outcomes.completed & kept, undecided=open_ended & kept)
 
 
 def _status(promised: Bools, met: Bools, undecided: Bools) -> NDArray[np.int8]:

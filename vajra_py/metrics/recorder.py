@@ -25,7 +25,16 @@ if TYPE_CHECKING:
 _FACTS = (
     *("request_id", "index", "replicaset", "replica_id", "tenant", "slo_class", "session_id", "priority"),
     *("num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions"),
-    *("arrived_at", "admitted_at", "first_token_at", "ended_at", "ttft_slo_s", "tpot_slo_s", "deadline_at"),
+    *(
+        "arrived_at",
+        "admitted_at",
+        "first_token_at",
+        "ended_at",
+        "ttft_slo_s",
+        "tpot_slo_s",
+        "deadline_at",
+        "tbt_slo_s",
+    ),
 )
 """What a row says of its request as the request itself has it."""
 

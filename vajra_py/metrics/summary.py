@@ -176,6 +176,7 @@ def _columns(requests: ArrowTable, window: Window, slo: SloDefaults, classes: tu
         _ints(requests, "num_output_tokens"),
         completed,
         dropped,
+        _floats(requests, "tbt_max_s"),
     )
     judgement = judge_slos(outcomes, _promises(requests, outcomes, slo, classes))
     codes, names = _group_codes(requests, "reason")
@@ -192,6 +193,7 @@ def _columns(requests: ArrowTable, window: Window, slo: SloDefaults, classes: tu
             "overall": judgement.overall,
             "ttft": judgement.ttft,
             "tpot": judgement.tpot,
+            "tbt": judgement.tbt,
             "deadline": judgement.deadline,
         },
         arrived_inside=window.holds(arrived_at),
@@ -216,6 +218,7 @@ def _promises(requests: ArrowTable, outcomes: Outcomes, slo: SloDefaults, classe
         ttft_s=filled(_floats(requests, "ttft_slo_s"), lambda c: defaults[c].ttft_s),
         tpot_s=filled(_floats(requests, "tpot_slo_s"), lambda c: defaults[c].tpot_s),
         deadline_at=np.where(np.isnan(own_deadline_at), e2e_deadline_at, own_deadline_at),
+        tbt_s=_floats(requests, "tbt_slo_s") if "tbt_slo_s" in requests.column_names else None,
     )
 
 

@@ -83,6 +83,7 @@ class RequestRow:
     ttft_slo_s: float | None
     tpot_slo_s: float | None
     deadline_at: float | None
+    tbt_slo_s: float | None = None
 
 
 class StepRow(NamedTuple):
@@ -148,6 +149,7 @@ class RequestsBuilder:
         ("ttft_slo_s", "d"),
         ("tpot_slo_s", "d"),
         ("deadline_at", "d"),
+        ("tbt_slo_s", "d"),
     )
 
     def __init__(self) -> None:
@@ -192,6 +194,7 @@ class RequestsBuilder:
             _NAN if row.ttft_slo_s is None else row.ttft_slo_s,
             _NAN if row.tpot_slo_s is None else row.tpot_slo_s,
             _NAN if row.deadline_at is None else row.deadline_at,
+            _NAN if row.tbt_slo_s is None else row.tbt_slo_s,
         )
 
     def extend(self, columns: Mapping[str, Sequence[Any] | NDArray[Any]]) -> None:
@@ -264,8 +267,9 @@ class RequestsBuilder:
             columns["num_output_tokens"],
             completed,
             dropped,
+            columns["tbt_max_s"],
         )
-        promises = Promises(columns["ttft_slo_s"], columns["tpot_slo_s"], columns["deadline_at"])
+        promises = Promises(columns["ttft_slo_s"], columns["tpot_slo_s"], columns["deadline_at"], columns["tbt_slo_s"])
         columns["ttft_s"] = ttft_s(outcomes)
         columns["e2e_s"] = e2e_s(outcomes)
         columns["queue_s"] = columns["admitted_at"] - columns["arrived_at"]
@@ -279,7 +283,7 @@ class RequestsBuilder:
 REQUEST_COLUMNS = (
     *(field.name for field in fields(RequestRow)[:18]),
     *("ttft_s", "e2e_s", "queue_s", "tpot_s", "tbt_p50_s", "tbt_p99_s", "tbt_max_s"),
-    *("ttft_slo_s", "tpot_slo_s", "deadline_at", "slo_met"),
+    *("ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_at", "slo_met"),
 )
 """Columns of the requests table, in order."""
 

@@ -22,6 +22,7 @@ def facts_of(spec: RequestSpec) -> RequestFacts:
         spec.expires_after_s,
         spec.session_id,
         spec.metadata,
+        spec.tbt_slo_s,
     )
 
 

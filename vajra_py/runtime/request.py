@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from vajra_py.contract import EndReason
+from vajra_py.runtime.clock import to_seconds
 from vajra_py.runtime.kv import BlockKeys
 
 _NO_METADATA: Mapping[str, str | int | float] = MappingProxyType({})
@@ -61,6 +62,7 @@ class RequestFacts:
     expires_after_s: float | None = None
     session_id: str = ""
     metadata: Mapping[str, str | int | float] = field(default_factory=lambda: _NO_METADATA)
+    tbt_slo_s: float | None = None
 
 
 class SharedCounters(Protocol):
@@ -114,6 +116,7 @@ class Request:
         "session_id",
         "slo_class",
         "state",
+        "tbt_slo_s",
         "tenant",
         "token_log",
         "tpot_slo_s",
@@ -131,6 +134,7 @@ class Request:
         self.slo_class = facts.slo_class
         self.ttft_slo_s = facts.ttft_slo_s
         self.tpot_slo_s = facts.tpot_slo_s
+        self.tbt_slo_s = facts.tbt_slo_s
         self.deadline_at = None if facts.deadline_s is None else arrived_at + facts.deadline_s
         self.expires_at = None if facts.expires_after_s is None else arrived_at + facts.expires_after_s
         self.session_id = facts.session_id
@@ -222,6 +226,26 @@ class Request:
     def is_prefill_complete(self) -> bool:
         """Whether every known token but the newest one is computed."""
         return self._pool is not None or (self._output > 0 and self.num_remaining_tokens <= 1)
+
+    @property
+    def last_token_at(self) -> float | None:
+        """When its client saw its newest token."""
+        for entry in reversed(self.token_log):
+            if isinstance(entry, int):
+                return to_seconds(entry)
+            log, first, end = entry
+            stop = len(log) if end < 0 else end
+            if stop > first:
+                return to_seconds(log[stop - 1])
+        return None
+
+    @property
+    def next_token_due_at(self) -> float | None:
+        """When its next token is due by its promises."""
+        if self.num_output_tokens == 0:
+            return None if self.ttft_slo_s is None else self.arrived_at + self.ttft_slo_s
+        last_at = self.last_token_at
+        return None if self.tbt_slo_s is None or last_at is None else last_at + self.tbt_slo_s
 
     def block_hashes(self) -> Sequence[Hashable]:
         """Keys of the prompt's full blocks, where others can have the same."""

@@ -19,7 +19,7 @@ from vajra_py.workload.request import NO_METADATA, MetadataValue, PromptContent,
 __all__ = ["Columns", "columns_from_requests", "concat_columns"]
 
 BLOCK_ROWS = 4096
-FLOAT_OPTIONS = ("ttft_slo_s", "tpot_slo_s", "deadline_s", "expires_after_s")
+FLOAT_OPTIONS = ("ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_s", "expires_after_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class Columns:
     slo_class: StringColumn | None = None
     ttft_slo_s: F64 | None = None
     tpot_slo_s: F64 | None = None
+    tbt_slo_s: F64 | None = None
     deadline_s: F64 | None = None
     expires_after_s: F64 | None = None
     session_id: StringColumn | None = None
@@ -228,6 +229,7 @@ def columns_from_requests(requests: Sequence[RequestSpec]) -> Columns:
         slo_class=strings([r.slo_class for r in requests]),
         ttft_slo_s=floats([r.ttft_slo_s for r in requests]),
         tpot_slo_s=floats([r.tpot_slo_s for r in requests]),
+        tbt_slo_s=floats([r.tbt_slo_s for r in requests]),
         deadline_s=floats([r.deadline_s for r in requests]),
         expires_after_s=floats([r.expires_after_s for r in requests]),
         session_id=strings([r.session_id for r in requests]),

@@ -40,7 +40,7 @@ __all__ = [
 
 _Count: TypeAlias = Annotated[int, Field(ge=1)]
 CsvField: TypeAlias = Literal[
-    "arrived_at", "num_prompt_tokens", "num_output_tokens", "max_tokens", "priority", "ttft_slo_s", "tpot_slo_s", "deadline_s",
+    "arrived_at", "num_prompt_tokens", "num_output_tokens", "max_tokens", "priority", "ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_s",
     "expires_after_s", "think_time_s", "request_id", "tenant", "slo_class", "session_id", "follows",
 ]  # fmt: skip
 ProfileName: TypeAlias = Literal[
@@ -88,6 +88,7 @@ class SloClassConfig(_Config):
     share: Positive = Field(1.0, description="Share of the requests, relative to the other classes'.")
     ttft_slo_s: Positive | None = Field(None, description="Time to the first token at most, in seconds.")
     tpot_slo_s: Positive | None = Field(None, description="Time per output token after the first at most, in seconds.")
+    tbt_slo_s: Positive | None = Field(None, description="Time between any two tokens in a row at most, in seconds.")
     deadline_s: Positive | None = Field(None, description="End-to-end deadline in seconds from arrival.")
     expires_after_s: Positive | None = Field(
         None, description="Leaves the queue when not started so many seconds after arrival."

@@ -25,7 +25,7 @@ from vajra_py.workload.workload import Workload
 
 __all__ = ["CSV_FIELDS", "CsvLayout", "read_azure", "read_burstgpt", "read_csv", "read_lengths"]
 
-DURATION_FIELDS = ("ttft_slo_s", "tpot_slo_s", "deadline_s", "expires_after_s", "think_time_s")
+DURATION_FIELDS = ("ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_s", "expires_after_s", "think_time_s")
 TEXT_FIELDS = ("request_id", "tenant", "slo_class", "session_id", "follows")
 REQUIRED_FIELDS = ("arrived_at", "num_prompt_tokens", "num_output_tokens")
 CSV_FIELDS = (*REQUIRED_FIELDS, "max_tokens", "priority", *DURATION_FIELDS, *TEXT_FIELDS)

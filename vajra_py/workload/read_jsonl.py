@@ -153,6 +153,7 @@ READERS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "slo_class": _A_TEXT,
     "ttft_slo_s": _A_DURATION,
     "tpot_slo_s": _A_DURATION,
+    "tbt_slo_s": _A_DURATION,
     "deadline_s": _A_DURATION,
     "expires_after_s": _A_DURATION,
     "session_id": _A_TEXT,
@@ -166,5 +167,5 @@ READERS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "metadata": (_metadata, "An object of strings and numbers"),
 }
 NULLABLE = frozenset({
-    "max_tokens", "ttft_slo_s", "tpot_slo_s", "deadline_s", "expires_after_s", "content", "prompt_token_ids", "follows",
+    "max_tokens", "ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_s", "expires_after_s", "content", "prompt_token_ids", "follows",
 })  # fmt: skip

@@ -112,6 +112,7 @@ class RequestSpec:
         slo_class: Name of its service class; empty: none.
         ttft_slo_s: Time to the first token that the client accepts, in seconds; None: no objective.
         tpot_slo_s: Time per output token after the first that the client accepts, in seconds; None: no objective.
+        tbt_slo_s: Time between any two tokens in a row that the client accepts, in seconds; None: no objective.
         deadline_s: End-to-end deadline in seconds from arrival; None: none.
         expires_after_s: Leaves the queue when it has not started this many seconds after arrival; None: waits for ever.
         session_id: Names the conversation it belongs to; empty: none.
@@ -132,6 +133,7 @@ class RequestSpec:
     slo_class: str = ""
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
+    tbt_slo_s: float | None = None
     deadline_s: float | None = None
     expires_after_s: float | None = None
     session_id: str = ""

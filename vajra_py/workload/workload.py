@@ -36,6 +36,7 @@ class SloClass:
     share: float = 1.0
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
+    tbt_slo_s: float | None = None
     deadline_s: float | None = None
     expires_after_s: float | None = None
     priority: int | None = None
@@ -217,7 +218,7 @@ class Workload(Sequence[RequestSpec]):
         """Each request (each session where there are any) gets a service class with its objectives, drawn by relative shares."""
         codes = self._drawn([entry.share for entry in classes], rng, "SLO classes")
         changes: dict[str, Any] = {"slo_class": StringColumn(tuple(c.name for c in classes), codes.astype(np.int32))}
-        for field in ("ttft_slo_s", "tpot_slo_s", "deadline_s", "expires_after_s"):
+        for field in ("ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_s", "expires_after_s"):
             values = [getattr(entry, field) for entry in classes]
             if any(value is not None for value in values):
                 changes[field] = np.array([np.nan if v is None else v for v in values], dtype=np.float64)[codes]
@@ -363,7 +364,7 @@ def _problem(request: RequestSpec, before: float, seen: Mapping[str, float], kno
         value = getattr(request, name)
         if value is not None and value < 1:
             return f"{name} is too small ({value!r})", "A whole number >= 1"
-    for name in ("ttft_slo_s", "tpot_slo_s", "deadline_s", "expires_after_s", "think_time_s"):
+    for name in ("ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_s", "expires_after_s", "think_time_s"):
         value = getattr(request, name)
         if value is not None and not (math.isfinite(value) and value >= 0):
             return f"{name} is no duration ({value!r})", "A finite number of seconds >= 0"
