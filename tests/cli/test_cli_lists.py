@@ -70,11 +70,17 @@ def test_whatever_profiles_lists_can_be_used(vajra: Vajra, small: Path) -> None:
 
 
 def test_a_workload_is_described(vajra: Vajra, small: Path) -> None:
-    said = vajra("workload", small)
+    said = vajra("workloads", "describe", small)
     assert said.code == 0
     assert said.out.splitlines()[0].split() == ["requests", "12"]
-    described = json.loads(vajra("workload", small, "--json").out)
+    described = json.loads(vajra("workloads", "describe", small, "--json").out)
     assert described["num_requests"] == 12
+    assert vajra("workloads", "describe", small, "--figure", "new/workload.svg").code == 0
+    assert "index of dispersion" in Path("new/workload.svg").read_text()
+    assert (
+        "Allowed: a name that ends in .pdf, .svg, .png"
+        in vajra("workloads", "describe", small, "--figure", "a.bmp").err
+    )
     assert 20 <= described["prompt"]["min"] <= described["prompt"]["max"] <= 300
 
 

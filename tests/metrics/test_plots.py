@@ -18,7 +18,7 @@ from vajra_py.metrics.plots.ticks import ReadableLogLocator
 from vajra_py.metrics.run_data import RunData
 
 Make = Callable[..., RunData]
-FIGURES = [name for name in plots.__all__ if name != "has_rate_sweep"]
+FIGURES = [name for name in plots.__all__ if name not in ("has_rate_sweep", "workload_figure")]
 
 
 def grid(make_run: Make, rates: Sequence[float] = (6.0, 40.0)) -> list[RunData]:
@@ -186,3 +186,21 @@ def test_logarithmic_axes_carry_a_few_numbers_whatever_they_span(low: float, hig
     ticks = ReadableLogLocator(most).tick_values(low, high)
     assert 2 <= len(ticks) <= most
     assert all(low * 0.999 <= tick <= high * 1.001 for tick in ticks)
+
+
+def test_a_workload_is_drawn_with_the_numbers_that_it_has() -> None:
+    from vajra_py.metrics.figure_files import figure_data
+    from vajra_py.workload import RequestSpec, Workload
+
+    requests = [
+        RequestSpec(
+            f"r{i}", arrived_at=float(i), num_prompt_tokens=100 + i, num_output_tokens=10, session_id=f"s{i // 4}"
+        )
+        for i in range(40)
+    ]
+    rows = list(figure_data(plots.workload_figure(Workload.from_requests(requests))))
+    turns = [row["x"] for row in rows if row["series"] == "turns"]
+    assert turns == [4.0] * 10
+    assert max(row["x"] for row in rows if row["series"] == "prompt") == 139
+    assert all(row["y"] < 0.5 for row in rows if row["series"] == "index of dispersion")  # evenly spaced
+    assert len(drawn(plots.workload_figure(Workload.from_requests([])))) > 5000

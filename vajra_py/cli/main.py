@@ -28,7 +28,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "policies": ("vajra_py.cli.policies", "List installed policies, or show one with its parameters."),
     "presets": ("vajra_py.cli.policies", "List presets: whole systems by name."),
     "profiles": ("vajra_py.cli.workloads", "List built-in workload profiles, models and devices."),
-    "workload": ("vajra_py.cli.workloads", "Describe the workload of an experiment file."),
+    "workloads": ("vajra_py.cli.workloads", "Describe and draw the workload of an experiment file."),
     "model": ("vajra_py.cli.model", "Write a small model without a network, or look at a model directory."),
     "new-plugin": ("vajra_py.cli.new_plugin", "Write a package with a policy for each layer."),
 }

@@ -11,7 +11,7 @@ import click
 from vajra_py.cli.options import overrides_option
 
 if TYPE_CHECKING:
-    from vajra_py.workload import WorkloadStatistics
+    from vajra_py.workload import Workload, WorkloadStatistics
 
 
 @click.command()
@@ -37,18 +37,35 @@ def profiles(as_json: bool) -> None:
             click.echo(f"  {name}")
 
 
-@click.command(no_args_is_help=True)
+@click.group(no_args_is_help=True)
+def workloads() -> None:
+    """Look at workloads."""
+
+
+@workloads.command(no_args_is_help=True)
 @click.argument("file", type=click.Path(path_type=Path))
 @overrides_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def workload(file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Describe the workload of experiment FILE: rate, burstiness, lengths, shared prefixes."""
+@click.option(
+    "--figure",
+    "figures",
+    multiple=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw it into this file (pdf, svg or png by its ending); may be repeated.",
+)
+@click.option(
+    "--width", type=click.FloatRange(2.0, 40.0), default=7.0, show_default=True, help="Width of the figure, inches."
+)
+def describe(file: Path, overrides: tuple[str, ...], as_json: bool, figures: tuple[Path, ...], width: float) -> None:
+    """Describe the workload of experiment FILE: rate, burstiness, lengths, shared prefixes, sessions."""
     from vajra_py.config import load_config
     from vajra_py.experiment.run import load_workload
 
     config = load_config(file, overrides)  # of a sweep, its first point
     described = load_workload(config)
     statistics = described.statistics()
+    if figures:
+        _draw(described, figures, width)
     if as_json:
         import json
 
@@ -61,6 +78,20 @@ def workload(file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     for key, value in described.source.items():
         if not isinstance(value, Mapping | list | tuple):
             click.echo(f"{key.replace('_', ' '):<22}{value}")
+
+
+def _draw(described: Workload, figures: tuple[Path, ...], width_in: float) -> None:
+    from vajra_py.metrics import plots
+    from vajra_py.metrics.figure_files import FORMATS, save_figure
+    from vajra_py.metrics.plots.style import draw_at
+
+    for path in figures:
+        if path.suffix[1:] not in FORMATS:
+            raise click.BadParameter(
+                f"{path}: not a format for files. Allowed: a name that ends in .{', .'.join(FORMATS)}."
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_figure(draw_at(width_in, plots.workload_figure, described), path)
 
 
 def _lines(statistics: WorkloadStatistics) -> list[str]:

@@ -57,7 +57,7 @@ def write_figures(
         if (only and key not in only) or not spec.wanted(runs):
             continue
         figure = draw_at(width_in, spec.draw, spec.runs_of(runs))
-        written += [_save(figure, target / f"{key}.{form}") for form in formats]
+        written += [save_figure(figure, target / f"{key}.{form}") for form in formats]
         path = target / f"{key}.csv"
         with path.open("w", newline="", encoding="utf-8") as text:
             writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
@@ -132,7 +132,8 @@ def _areas(axes: Axes) -> Iterator[dict[str, Any]]:
                 yield {"series": patch.get_label(), "x": float(edge), "y": float(low), "y_high": float(value)}
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Write a figure in the format that the path ends in; the same figure gives the same bytes."""
     import matplotlib
 
     settings = {"svg.fonttype": "none", "svg.hashsalt": path.stem, "pdf.fonttype": 42}

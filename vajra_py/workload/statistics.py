@@ -11,7 +11,7 @@ from vajra_py.workload.columns import Columns
 from vajra_py.workload.content import NO_NODE, ContentColumn, ContentStore
 from vajra_py.workload.request import SegmentId
 
-__all__ = ["LengthStatistics", "WorkloadStatistics", "mean_rate", "workload_statistics"]
+__all__ = ["LengthStatistics", "WorkloadStatistics", "mean_rate", "shared_prompt_tokens", "workload_statistics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def workload_statistics(columns: Columns) -> WorkloadStatistics:
     mean_gap = float(gaps.mean()) if len(gaps) else 0.0
     prompts, outputs = columns.num_prompt_tokens, columns.num_output_tokens
     total = int(prompts.sum())
-    shared = None if columns.content is None else shared_prompt_tokens(columns, columns.content)
+    shared = None if columns.content is None else int(shared_prompt_tokens(columns, columns.content).sum())
     return WorkloadStatistics(
         num_requests=len(columns),
         num_sessions=0 if columns.session_id is None else columns.session_id.num_distinct(),
@@ -158,16 +158,16 @@ class _Seen:
         return shared
 
 
-def shared_prompt_tokens(columns: Columns, content: ContentColumn) -> int:
-    """Prompt tokens that lie in a leading prefix seen before, over all requests in order."""
+def shared_prompt_tokens(columns: Columns, content: ContentColumn) -> I64:
+    """For each request in order, its prompt tokens that lie in a leading prefix seen before."""
     seen = _Seen(content.store)
     with_outputs = content.store.has_outputs
     outputs = columns.num_output_tokens.tolist()
-    shared = 0
+    shared = np.zeros(len(columns), dtype=np.int64)
     for row, (leaf, length) in enumerate(zip(content.nodes.tolist(), columns.num_prompt_tokens.tolist(), strict=True)):
         if leaf == NO_NODE:
             continue
-        shared += seen.add(leaf, length)
+        shared[row] = seen.add(leaf, length)
         if with_outputs:
             key = (seen.canonical(leaf), ("out", columns.request_id[row]))
             seen.longest[key] = max(seen.longest.get(key, 0), outputs[row])

@@ -17,7 +17,7 @@ from vajra_py.errors import WorkloadError
 from vajra_py.workload.arrays import F64, I64, StringColumn
 from vajra_py.workload.columns import Columns, columns_from_requests, concat_columns
 from vajra_py.workload.request import RequestSpec
-from vajra_py.workload.statistics import WorkloadStatistics, mean_rate, workload_statistics
+from vajra_py.workload.statistics import WorkloadStatistics, mean_rate, shared_prompt_tokens, workload_statistics
 from vajra_py.workload.truth import TrueLengths
 
 __all__ = ["SloClass", "Workload"]
@@ -117,6 +117,10 @@ class Workload(Sequence[RequestSpec]):
     def statistics(self) -> WorkloadStatistics:
         """Rate, burstiness, lengths and repeated prefixes."""
         return workload_statistics(self.columns)
+
+    def shared_prefix_tokens(self) -> I64 | None:
+        """For each request the tokens of its prompt that an earlier one began with (unlimited cache, no block size); None where no content is known."""
+        return None if self.columns.content is None else shared_prompt_tokens(self.columns, self.columns.content)
 
     def renamed(self, name: str) -> Workload:
         """The same workload under another name."""

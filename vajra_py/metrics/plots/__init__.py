@@ -15,6 +15,7 @@ from vajra_py.metrics.plots.rates import (
     has_rate_sweep,
     latency_by_rate,
 )
+from vajra_py.metrics.plots.workload import workload_figure
 
 __all__ = [
     "attainment_by_rate",
@@ -30,4 +31,5 @@ __all__ = [
     "service_by_tenant",
     "slowdown_by_prompt_length",
     "step_timeline",
+    "workload_figure",
 ]
