@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -230,8 +230,9 @@ def _ready_url(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.2)
         said = re.search(rb"listening on (\S+)", os.pread(log.fileno(), 10_000, 0))
-        if said is not None and httpx.get(f"{said[1].decode()}/ready").status_code == 200:
-            return said[1].decode()
+        with suppress(httpx.TransportError):  # it may end while it loads
+            if said is not None and httpx.get(f"{said[1].decode()}/ready").status_code == 200:
+                return said[1].decode()
     raise RuntimeError("the server did not become ready")
 
 

@@ -178,7 +178,10 @@ def large_bodies(model: str) -> dict[str, tuple[str, bytes]]:
 
 
 async def bodies(url: str, pid: int, model: str, rounds: int, tally: Tally) -> None:
-    """Send every body alone, with a client beside it that asks for `/health`."""
+    """Send every body alone, with a client beside it that asks for `/health`; first that client alone, to compare."""
+    over = asyncio.Event()
+    asyncio.get_running_loop().call_later(3.0, over.set)
+    await probe(url, "nothing", over, tally, 0.002)
     for name, (path, content) in large_bodies(model).items():
         for _ in range(rounds):
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
@@ -466,6 +469,8 @@ def part_preset(model: str, preset: str, seconds: float) -> Tally:
         tally.harmed += outcome.wrong
 
     flags = ["--set", "admission.max_queued_requests=64"]
+    if preset == "vajra":  # its policy asks how long steps take
+        flags += ["--set", "backend.engine.latency={type: constant, step_time_s: 0.01}"]
     return serve([*sized(model, "--preset", preset), *flags], part)
 
 
@@ -505,7 +510,10 @@ def main() -> int:
         wanted = list(parts) if given.only is None else given.only.split(",")
         tallies = {}
         for name in wanted:
-            tallies[name] = parts[name]()
+            try:
+                tallies[name] = parts[name]()
+            except (RuntimeError, httpx.TransportError) as error:  # a server that did not start, or is gone
+                tallies[name] = Tally(wrong=[repr(error)])
             print(f"{name}: {json.dumps(tallies[name].shown())}", flush=True)
     return report(tallies, given.output)
 
