@@ -26,7 +26,7 @@ POLICIES: list[Any] = [
     "orca",
 ]
 CACHES: list[dict[str, Any]] = [{"enabled": True}, {"enabled": True, "reuse_order": "fifo"}, {"enabled": False}]
-FILES = ("requests.parquet", "decisions.jsonl.gz", "outputs.jsonl.gz", "inputs.jsonl.gz")
+FILES = ("requests.parquet", "decisions.parquet", "outputs.jsonl.gz", "inputs.jsonl.gz")
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from vajra_py.experiment.backend import Backend, Run
 from vajra_py.experiment.engined import EngineRun
 from vajra_py.experiment.run import load_workload, run_experiment
 from vajra_py.plugins import load_registry
+from vajra_py.runtime.decision_reader import read_decisions
 from vajra_py.runtime.input_log import read_rows
 from vajra_py.testing.fake_runner import SteppedWorld
 
@@ -207,7 +208,7 @@ def run_schedule(family: Family, number: int, folder: Path) -> Counter[str]:
         happened[row["reason"]] += 1
     for request in run.requests().to_pylist():
         happened["cached"] += request["num_cached_tokens"] > 0
-    for step in read_rows(folder / "decisions.jsonl.gz"):
+    for step in read_decisions(folder / "decisions.parquet"):
         happened.update(mode for _, mode in step["preempted"])
         happened["resumed"] += any(kind == "resumed" for *_, kind in step["chunks"])
         happened["together"] += len(step["chunks"]) > 2

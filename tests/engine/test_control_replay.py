@@ -23,6 +23,7 @@ from vajra_py.experiment.replay import replay
 from vajra_py.experiment.run import run_experiment
 from vajra_py.metrics.run_data import RunData
 from vajra_py.plugins import build_registry, load_registry
+from vajra_py.runtime.decision_reader import read_decisions
 from vajra_py.runtime.input_log import read_rows
 from vajra_py.testing.fake_runner import SteppedWorld, expected_output
 
@@ -219,7 +220,7 @@ def test_the_fuzzed_runs_are_worth_replaying(hollow_model: Path, tmp_path: Path)
         mapping = settings(hollow_model, layers("fcfs", "least_loaded", batcher), workload, seed=seed)
         run = run_it(mapping, tmp_path / str(seed))
         happened += what_happened(run)
-        for row in read_rows(tmp_path / str(seed) / "decisions.jsonl.gz"):
+        for row in read_decisions(tmp_path / str(seed) / "decisions.parquet"):
             for _, mode in row["preempted"]:
                 happened[mode] += 1
     assert all(happened[what] > 3 for what in ("stop", "aborted", "expired", "cached", "swap", "recompute")), happened
@@ -276,7 +277,7 @@ def test_requests_known_by_their_tokens_are_replayed(hollow_model: Path, tmp_pat
     assert sum(request["num_cached_tokens"] for request in requests) > 0
     assert sum(request["num_preemptions"] for request in requests) > 0
     # A request that gave way finds what it had generated itself again, which only its tokens can name.
-    resumed = [row["chunks"] for row in read_rows(tmp_path / "run" / "decisions.jsonl.gz")]
+    resumed = [row["chunks"] for row in read_decisions(tmp_path / "run" / "decisions.parquet")]
     assert any(kind == "resumed" and done > 0 for chunks in resumed for _, _, done, kind in chunks)
 
 

@@ -141,11 +141,11 @@ def test_equal_runs_give_equal_bytes(tmp_path: Path) -> None:
         "demo.yaml", tmp_path, sweep=None, replications=1, output__decision_log=True, workload__first=40
     )
     first, again = (vajra.run(config, folder=tmp_path / name).path for name in ("first", "again"))
-    files = [*TABLES, "manifest.json", "config.yaml", "decisions.jsonl.gz"]
+    files = [*TABLES, "manifest.json", "config.yaml", "decisions.parquet"]
     assert cmpfiles(first, again, files, shallow=False) == (files, [], [])
     quiet = load_example(
         "demo.yaml", tmp_path, sweep=None, replications=1, workload__first=40, output__decision_log=False
     )
     unlogged = vajra.run(quiet, folder=tmp_path / "unlogged").path
     assert cmpfiles(first, unlogged, TABLES, shallow=False) == (TABLES, [], [])
-    assert not (unlogged / "decisions.jsonl.gz").exists()
+    assert not (unlogged / "decisions.parquet").exists()

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import gzip
 import heapq
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from ruamel.yaml import YAML
 
+from vajra_py.contract import BatchShape, EndReason
 from vajra_py.metrics.definitions import gap_statistics
 from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.steps_table import StepRow, StepsBuilder
 from vajra_py.metrics.summary import summarise
-from vajra_py.metrics.tables import RequestRow, RequestsBuilder, StepRow, StepsBuilder, TbtBuilder, write_parquet
+from vajra_py.metrics.tables import RequestRow, RequestsBuilder, TbtBuilder, write_parquet
+from vajra_py.runtime.clock import to_ticks
+from vajra_py.runtime.decision_log import DecisionLog
+from vajra_py.runtime.executor import PlannedChunk, StepPlan
+from vajra_py.runtime.step_log import NO_CHANGES
 
 NAN = float("nan")
 BLOCK_TOKENS = 16
@@ -223,6 +229,34 @@ def request_row(job: Job, setting: Setting) -> RequestRow:
     )
 
 
+def write_decisions(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write a decision log of rows, as a mechanism that decides them would."""
+    log = DecisionLog(path)
+    requests: dict[str, Any] = {}
+    for row in rows:
+        for name in [entry[0] for entry in (*row["chunks"], *row["preempted"], *row["finished"])]:
+            if name not in requests:
+                requests[name] = SimpleNamespace(request_id=name, index=len(requests))
+                log.on_arrival(requests[name], 0.0)
+        shape, formed = BatchShape(), to_ticks(row["formed_at"])
+        chunks = tuple(PlannedChunk(requests[name], *facts) for name, *facts in row["chunks"])
+        counts = (row["free_blocks"], row.get("num_waiting", 0), row.get("num_running", 0))
+        preempted = tuple((requests[name], mode) for name, mode in row["preempted"])
+        plan = StepPlan(
+            row["step"], row["replica_id"], formed, shape, chunks, None, 0, *counts, len(chunks), preempted=preempted
+        )
+        log.on_plan(row["replicaset"], plan, NO_CHANGES)
+        if chunks and row["ended_at"] is not None:
+            finished = [(requests[name], EndReason(reason)) for name, reason in row["finished"]]
+            log.on_plan_end(row["replicaset"], plan, finished, to_ticks(row["ended_at"]))
+    log.close()
+
+
+@pytest.fixture(name="write_decisions")
+def decisions_writer() -> Callable[[Path, list[dict[str, Any]]], None]:
+    return write_decisions
+
+
 def write_run(folder: Path, setting: Setting) -> Path:
     """Make a run and write its folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -232,9 +266,7 @@ def write_run(folder: Path, setting: Setting) -> Path:
     write_parquet(requests, folder / "requests.parquet")
     write_parquet(model.steps, folder / "steps.parquet")
     write_parquet(model.tbt, folder / "tbt.parquet")
-    with gzip.open(folder / "decisions.jsonl.gz", "wt") as log:
-        for row in model.decisions:
-            log.write(json.dumps(row) + "\n")
+    write_decisions(folder / "decisions.parquet", model.decisions)
     summary = summarise(requests.to_table(), model.steps.to_table(), model.tbt.to_table())
     (folder / "summary.json").write_text(summary.to_json())
     manifest = {"name": setting.name, "status": "finished", "seed": setting.seed, "versions": {"vajra-py": "0.1.0"}}

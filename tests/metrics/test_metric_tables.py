@@ -13,15 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vajra_py.metrics import columnar, tables
+from vajra_py.metrics.steps_table import STEP_COLUMNS, StepRow, StepsBuilder
 from vajra_py.metrics.tables import (
     REQUEST_COLUMNS,
-    STEP_COLUMNS,
     TBT_COLUMNS,
     GapList,
     RequestRow,
     RequestsBuilder,
-    StepRow,
-    StepsBuilder,
     TbtBuilder,
     write_parquet,
 )
@@ -198,4 +196,5 @@ def test_an_empty_table_has_its_columns(builder: RequestsBuilder | StepsBuilder 
     write_parquet(builder, tmp_path / "empty.parquet")
     table = pq.read_table(tmp_path / "empty.parquet")
     assert (len(builder), table.num_rows) == (0, 0)
-    assert table.schema.names == builder.to_table().schema.names
+    assert table.schema.names == builder.schema().names
+    assert builder.to_table().num_rows == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import shutil
 from collections.abc import Callable
@@ -42,7 +41,7 @@ def test_measured_columns_are_those_of_the_window(make_run: Callable[..., RunDat
 
 
 def test_nothing_is_read_before_it_is_asked_for(folder: Path) -> None:
-    for name in ("requests.parquet", "steps.parquet", "summary.json", "decisions.jsonl.gz"):
+    for name in ("requests.parquet", "steps.parquet", "summary.json", "decisions.parquet"):
         (folder / name).write_bytes(b"not what it should be")
     assert RunData.load(folder).tbt().num_rows > 0
 
@@ -94,19 +93,10 @@ def test_an_unknown_column_is_answered_with_the_known_ones(folder: Path) -> None
         RunData.load(folder).requests("ttft")
 
 
-def test_a_cut_off_decision_log_gives_what_it_has_and_then_the_line(folder: Path) -> None:
-    lines = gzip.decompress((folder / "decisions.jsonl.gz").read_bytes()).splitlines(keepends=True)
-    (folder / "decisions.jsonl.gz").write_bytes(gzip.compress(b"".join([*lines[:3], b'{"step": '])))
-    found = []
-    with pytest.raises(RunError, match=r"decisions\.jsonl\.gz:4: the decision log breaks off here"):
-        found.extend(RunData.load(folder).decisions())
-    assert len(found) == 3
-
-
-def test_a_truncated_gzip_is_an_error_of_the_log(folder: Path) -> None:
-    data = (folder / "decisions.jsonl.gz").read_bytes()
-    (folder / "decisions.jsonl.gz").write_bytes(data[: len(data) // 2])
-    with pytest.raises(RunError, match=r"decisions\.jsonl\.gz:\d+: the decision log breaks off here"):
+def test_a_cut_off_decision_log_is_named(folder: Path) -> None:
+    data = (folder / "decisions.parquet").read_bytes()
+    (folder / "decisions.parquet").write_bytes(data[: len(data) // 2])
+    with pytest.raises(RunError, match=r"decisions\.parquet: not a readable decision log"):
         list(RunData.load(folder).decisions())
 
 

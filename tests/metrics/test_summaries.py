@@ -12,8 +12,9 @@ import pytest
 
 from vajra_py.metrics.definitions import ServiceWeights, Slo, SloDefaults, Window
 from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.steps_table import StepRow, StepsBuilder
 from vajra_py.metrics.summary import MAX_GROUPS, OTHERS, Summary, summarise
-from vajra_py.metrics.tables import RequestRow, RequestsBuilder, StepRow, StepsBuilder, TbtBuilder
+from vajra_py.metrics.tables import RequestRow, RequestsBuilder, TbtBuilder
 
 NAN = float("nan")
 BASE = RequestRow(

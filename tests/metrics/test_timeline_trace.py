@@ -95,7 +95,7 @@ def test_a_requests_spans_are_those_of_its_row(run: RunData) -> None:
 
 def test_without_a_decision_log_the_table_is_enough(run: RunData, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(run.path, tmp_path / "copy"))
-    (folder / "decisions.jsonl.gz").unlink()
+    (folder / "decisions.parquet").unlink()
     coarse, fine = request_spans(RunData.load(folder)), request_spans(run)
     assert set(coarse) == set(fine)
     for request_id, spans in coarse.items():
@@ -116,7 +116,8 @@ def test_requests_that_did_not_end_last_until_the_run_does(make_run: Make) -> No
 
 
 def test_steps_in_flight_together_lie_on_lanes(make_run: Make, tmp_path: Path) -> None:
-    from vajra_py.metrics.tables import StepRow, StepsBuilder, write_parquet
+    from vajra_py.metrics.steps_table import StepRow, StepsBuilder
+    from vajra_py.metrics.tables import write_parquet
 
     folder = Path(shutil.copytree(make_run(**SETTING).path, tmp_path / "pipelined"))
     builder = StepsBuilder()
@@ -128,11 +129,13 @@ def test_steps_in_flight_together_lie_on_lanes(make_run: Make, tmp_path: Path) -
     assert {key[1]: len(spans) for key, spans in found.items()} == {1: 3, 2: 3}
 
 
-def test_a_step_that_never_came_back_lasts_until_the_end(run: RunData, tmp_path: Path) -> None:
+def test_a_step_that_never_came_back_lasts_until_the_end(
+    run: RunData, tmp_path: Path, write_decisions: Callable[[Path, list[dict[str, Any]]], None]
+) -> None:
     folder = Path(shutil.copytree(run.path, tmp_path / "open"))
-    rows = [json.loads(line) for line in gzip.decompress((folder / "decisions.jsonl.gz").read_bytes()).splitlines()]
+    rows = [dict(row) for row in run.decisions()]
     rows[-1]["ended_at"] = None
-    (folder / "decisions.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    write_decisions(folder / "decisions.parquet", rows)
     assert len(request_spans(RunData.load(folder))) == 60
 
 
@@ -149,13 +152,6 @@ def test_a_stretch_of_time_and_a_number_of_requests(run: RunData) -> None:
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(RunError, match="timeline"):
         TimelineOptions(**options)
-
-
-def test_a_log_of_another_form_is_named(run: RunData, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(run.path, tmp_path / "other"))
-    (folder / "decisions.jsonl.gz").write_bytes(gzip.compress(b'{"step": 1}\n'))
-    with pytest.raises(RunError, match=r"decisions\.jsonl\.gz: a record is not of the form"):
-        write_timeline(RunData.load(folder), tmp_path / "t.json")
 
 
 def test_an_empty_run_has_an_empty_timeline(make_run: Make, tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def test_the_error_names_the_policy_and_the_tables_are_kept(
     assert manifest["num_unfinished"] == len(requests["reason"]) - len(served)
     assert pq.read_table(folder / "steps.parquet").num_rows >= 3 * len(served)
     assert (folder / "summary.json").exists()
-    assert (folder / "decisions.jsonl.gz").exists()
+    assert (folder / "decisions.parquet").exists()
 
 
 def test_a_failed_run_is_no_result(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from vajra_py.runtime.assembly import ModelFacts, ReplicasetModel, Services, bui
 from vajra_py.runtime.clock import TICKS_PER_SECOND, to_seconds
 from vajra_py.runtime.controller import Controller
 from vajra_py.runtime.decision_log import DecisionLog
+from vajra_py.runtime.decision_reader import read_decisions
 from vajra_py.runtime.executor import StepPlan, StepResult
 from vajra_py.runtime.input_log import (
     INPUTS_FILE,
@@ -48,7 +49,7 @@ from vajra_py.runtime.serving.events import Phase
 from vajra_py.sim.executor import SimulatedExecutor
 from vajra_py.sim.simulator import Acceptance, SimulationOptions, Simulator
 
-DECISIONS_FILE = "decisions.jsonl.gz"
+DECISIONS_FILE = "decisions.parquet"
 _NANOSECOND = TICKS_PER_SECOND // 10**9
 _NEVER_CAME_BACK = 10**6 * TICKS_PER_SECOND
 """How long a step takes that the recorded run did not see the end of."""
@@ -112,14 +113,16 @@ def read_recording(path: Path, registry: Registry | None = None) -> Recording:
             str(Problem(str(path), "has no decision log", "Allowed: runs with `output: {decision_log: true}`"))
         )
     inputs = read_inputs(path / INPUTS_FILE)
+    import pyarrow as pa
+
     try:
         engine = json.loads((path / ENGINE_FILE).read_text())
         outputs = {
             row["index"]: RecordedOutput(row["token_ids"], row["reason"], row.get("detail", ""), row.get("failed_at"))
             for row in read_rows(path / OUTPUTS_FILE)
         }
-        durations, last = _durations(read_rows(path / DECISIONS_FILE))
-    except (OSError, EOFError, ValueError, KeyError) as error:
+        durations, last = _durations(read_decisions(path / DECISIONS_FILE))
+    except (OSError, EOFError, ValueError, KeyError, pa.ArrowException) as error:
         raise RunError(str(Problem(str(path), f"its recording cannot be read ({error})"))) from error
     last = max([last, *(one.tick for one in inputs)])
     return Recording(path, config, inputs, outputs, durations, last, engine)
@@ -326,11 +329,11 @@ def _replay_log(
 
 
 def _compare_logs(recorded: Path, replayed: Path) -> str | None:
-    """The first line that differs, said so that one can see what differs in it."""
-    pairs = zip_longest(read_rows(recorded), read_rows(replayed))
+    """The first step that differs, said so that one can see what differs in it."""
+    pairs = zip_longest(read_decisions(recorded), read_decisions(replayed))
     for number, (one, other) in enumerate(pairs, 1):
         if one != other:
-            return f"line {number}: {_difference(one, other)}"
+            return f"row {number}: {_difference(one, other)}"
     return None
 
 

@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from vajra_py.contract.latency import BatchShape
 from vajra_py.errors import ConfigError, ExecutorError, Problem
+from vajra_py.latency.packed_times import RECORD_COLUMNS, steps_of_records
 from vajra_py.latency.tabular import read_columns
 
 COLUMNS = ("replica_id", "step_index", "duration_s")
@@ -37,10 +42,12 @@ class RecordedDurations:
     def from_steps_table(cls, path: str | Path) -> RecordedDurations:
         """The durations of a run's steps table (Parquet, CSV or JSON; columns replica_id, step_index, duration_s).
 
+        A Parquet file may hold runs of steps as records, as runs write it.
+
         Raises:
             ConfigError: the file is unreadable, lacks a column, or a replica's step indices do not run from 0 without gaps.
         """
-        columns = read_columns(Path(path), COLUMNS)
+        columns = _of_records(Path(path)) or read_columns(Path(path), COLUMNS)
         return cls(_by_replica(zip(*(columns[name] for name in COLUMNS), strict=True), str(path)), source=str(path))
 
     def next_duration_s(self, replica_id: int, step_index: int | None = None) -> float:
@@ -76,6 +83,28 @@ class RecordedDurations:
     def restart(self) -> None:
         """Begin every replica's recording anew."""
         self._next = dict.fromkeys(self._durations, 0)
+
+
+def _of_records(path: Path) -> Mapping[str, npt.NDArray[Any]] | None:
+    """The columns of a Parquet file of step records; None for any other file."""
+    if path.suffix != ".parquet" or not path.is_file():
+        return None
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            if "num_steps" not in file.schema_arrow.names:
+                return None
+            table = file.read(["replica_id", *RECORD_COLUMNS])
+    except (OSError, pa.ArrowException):
+        return None  # whoever reads it as a plain table says what is wrong with it
+    records = {name: table.column(name).combine_chunks() for name in RECORD_COLUMNS}
+    records["bends"] = records["bends"].flatten()
+    arrays = {name: column.to_numpy(zero_copy_only=False) for name, column in records.items()}
+    step_index, duration_s = steps_of_records(arrays, int(table.schema.metadata[b"ticks_per_second"]))
+    replica_id = np.repeat(table.column("replica_id").to_numpy(), arrays["num_steps"])
+    return dict(zip(COLUMNS, (replica_id, step_index, duration_s), strict=True))
 
 
 def _by_replica(rows: Iterable[tuple[float, float, float]], source: str) -> dict[int, list[float]]:

@@ -30,13 +30,12 @@ if TYPE_CHECKING:
     from vajra_py.metrics.report import render_report, write_report
     from vajra_py.metrics.run_data import RunData, load_runs
     from vajra_py.metrics.stability import Stability, StabilityLabel
+    from vajra_py.metrics.steps_table import StepRow, StepsBuilder
     from vajra_py.metrics.summary import Summary, summarise
     from vajra_py.metrics.tables import (
         GapList,
         RequestRow,
         RequestsBuilder,
-        StepRow,
-        StepsBuilder,
         TbtBuilder,
         write_parquet,
     )
@@ -61,8 +60,9 @@ _PLACES = {
     "report": ("render_report", "write_report"),
     "run_data": ("RunData", "load_runs"),
     "stability": ("Stability", "StabilityLabel"),
+    "steps_table": ("StepRow", "StepsBuilder"),
     "summary": ("Summary", "summarise"),
-    "tables": ("GapList", "RequestRow", "RequestsBuilder", "StepRow", "StepsBuilder", "TbtBuilder", "write_parquet"),
+    "tables": ("GapList", "RequestRow", "RequestsBuilder", "TbtBuilder", "write_parquet"),
     "timeline": ("TimelineOptions", "write_timeline"),
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from vajra_py.contract import EndReason, Observer, RequestView, StepEnd, StepRun
+from vajra_py.contract import EndReason, Observer, RequestView
 from vajra_py.metrics.definitions import UNFINISHED, Floats, Ints, nearest_ranks
-from vajra_py.metrics.tables import RequestsBuilder, StepRow, StepsBuilder, TbtBuilder
+from vajra_py.metrics.steps_table import StepRunRecord, StepsBuilder
+from vajra_py.metrics.tables import RequestsBuilder, TbtBuilder
 from vajra_py.runtime.clock import TICKS_PER_SECOND
+from vajra_py.runtime.executor import StepPlan
+from vajra_py.runtime.step_log import PoolChanges
 
 if TYPE_CHECKING:
     from vajra_py.runtime.request import Request
@@ -45,9 +48,11 @@ _ROWS_AT_ONCE = 512
 class Recorder(Observer):
     """Collects the requests, steps and gaps of one run."""
 
+    wants_step_ends = False
+
     def __init__(self, num_blocks_of: Callable[[str], int], steps: bool = True) -> None:
         self.steps = StepsBuilder()
-        self.wants_step_ends = steps
+        self.wants_plans = steps
         self._requests = RequestsBuilder()
         self._tbt = TbtBuilder()
         self._num_blocks_of = num_blocks_of
@@ -71,37 +76,21 @@ class Recorder(Observer):
         if len(self._ended) >= _ROWS_AT_ONCE:
             self._flush()
 
-    def on_step_end(self, step: StepEnd) -> None:
-        """One row."""
-        if not self.wants_step_ends:
-            return
-        shape = step.shape
-        num_blocks = self._num_blocks_of(step.replicaset)
-        self.steps.append(
-            StepRow(
-                step.replicaset,
-                step.replica_id,
-                step.step_index,
-                step.formed_at,
-                step.ended_at - step.formed_at,
-                shape.num_decodes,
-                shape.num_prefills,
-                shape.num_decodes,
-                shape.prefill_tokens,
-                shape.decode_context_tokens,
-                step.num_running,
-                step.num_waiting,
-                step.free_blocks,
-                1.0 - step.free_blocks / num_blocks,
-                step.num_preempted,
-                len(step.finished),
-            )
-        )
+    def on_plan(self, replicaset: str, plan: StepPlan, changes: PoolChanges) -> None:
+        """Nothing: a step gets its row when it comes back."""
 
-    def on_step_run(self, run: StepRun) -> None:
-        """A row for each step."""
-        if self.wants_step_ends:
-            self.steps.append_run(run, self._num_blocks_of(run.replicaset))
+    def on_plan_end(
+        self, replicaset: str, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]], now: int
+    ) -> None:
+        """One row."""
+        self.steps.append_step(replicaset, plan, now, len(finished), self._num_blocks_of(replicaset))
+
+    def on_plan_repeats(
+        self, replicaset: str, plan: StepPlan, ended_at: Sequence[int], growth: Sequence[int], following: StepPlan
+    ) -> None:
+        """A row for each step, kept as one record."""
+        run = StepRunRecord(plan, ended_at, growth, following.num_waiting)
+        self.steps.append_run(replicaset, run, self._num_blocks_of(replicaset))
 
     def record_unfinished(self, requests: Iterable[Request]) -> None:
         """The run is over; these never ended."""

@@ -1,16 +1,14 @@
 """Read what a finished or interrupted run left in its folder.
 
 Nothing is read before it is asked for, tables by column, and every fault of a file is a `RunError` that names it. A folder:
-`manifest.json` (required), `config.yaml`, `summary.json`, `requests.parquet`, `steps.parquet`, `tbt.parquet`, `decisions.jsonl.gz`.
+`manifest.json` (required), `config.yaml`, `summary.json`, `requests.parquet`, `steps.parquet`, `tbt.parquet`, `decisions.parquet`.
 """
 
 from __future__ import annotations
 
 import copy
-import gzip
 import json
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +18,10 @@ from numpy.typing import NDArray
 
 from vajra_py.errors import Problem, RunError
 from vajra_py.metrics.definitions import Window
+from vajra_py.metrics.steps_table import STEP_COLUMNS, expand_steps
 from vajra_py.metrics.summary import Summary, covering_window, summarise
-from vajra_py.metrics.tables import REQUEST_COLUMNS, STEP_COLUMNS, TBT_COLUMNS
+from vajra_py.metrics.tables import REQUEST_COLUMNS, TBT_COLUMNS
+from vajra_py.runtime.decision_reader import read_decisions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,7 +39,7 @@ SUMMARY_FILE = "summary.json"
 REQUESTS_FILE = "requests.parquet"
 STEPS_FILE = "steps.parquet"
 TBT_FILE = "tbt.parquet"
-DECISIONS_FILE = "decisions.jsonl.gz"
+DECISIONS_FILE = "decisions.parquet"
 
 
 _TABLES: Mapping[str, Sequence[str]] = {
@@ -146,17 +146,14 @@ class RunData:
         return {name: table.column(name).to_numpy(zero_copy_only=False)[inside] for name in columns}
 
     def decisions(self) -> Iterator[Mapping[str, Any]]:
-        """The decision log, a record per step in the order written; RunError with the line where it breaks off."""
+        """The decision log, a row per step in the order in which steps came back; RunError when it cannot be read."""
+        import pyarrow as pa
+
         path = self._file(DECISIONS_FILE, "Run again with the decision log on")
-        line = 0
         try:
-            with gzip.open(path, "rt", encoding="utf-8") as lines:
-                for line, text in enumerate(lines, start=1):  # noqa: B007 - named in the error below
-                    if text.strip():
-                        yield json.loads(text)
-        except (OSError, EOFError, zlib.error, ValueError) as error:
-            where = f"{path}:{line if isinstance(error, ValueError) else line + 1}"
-            raise RunError(str(Problem(where, f"the decision log breaks off here ({error})", None))) from error
+            yield from read_decisions(path)
+        except (OSError, pa.ArrowException, ValueError, KeyError) as error:
+            raise _problem(path, f"not a readable decision log ({error})", "It may be cut off; run again") from error
 
     @property
     def has_decisions(self) -> bool:
@@ -173,6 +170,8 @@ class RunData:
             raise _problem(path, f"no such column ({', '.join(unknown)})", f"Allowed: {', '.join(_TABLES[file])}")
         try:
             with pq.ParquetFile(path) as parquet:
+                if file == STEPS_FILE and "num_steps" in parquet.schema_arrow.names:
+                    return expand_steps(parquet.read(), columns or STEP_COLUMNS)
                 missing = [name for name in (columns or _TABLES[file]) if name not in parquet.schema_arrow.names]
                 if missing:
                     raise _problem(path, f"lacks columns ({', '.join(missing)})", "It was written by another version")

@@ -12,12 +12,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vajra_py.contract import StepRun
 from vajra_py.metrics.columnar import GapList, NameColumn, PackedRows, TextColumn
 from vajra_py.metrics.definitions import (
     COMPLETED_REASONS,
@@ -86,45 +85,28 @@ class RequestRow:
     tbt_slo_s: float | None = None
 
 
-class StepRow(NamedTuple):
-    """What a step was and what it left behind."""
-
-    replicaset: str
-    replica_id: int
-    step_index: int
-    formed_at: float
-    duration_s: float
-    """From forming to the return of its tokens."""
-    num_decodes: int
-    num_prefills: int
-    decode_tokens: int
-    prefill_tokens: int
-    decode_context_tokens: int
-    num_running: int
-    num_waiting: int
-    """Running and waiting requests right after forming."""
-    free_blocks: int
-    used_fraction: float
-    """Of the KV blocks, 0 to 1, right after forming."""
-    num_preempted: int
-    num_finished: int
-
-
 class TableBuilder(Protocol):
     """Something that collects rows and gives them back as columns."""
 
     def __len__(self) -> int:
         """Rows of the finished table."""
 
+    @property
+    def layout(self) -> Mapping[str, Any]:
+        """How Parquet is to encode the columns: arguments of its writer."""
+
     def schema(self) -> ArrowSchema:
-        """Names and types of its columns."""
+        """Names and types of the columns that are written."""
 
     def slices(self, num_rows: int) -> Iterator[ArrowTable]:
-        """The finished table from its first row on, at most `num_rows` at a time; nothing for an empty one."""
+        """What is written, from the first row on, at most `num_rows` at a time; nothing for an empty table."""
 
 
 class RequestsBuilder:
     """The requests table: one row per submitted request, each appended once, in any order."""
+
+    _TEXTS = ("request_id", "replicaset", "tenant", "slo_class", "session_id", "reason", "detail")
+    layout: Mapping[str, Any] = {"use_dictionary": [*_TEXTS]}
 
     _FIELDS = (
         ("index", "q"),
@@ -223,9 +205,7 @@ class RequestsBuilder:
             "num_preemptions",
         )
         types = {"replica_id": pa.int32(), "slo_met": pa.bool_(), **dict.fromkeys(integers, pa.int64())}
-        types |= dict.fromkeys(
-            ("request_id", "replicaset", "tenant", "slo_class", "session_id", "reason", "detail"), pa.string()
-        )
+        types |= dict.fromkeys(self._TEXTS, pa.string())
         return pa.schema([(name, types.get(name, pa.float64())) for name in REQUEST_COLUMNS])
 
     def to_table(self) -> ArrowTable:
@@ -287,81 +267,14 @@ REQUEST_COLUMNS = (
 )
 """Columns of the requests table, in order."""
 
-STEP_COLUMNS = StepRow._fields
-"""Columns of the steps table, in order."""
-
 TBT_COLUMNS = ("replicaset", "slo_class", "gap_s", "weight")
 """Columns of the table of gaps between tokens, in order."""
 
 
-class StepsBuilder:
-    """The steps table: one row per step, in order of time, in whatever order they are taken."""
-
-    _CODES = "iiqddiiqqqiiqdii"
-
-    def __init__(self) -> None:
-        self._rows = PackedRows(tuple(zip(STEP_COLUMNS, self._CODES, strict=True)))
-        self._replicasets = NameColumn()
-
-    def __len__(self) -> int:
-        """Steps so far."""
-        return len(self._rows)
-
-    def append(self, row: StepRow) -> None:
-        """Take one step."""
-        self._rows.append(self._replicasets.code(row[0]), *row[1:])
-
-    def append_run(self, run: StepRun, num_blocks: int) -> None:
-        """Take the steps of a run, in a replica of `num_blocks` KV blocks."""
-        num_steps = len(run.ended_at)
-        ended_at = np.asarray(run.ended_at)
-        formed_at = np.concatenate(([run.formed_at], ended_at[:-1]))
-        free_blocks = np.asarray(run.free_blocks)
-        self._rows.extend(
-            num_steps,
-            replicaset=self._replicasets.code(run.replicaset),
-            replica_id=run.replica_id,
-            step_index=np.arange(run.first_step_index, run.first_step_index + num_steps),
-            formed_at=formed_at,
-            duration_s=ended_at - formed_at,
-            num_decodes=run.num_decodes,
-            num_prefills=0,
-            decode_tokens=run.num_decodes,
-            prefill_tokens=0,
-            decode_context_tokens=run.first_context_tokens + run.num_decodes * np.arange(num_steps),
-            num_running=run.num_running,
-            num_waiting=np.asarray(run.num_waiting),
-            free_blocks=free_blocks,
-            used_fraction=1.0 - free_blocks / num_blocks,
-            num_preempted=0,
-            num_finished=0,
-        )
-
-    def schema(self) -> ArrowSchema:
-        """Columns of the steps table."""
-        import pyarrow as pa
-
-        types = {"replicaset": pa.string(), "replica_id": pa.int32()}
-        types |= dict.fromkeys(("formed_at", "duration_s", "used_fraction"), pa.float64())
-        return pa.schema([(name, types.get(name, pa.int64())) for name in STEP_COLUMNS])
-
-    def to_table(self) -> ArrowTable:
-        """The whole table."""
-        return _whole(self)
-
-    def slices(self, num_rows: int) -> Iterator[ArrowTable]:
-        """The table by at most `num_rows` rows."""
-        keys = ("step_index", "replica_id", "replicaset", "formed_at")
-        order = np.lexsort([self._rows.column(key) for key in keys])
-        for start in range(0, len(order), num_rows):
-            rows = self._rows.rows(order[start : start + num_rows])
-            columns: Columns = {name: np.ascontiguousarray(rows[name]) for name in STEP_COLUMNS}
-            columns["replicaset"] = self._replicasets.take(columns["replicaset"])
-            yield _table(columns, self.schema())
-
-
 class TbtBuilder:
     """The table of gaps between tokens (TBT): how long each gap was, and how many requests saw it."""
+
+    layout: Mapping[str, Any] = {"use_dictionary": ["replicaset", "slo_class"]}
 
     def __init__(self) -> None:
         self._lists: dict[tuple[str, str], GapList] = {}
@@ -428,13 +341,12 @@ def write_parquet(builder: TableBuilder, path: str | Path) -> None:
     schema = builder.schema()
     target = Path(path)
     partial = target.with_name(target.name + ".partial")
-    texts = [field.name for field in schema if str(field.type) == "string"]
     with pq.ParquetWriter(
         partial,
         schema,
         compression=_COMPRESSION,
         compression_level=_COMPRESSION_LEVEL,
-        use_dictionary=texts,
+        **builder.layout,
         version="2.6",
     ) as writer:
         for part in builder.slices(ROW_GROUP_ROWS):
@@ -466,14 +378,11 @@ def _slo_met(overall: NDArray[np.int8]) -> Any:
 __all__ = [
     "REQUEST_COLUMNS",
     "ROW_GROUP_ROWS",
-    "STEP_COLUMNS",
     "TBT_COLUMNS",
     "UNFINISHED",
     "GapList",
     "RequestRow",
     "RequestsBuilder",
-    "StepRow",
-    "StepsBuilder",
     "TableBuilder",
     "TbtBuilder",
     "reason_masks",

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
-from vajra_py.errors import Problem, RunError
-from vajra_py.metrics.run_data import DECISIONS_FILE, RunData
+from vajra_py.errors import RunError
+from vajra_py.metrics.run_data import RunData
 
 Event: TypeAlias = dict[str, Any]
 _ReplicaKey: TypeAlias = tuple[str, int]
@@ -101,7 +101,7 @@ def timeline_events(run: RunData, options: TimelineOptions | None = None) -> Ite
     until = _run_end(run)
     if run.has_decisions:
         for record in run.decisions():
-            yield from _decided(record, lines, until, run.path / DECISIONS_FILE)
+            yield from _decided(record, lines, until)
         for line in lines.values():
             yield from line.closing(until)
     else:
@@ -217,20 +217,16 @@ class _Line:
         return _ns(self.facts["arrived_at"])
 
 
-def _decided(record: Mapping[str, Any], lines: Mapping[str, _Line], until: int, where: Path) -> Iterator[Event]:
+def _decided(record: Mapping[str, Any], lines: Mapping[str, _Line], until: int) -> Iterator[Event]:
     """Spans that end with one record of the decision log; a step that never came back lasts until the run's end."""
-    try:
-        ended_at = record["ended_at"]
-        step = (_ns(record["formed_at"]), until if ended_at is None else _ns(ended_at), int(record["step"]))
-        preempted = [(lines.get(request_id), mode) for request_id, mode in record["preempted"]]
-        chunks = [(lines.get(request_id), tokens, before) for request_id, tokens, before, _ in record["chunks"]]
-    except (KeyError, TypeError, ValueError) as error:
-        problem = Problem(str(where), f"a record is not of the form that timelines need ({error!r})", None)
-        raise RunError(str(problem)) from error
-    for line, mode in preempted:
+    ended_at = record["ended_at"]
+    step = (_ns(record["formed_at"]), until if ended_at is None else _ns(ended_at), int(record["step"]))
+    for request_id, mode in record["preempted"]:
+        line = lines.get(request_id)
         if line is not None:
             yield from line.preempt(step[0], mode)
-    for line, tokens, before in chunks:
+    for request_id, tokens, before, _ in record["chunks"]:
+        line = lines.get(request_id)
         if line is not None:
             yield from line.chunk(step, tokens, before)
 

@@ -30,6 +30,8 @@ class DecodePool:
         "_log",
         "_offset_sum",
         "_ordered",
+        "joined",
+        "left",
         "members",
         "num_committed",
         "num_emitted",
@@ -50,6 +52,9 @@ class DecodePool:
         """Pool steps that came back so far."""
         self.num_public = 0
         """Members whose generated blocks others may name at once, so that each must be published when it is full."""
+        self.joined: dict[Request, None] | None = None
+        """Who joined since this was last emptied; None: nobody keeps account."""
+        self.left: list[Request] = []
         self._log = array("q")
         """Ticks at which the tokens of pool steps came out, one log after the other."""
 
@@ -78,6 +83,8 @@ class DecodePool:
         offset = request.join_pool(self)
         self.num_public += _is_public(request)
         self.members[request] = None
+        if self.joined is not None:
+            self.joined[request] = None
         self._ordered = None
         self._offset_sum += offset
         self._growing[-offset % self._block_size][request] = None
@@ -92,6 +99,11 @@ class DecodePool:
     def leave(self, request: Request) -> int:
         """Take a member out and give it its counters back; returns how many tokens it had to go."""
         del self.members[request]
+        if self.joined is not None:
+            if request in self.joined:
+                del self.joined[request]
+            else:
+                self.left.append(request)
         self.num_public -= _is_public(request)
         self._ordered = None
         self._close_log_of(request)
@@ -115,11 +127,15 @@ class DecodePool:
         """After how many more steps (from the last that came back) the next member ends."""
         return min(self._ends) - self.num_emitted
 
+    def growth_cycle(self, num_steps: int) -> list[int]:
+        """How many members take a new block in each of the next `num_steps` steps, until that repeats."""
+        size, start = self._block_size, self.num_committed
+        return [len(self._growing[(start + step) % size]) for step in range(min(num_steps, size))]
+
     def growth_by_step(self, num_steps: int) -> list[int]:
         """How many members take a new block in each of the next `num_steps` steps."""
-        size, start = self._block_size, self.num_committed
-        sizes = [len(self._growing[(start + step) % size]) for step in range(min(num_steps, size))]
-        return [sizes[step % size] for step in range(num_steps)]
+        cycle = self.growth_cycle(num_steps)
+        return [cycle[step % self._block_size] for step in range(num_steps)]
 
     def growth(self, num_steps: int) -> int:
         """How many blocks members take in all within the next `num_steps` steps."""

@@ -32,6 +32,7 @@ from vajra_py.runtime.repeats import Repeats, run_of
 from vajra_py.runtime.request import Request, RequestState
 from vajra_py.runtime.residents import Residents, StateView
 from vajra_py.runtime.shared_queue import SharedAccess
+from vajra_py.runtime.step_log import StepLog
 
 MAX_EMPTY_STEPS = 1000
 """How many steps in a row may preempt without running anything before the policy is held to be stuck."""
@@ -78,6 +79,7 @@ class Replica:
         self._view = StateView(parts.replica_id, self.residents)
         self._step_watchers: list[Observer] = []
         self._end_watchers: list[Observer] = []
+        self._step_logs: list[StepLog] = []
         self._output_limits: dict[Request, int] = {}
         self._to_abort: dict[Request, tuple[EndReason, str]] = {}
         self._publish_at_end = not parts.options.publish_at_schedule
@@ -106,8 +108,10 @@ class Replica:
         """Let these observers see everything that happens here from now on."""
         self._step_watchers = [one for one in observers if one.wants_steps]
         self._end_watchers = [one for one in observers if one.wants_step_ends]
+        self._step_logs = [one for one in observers if isinstance(one, StepLog) and one.wants_plans]
+        self.residents.log_pool(on=bool(self._step_logs))
         self.lifecycle.observers = observers
-        self.parts.options.keep_notes = bool(self._step_watchers)
+        self.parts.options.keep_notes = bool(self._step_watchers or self._step_logs)
 
     # Requests come and go
 
@@ -231,6 +235,10 @@ class Replica:
         if plan.num_requests:
             self.num_in_flight += 1
             self.num_steps += 1
+        if self._step_logs:
+            changes = self.residents.take_pool_changes()
+            for log in self._step_logs:
+                log.on_plan(self.replicaset, plan, changes)
         if self._step_watchers:
             self._show(plan)
         return plan
@@ -270,7 +278,7 @@ class Replica:
 
     def note_waiting(self) -> None:
         """Repetitions that are formed from now on leave this many waiting; only observers want to know."""
-        if self._end_watchers:
+        if self._end_watchers or self._step_logs:
             self._num_waiting_in_run = self.residents.num_waiting
 
     def complete_repeats(self, plan: StepPlan, ended_at: Sequence[int]) -> StepPlan:
@@ -280,7 +288,10 @@ class Replica:
             run = run_of(self.replicaset, plan, ended_at, self._num_waiting_in_run)
             for observer in self._end_watchers:
                 observer.on_step_run(run)
+        growth = plan.pool.growth_cycle(len(ended_at) - 1) if self._step_logs else ()
         following = self.builder.repeat(plan, len(ended_at), ended_at[-1], self._num_waiting_in_run)
+        for log in self._step_logs:
+            log.on_plan_repeats(self.replicaset, plan, ended_at, growth, following)
         plan.pool.advance(ended_at)
         self.num_steps += len(ended_at)
         return following
@@ -317,6 +328,8 @@ class Replica:
             finished.extend(self._abort_pending(to_seconds(now)))
         if self._end_watchers:
             self._show_end(plan, finished, to_seconds(now))
+        for log in self._step_logs:
+            log.on_plan_end(self.replicaset, plan, finished, now)
         return finished
 
     def _finish_all(self, done: list[Request], result: StepResult, now: float) -> list[tuple[Request, EndReason]]:

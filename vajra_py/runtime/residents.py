@@ -15,6 +15,7 @@ from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.request import Request
 from vajra_py.runtime.shared_queue import SharedAccess
+from vajra_py.runtime.step_log import NO_CHANGES, PoolChanges
 
 
 class Residents:
@@ -89,9 +90,25 @@ class Residents:
         request.is_parked = False
         self.pool.join(request, request.end_epoch)
 
+    def log_pool(self, *, on: bool) -> None:
+        """Keep account of who joins and leaves the decode pool, for `take_pool_changes`."""
+        self.pool.joined = dict(self.pool.members) if on else None
+
+    def take_pool_changes(self) -> PoolChanges:
+        """Who joined and left the pool since this was last asked."""
+        pool = self.pool
+        if not (pool.joined or pool.left):
+            return NO_CHANGES
+        changes = PoolChanges(tuple(pool.joined or ()), tuple(pool.left))
+        pool.joined, pool.left = {}, []
+        return changes
+
     def clear(self) -> None:
         """Hold nobody any more."""
-        self.pool = DecodePool(self.limits.block_size)
+        old, self.pool = self.pool, DecodePool(self.limits.block_size)
+        if old.joined is not None:
+            self.pool.joined = {}
+            self.pool.left = [*old.left, *(one for one in old.members if one not in old.joined)]
         self.parked.clear()
         self.partial.clear()
         self.in_flight.clear()

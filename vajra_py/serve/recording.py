@@ -113,7 +113,7 @@ class RunRecording:
         (path / ENGINE_FILE).write_text(description + "\n")
         sizes = {name: one.replicas[0].memory.num_blocks for name, one in engine.controller.replicasets.items()}
         self._recorder = Recorder(sizes.__getitem__, self._keeps_steps)
-        self._decisions = DecisionLog(path / "decisions.jsonl.gz", self._open)
+        self._decisions = DecisionLog(path / "decisions.parquet", self._open)
         self._inputs = InputLog(path / INPUTS_FILE, self._open)
         self._raw_outputs = self._open(path / OUTPUTS_FILE)
         self._outputs = gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=self._raw_outputs, mtime=0)

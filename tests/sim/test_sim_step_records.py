@@ -1,0 +1,151 @@
+"""Decision log and steps table keep runs of steps as one record; read, they are what single steps would have written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vajra_py.contract import Observer, StepEnd, StepRecord
+from vajra_py.latency.packed_times import PackedTimes
+from vajra_py.metrics.recorder import Recorder
+from vajra_py.metrics.run_data import STEPS_FILE
+from vajra_py.metrics.steps_table import STEP_COLUMNS, expand_steps
+from vajra_py.metrics.tables import write_parquet
+from vajra_py.runtime.decision_log import DecisionLog
+from vajra_py.runtime.decision_reader import read_decisions, step_row
+from vajra_py.sim.simulator import SimulationOptions
+from vajra_py.testing import Harness
+from vajra_py.testing.harness import PolicySource
+from vajra_py.testing.scenarios import (
+    INCREMENTAL,
+    KV_PARALLEL,
+    LEAVING,
+    LIGHT,
+    OVERLOADED,
+    PIPELINED,
+    SHARED_PREFIXES,
+    STARVED,
+    SWAPPING,
+    Scenario,
+    requests_of,
+)
+
+SITUATIONS = (LIGHT, OVERLOADED, STARVED, INCREMENTAL, SWAPPING, LEAVING, SHARED_PREFIXES, PIPELINED, KV_PARALLEL)
+
+
+class Expanded(Observer):
+    """Sees every step by itself, as an observer of a plug-in does."""
+
+    wants_steps = True
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.table: list[tuple[Any, ...]] = []
+        self._open: dict[tuple[str, int, int], dict[str, Any]] = {}
+
+    def on_step_begin(self, step: StepRecord) -> None:
+        row = step_row(step)
+        if step.chunks:
+            self._open[step.replicaset, step.replica_id, step.step_index] = row
+        else:
+            self.rows.append(row)
+
+    def on_step_end(self, step: StepEnd) -> None:
+        row = self._open.pop((step.replicaset, step.replica_id, step.step_index))
+        row["ended_at"] = step.ended_at
+        row["finished"] = [[request.request_id, reason.value] for request, reason in step.finished]
+        self.rows.append(row)
+        shape, duration_s = step.shape, step.ended_at - step.formed_at
+        figures = (shape.num_decodes, shape.num_prefills, shape.num_decodes, shape.prefill_tokens)
+        waiting = (shape.decode_context_tokens, step.num_running, step.num_waiting, step.free_blocks)
+        place = (step.replicaset, step.replica_id, step.step_index, step.formed_at, duration_s)
+        self.table.append((*place, *figures, *waiting, step.num_preempted, len(step.finished)))
+
+    def all_rows(self) -> list[dict[str, Any]]:
+        return [*self.rows, *self._open.values()]
+
+
+def run(scenario: Scenario, policy: PolicySource, observers: list[Any], *, runs_ahead: bool) -> int:
+    """Simulate, some of it cut off; how many steps there were."""
+    options = replace(scenario.options, num_replicas=2)
+    harness = Harness("fcfs", "round_robin", policy, options)
+    harness.controller.watch(observers)
+    simulator = harness.simulator(SimulationOptions(runs_ahead=runs_ahead, horizon_s=3.0, drain=False))
+    specs = requests_of(scenario, 2)
+    stream = np.random.default_rng(3)
+    for spec in specs[: scenario.num_aborted * 2]:
+        simulator.abort_at(spec.arrived_at + float(stream.uniform(0.0, 0.4)), spec.request_id)
+    simulator.run(specs)
+    return simulator.num_steps
+
+
+@pytest.mark.parametrize("policy", ["fixed_chunk", "vllm_v1", "dynamic_chunk"])
+@pytest.mark.parametrize("scenario", SITUATIONS, ids=lambda one: str(one.name))
+def test_records_read_as_single_steps(scenario: Scenario, policy: str, tmp_path: Path) -> None:
+    expected = Expanded()
+    run(scenario, policy, [expected], runs_ahead=True)
+    for runs_ahead in (True, False):
+        recorder = Recorder(lambda name: scenario.options.num_blocks)
+        log = DecisionLog(tmp_path / "decisions.parquet")
+        run(scenario, policy, [recorder, log], runs_ahead=runs_ahead)
+        log.close()
+        rows = list(read_decisions(tmp_path / "decisions.parquet"))
+        assert rows == expected.all_rows()
+        table = recorder.steps.to_table()
+        assert table.column_names == list(STEP_COLUMNS)
+        found = [tuple(row.values()) for row in table.drop_columns("used_fraction").to_pylist()]
+        assert sorted(found) == sorted(expected.table)
+        assert table.column("formed_at").to_pylist() == sorted(table.column("formed_at").to_pylist())
+        write_parquet(recorder.steps, tmp_path / STEPS_FILE)
+        assert expand_steps(pq.read_table(tmp_path / STEPS_FILE), STEP_COLUMNS).equals(table)
+
+
+def test_a_run_of_steps_is_one_record(tmp_path: Path) -> None:
+    recorder = Recorder(lambda name: LIGHT.options.num_blocks)
+    num_steps = run(LIGHT, "fixed_chunk", [recorder], runs_ahead=True)
+    assert len(recorder.steps) == num_steps
+    write_parquet(recorder.steps, tmp_path / STEPS_FILE)
+    assert pq.read_metadata(tmp_path / STEPS_FILE).num_rows < num_steps / 2
+
+
+def test_a_log_in_several_parts_is_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logs = []
+    for records_at_once in (7, 1 << 20):
+        monkeypatch.setattr("vajra_py.runtime.decision_log.RECORDS_AT_ONCE", records_at_once)
+        log = DecisionLog(tmp_path / f"{records_at_once}.parquet")
+        run(STARVED, "fixed_chunk", [log], runs_ahead=True)
+        log.close()
+        logs.append(list(read_decisions(tmp_path / f"{records_at_once}.parquet")))
+    assert logs[0] == logs[1]
+    assert logs[0]
+
+
+def test_an_unfinished_log_is_not_there_under_its_name(tmp_path: Path) -> None:
+    log = DecisionLog(tmp_path / "decisions.parquet")
+    run(LIGHT, "fixed_chunk", [log], runs_ahead=True)
+    assert not (tmp_path / "decisions.parquet").exists()
+    log.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["decisions.parquet"]
+
+
+durations = st.lists(st.lists(st.integers(1, 2**40), min_size=1, max_size=6), max_size=8)
+
+
+@given(durations, st.lists(st.integers(-(2**40), 2**40), min_size=8, max_size=8))
+def test_packed_times_come_out_as_they_went_in(runs: list[list[int]], formed: list[int]) -> None:
+    ends = [np.cumsum([first, *steps]).tolist()[1:] for first, steps in zip(formed, runs, strict=False)]
+    begins = np.array(formed[: len(runs)], dtype=np.int64)
+    counts = np.array([len(steps) for steps in runs], dtype=np.int64)
+    flat = np.array([end for one in ends for end in one], dtype=np.int64)
+    found_begins, found_ends = PackedTimes.pack(begins, counts, flat).unpack()
+    assert found_ends.tolist() == flat.tolist()
+    assert found_begins.tolist() == [
+        tick for first, one in zip(formed, ends, strict=False) for tick in (first, *one[:-1])
+    ]

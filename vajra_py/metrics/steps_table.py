@@ -1,0 +1,300 @@
+"""The steps table: kept and written as one record per run of equal decode steps, read as one row per step.
+
+In a run only lengths grow, so that its first step, how many follow, when they end (`latency.packed_times`) and which of them
+take blocks say all of it. A file of records has `num_steps` among its columns; one without is a table of single steps.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vajra_py.latency.packed_times import PackedTimes, seconds_of
+from vajra_py.metrics.columnar import NameColumn, PackedRows
+from vajra_py.runtime.clock import TICKS_PER_SECOND, to_seconds, to_ticks
+from vajra_py.runtime.executor import StepPlan
+from vajra_py.runtime.record_lists import list_array, reordered
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    ArrowTable: TypeAlias = pa.Table
+    ArrowSchema: TypeAlias = pa.Schema
+else:
+    ArrowTable = ArrowSchema = "pyarrow object"
+
+Ints: TypeAlias = NDArray[np.int64]
+_NAN = float("nan")
+
+
+class StepRow(NamedTuple):
+    """What a step was and what it left behind."""
+
+    replicaset: str
+    replica_id: int
+    step_index: int
+    formed_at: float
+    duration_s: float
+    """From forming to the return of its tokens."""
+    num_decodes: int
+    num_prefills: int
+    decode_tokens: int
+    prefill_tokens: int
+    decode_context_tokens: int
+    num_running: int
+    num_waiting: int
+    """Running and waiting requests right after forming."""
+    free_blocks: int
+    used_fraction: float
+    """Of the KV blocks, 0 to 1, right after forming."""
+    num_preempted: int
+    num_finished: int
+
+
+STEP_COLUMNS = StepRow._fields
+"""Columns of the steps table, in order."""
+
+_FIELDS = (
+    *(("replicaset", "i"), ("replica_id", "i"), ("step_index", "q"), ("num_steps", "i"), ("formed", "q")),
+    *(("num_decodes", "i"), ("num_prefills", "i"), ("decode_tokens", "q"), ("prefill_tokens", "q")),
+    *(("decode_context_tokens", "q"), ("num_running", "i"), ("num_waiting", "i"), ("num_waiting_after", "i")),
+    *(("free_blocks", "q"), ("num_growths", "i"), ("num_blocks", "q"), ("num_preempted", "i"), ("num_finished", "i")),
+    *(("formed_at", "d"), ("duration_s", "d"), ("used_fraction", "d")),
+)
+"""Of a record: its first step; `num_waiting_after` of the others; the last three, where they are no NaN, in place of what follows
+from the ticks and blocks (rows that were made by hand)."""
+
+
+class StepRunRecord(NamedTuple):
+    """A plan of decodes and repetitions of it that came back."""
+
+    plan: StepPlan
+    ended_at: Sequence[int]
+    """Ticks."""
+    growth: Sequence[int]
+    """Members that took a block in each step after the first; it repeats where there are more steps."""
+    num_waiting_after: int
+    """Requests that waited after each step but the first was formed."""
+
+
+class StepsBuilder:
+    """The steps table: one row per step, in order of time, in whatever order they are taken."""
+
+    def __init__(self) -> None:
+        self._records = PackedRows(_FIELDS)
+        self._replicasets = NameColumn()
+        self._ends = array("q")
+        self._growth = array("i")
+        """Members that take a block in the steps of a run, one after the other; it repeats where it is shorter than the run."""
+
+    def __len__(self) -> int:
+        """Steps so far."""
+        return len(self._ends)
+
+    def append(self, row: StepRow) -> None:
+        """Take one step."""
+        formed = to_ticks(row.formed_at)
+        end = to_ticks(row.formed_at + row.duration_s)
+        is_exact = (to_seconds(formed), to_seconds(end) - to_seconds(formed)) == (row.formed_at, row.duration_s)
+        times = (_NAN, _NAN) if is_exact else (row.formed_at, row.duration_s)
+        self._records.append(
+            *(self._replicasets.code(row.replicaset), row.replica_id, row.step_index, 1, formed),
+            *(row.num_decodes, row.num_prefills, row.decode_tokens, row.prefill_tokens, row.decode_context_tokens),
+            *(row.num_running, row.num_waiting, row.num_waiting, row.free_blocks, 0, 0),
+            *(row.num_preempted, row.num_finished, *times, row.used_fraction),
+        )
+        self._ends.append(end)
+
+    def append_step(self, replicaset: str, plan: StepPlan, ended_at: int, num_finished: int, num_blocks: int) -> None:
+        """Take a step of a replica of `num_blocks` KV blocks that came back at this tick."""
+        shape = plan.shape
+        self._records.append(
+            self._replicasets.code(replicaset),
+            plan.replica_id,
+            plan.step_index,
+            1,
+            plan.formed_at,
+            shape.num_decodes,
+            shape.num_prefills,
+            shape.num_decodes,
+            shape.prefill_tokens,
+            shape.decode_context_tokens,
+            plan.num_running,
+            plan.num_waiting,
+            plan.num_waiting,
+            plan.free_blocks,
+            0,
+            num_blocks,
+            len(plan.preempted) + plan.num_preempted_before,
+            num_finished,
+            _NAN,
+            _NAN,
+            _NAN,
+        )
+        self._ends.append(ended_at)
+
+    def append_run(self, replicaset: str, run: StepRunRecord, num_blocks: int) -> None:
+        """Take a step and its repetitions, of a replica of `num_blocks` KV blocks."""
+        plan, ended_at, growth, num_waiting_after = run
+        num_decodes = plan.num_pool_decodes
+        self._records.append(
+            *(self._replicasets.code(replicaset), plan.replica_id, plan.step_index, len(ended_at), plan.formed_at),
+            *(num_decodes, 0, num_decodes, 0, plan.shape.decode_context_tokens),
+            *(plan.num_running, plan.num_waiting, num_waiting_after, plan.free_blocks, len(growth), num_blocks),
+            *(0, 0, _NAN, _NAN, _NAN),
+        )
+        self._ends.extend(ended_at)
+        self._growth.extend(growth)
+
+    layout: Mapping[str, Any] = {
+        "use_dictionary": [
+            *("replicaset", "replica_id", "num_steps", "num_decodes", "num_prefills", "decode_tokens", "num_running"),
+            *("num_waiting", "num_waiting_after", "num_blocks", "num_preempted", "num_finished"),
+            *("formed_at", "duration_s", "used_fraction", "bends.list.element", "growth.list.element"),
+        ],
+        "column_encoding": dict.fromkeys(("step_index", "gap", "duration", "drift"), "DELTA_BINARY_PACKED"),
+    }
+    """How Parquet keeps the records."""
+
+    def schema(self) -> ArrowSchema:
+        """Columns of the records, as they are written."""
+        import pyarrow as pa
+
+        wide = ("step_index", "prefill_tokens", "decode_tokens", "decode_context_tokens", "free_blocks", "num_blocks")
+        types = {"replicaset": pa.string(), **dict.fromkeys(wide, pa.int64())}
+        types |= dict.fromkeys(("formed_at", "duration_s", "used_fraction"), pa.float64())
+        fields = [(name, types.get(name, pa.int32())) for name, _ in _FIELDS if name not in ("num_growths", "formed")]
+        fields += [(name, pa.int64()) for name in ("gap", "duration", "drift")]
+        fields += [("bends", pa.list_(pa.int64())), ("growth", pa.list_(pa.int32()))]
+        return pa.schema(fields, metadata={"ticks_per_second": str(TICKS_PER_SECOND)})
+
+    def slices(self, num_rows: int) -> Iterator[ArrowTable]:
+        """The records, replica by replica, at most `num_rows` at a time."""
+        import pyarrow as pa
+
+        records = self._records.rows(slice(None))
+        order = np.lexsort((records["step_index"], records["replica_id"], records["replicaset"]))
+        ends = reordered(np.array(self._ends, dtype=np.int64), records["num_steps"], order)
+        growth = reordered(np.array(self._growth, dtype=np.int32), records["num_growths"], order)
+        records = records[order]
+        num_steps, num_growths = records["num_steps"].astype(np.int64), records["num_growths"].astype(np.int64)
+        times = PackedTimes.pack(records["formed"].astype(np.int64), num_steps, ends)
+        columns: dict[str, Any] = {name: np.ascontiguousarray(records[name]) for name, _ in _FIELDS}
+        columns["replicaset"] = self._replicasets.take(columns["replicaset"])
+        columns |= {"gap": times.gap, "duration": times.duration, "drift": times.drift}
+        columns["bends"] = list_array(times.bends, np.maximum(num_steps - 2, 0))
+        columns["growth"] = list_array(growth, num_growths)
+        schema = self.schema()
+        arrays = [pa.array(columns[field.name], type=field.type, from_pandas=False) for field in schema]
+        table = pa.Table.from_arrays(arrays, schema=schema)
+        for start in range(0, len(records), num_rows):
+            yield table.slice(start, num_rows)
+
+    def to_table(self) -> ArrowTable:
+        """The whole table, a row per step, in order of time."""
+        import pyarrow as pa
+
+        parts = list(self.slices(max(1, len(self._records))))
+        return expand_steps(pa.concat_tables(parts) if parts else self.schema().empty_table(), STEP_COLUMNS)
+
+
+def list_parts(column: Any) -> tuple[NDArray[Any], Ints]:
+    """(values, how many each row has) of a column of lists."""
+    import pyarrow.compute as pc
+
+    return pc.list_flatten(column).to_numpy(), pc.list_value_length(column).to_numpy().astype(np.int64)
+
+
+def step_schema() -> ArrowSchema:
+    """Names and types of the steps table, a row per step."""
+    import pyarrow as pa
+
+    types = {"replicaset": pa.string(), "replica_id": pa.int32()}
+    types |= dict.fromkeys(("formed_at", "duration_s", "used_fraction"), pa.float64())
+    return pa.schema([(name, types.get(name, pa.int64())) for name in STEP_COLUMNS])
+
+
+def expand_steps(records: ArrowTable, names: Sequence[str]) -> ArrowTable:
+    """These columns of the steps table, a row per step, from its records: by time, at one time as the records lie."""
+    import pyarrow as pa
+
+    expansion = _Expansion(records)
+    schema = step_schema()
+    fields = [schema.field(name) for name in names]
+    arrays = [pa.array(expansion.column(field.name), type=field.type, from_pandas=False) for field in fields]
+    return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
+
+
+class _Expansion:
+    """Columns of single steps."""
+
+    def __init__(self, records: ArrowTable) -> None:
+        self._records = records
+        self._num_steps = self._ints("num_steps")
+        self._starts = np.cumsum(self._num_steps) - self._num_steps
+        bends, _ = list_parts(records.column("bends"))
+        gap, duration, drift = map(self._ints, ("gap", "duration", "drift"))
+        times = PackedTimes(gap, self._num_steps, duration, drift, bends.astype(np.int64))
+        per_second = int((records.schema.metadata or {}).get(b"ticks_per_second", TICKS_PER_SECOND))
+        formed_at, ended_at = (seconds_of(ticks, per_second) for ticks in times.unpack())
+        self._duration_s = self._given("duration_s", ended_at - formed_at)
+        self._formed_at = self._given("formed_at", formed_at)
+        self._order = np.argsort(self._formed_at, kind="stable")
+
+    def column(self, name: str) -> Any:
+        """One column, in order."""
+        if name == "replicaset":
+            repeated = np.repeat(np.arange(len(self._num_steps)), self._num_steps)[self._order]
+            return self._records.column(name).combine_chunks().take(repeated)
+        values: NDArray[Any] = self._unordered(name)[self._order]
+        return values
+
+    def _unordered(self, name: str) -> NDArray[Any]:
+        if name == "formed_at":
+            return self._formed_at
+        if name == "duration_s":
+            return self._duration_s
+        if name == "used_fraction":
+            with np.errstate(divide="ignore", invalid="ignore"):
+                used = 1.0 - self._free_blocks() / self._repeated("num_blocks")
+            return self._given(name, used)
+        if name == "free_blocks":
+            return self._free_blocks()
+        if name == "step_index":
+            return self._repeated(name) + self._positions()
+        if name == "decode_context_tokens":
+            return self._repeated(name) + self._positions() * self._repeated("num_decodes")
+        if name == "num_waiting":
+            return np.where(self._positions() == 0, self._repeated(name), self._repeated("num_waiting_after"))
+        return self._repeated(name)
+
+    def _ints(self, name: str) -> Ints:
+        values: Ints = self._records.column(name).to_numpy().astype(np.int64)
+        return values
+
+    def _repeated(self, name: str) -> Ints:
+        return np.repeat(self._ints(name), self._num_steps)
+
+    def _positions(self) -> Ints:
+        return np.arange(int(self._num_steps.sum()), dtype=np.int64) - np.repeat(self._starts, self._num_steps)
+
+    def _given(self, name: str, otherwise: NDArray[np.float64]) -> NDArray[np.float64]:
+        given = np.repeat(self._records.column(name).to_numpy(), self._num_steps)
+        return np.where(np.isnan(given), otherwise, given)
+
+    def _free_blocks(self) -> Ints:
+        """Each step after the first of a run has what is left when members took their blocks, cyclically as `growth` says."""
+        free = self._repeated("free_blocks")
+        growth, periods = list_parts(self._records.column("growth"))
+        positions = self._positions()
+        later = positions > 0
+        period = np.repeat(periods, self._num_steps)[later]
+        first = np.repeat(np.cumsum(periods) - periods, self._num_steps)[later]
+        taken = np.zeros_like(free)
+        taken[later] = growth[first + (positions[later] - 1) % np.maximum(period, 1)]
+        sums = np.cumsum(taken)
+        return free - (sums - np.repeat(sums[self._starts], self._num_steps)) if free.size else free

@@ -1,0 +1,27 @@
+"""Columns of lists in record files: values one after the other, and how many each record has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def list_array(values: NDArray[Any], counts: NDArray[Any]) -> Any:
+    """An Arrow array of lists: so many of the values for each record."""
+    import pyarrow as pa
+
+    offsets = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.ascontiguousarray(values)))
+
+
+def reordered(values: NDArray[Any], counts: NDArray[Any], order: NDArray[np.int64]) -> NDArray[Any]:
+    """Values (rows, where they have two dimensions) of which each record has so many, with the records in another order."""
+    stops = np.cumsum(counts, dtype=np.int64)
+    starts, counts = (stops - counts)[order], counts[order]
+    new_starts = np.cumsum(counts, dtype=np.int64) - counts
+    places = np.arange(len(values), dtype=np.int64) + np.repeat(starts - new_starts, counts)
+    taken: NDArray[Any] = values.take(places, axis=0)
+    return taken
