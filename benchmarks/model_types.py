@@ -186,6 +186,9 @@ schedules. A multimodal model is refused; give the directory of its text model. 
 
 {modules}.
 
+Of every type on this page that runs, fused or not, the tests compare greedy tokens on two replicas in threads of one process with transformers' own,
+over random schedules of chunks, decodes, preemptions, swaps and shared prefixes (`VAJRA_FUZZ_SCHEDULES=20 pytest tests/engine/compute/test_compute_all_families.py` tries more).
+
 ## Refused ({num_refused})
 
 {refused}
