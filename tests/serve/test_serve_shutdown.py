@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -147,3 +148,16 @@ def test_a_session_reads_like_a_run_and_replays(
     assert report.difference is None
     with pytest.raises(ConfigError, match="is there already"):
         puppet_server(settings, save_run=folder)
+
+
+@pytest.mark.slow
+def test_a_storm_of_signals_ends_a_server_well(
+    tiny_model: Path, start_server_process: Callable[..., Any], until: Callable[..., None]
+) -> None:
+    server = start_server_process("--model", str(tiny_model), "--num-gpu-blocks-override", "64")
+    until(lambda: httpx.get(f"{server.url}/ready").status_code == 200, "it is ready", 240.0)
+    number = 0
+    while server.process.poll() is None:
+        number += 1
+        server.process.send_signal(signal.SIGTERM if number % 2 else signal.SIGINT)
+    assert server.terminate() == 0
