@@ -76,3 +76,25 @@ def test_an_experiment_of_one_setting_is_replicated_and_compared_as_one(tmp_path
 def test_what_is_refused(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_from_mapping(MAPPING | extra)
+
+
+def test_a_warm_up_is_left_out_where_mser_finds_one_and_nothing_where_not(tmp_path: Path) -> None:
+    """A burst at the start is worked off; what comes after it is steady."""
+    burst = {"type": "piecewise", "pieces": [{"duration_s": 10, "rate": 60}, {"duration_s": 400, "rate": 2}]}
+    workload = {
+        "type": "synthetic",
+        "arrivals": burst,
+        "duration_s": 410,
+        "prompt_tokens": {"type": "constant", "value": 400},
+        "output_tokens": {"type": "constant", "value": 60},
+    }
+    runs = {}
+    for warmup in ("auto", 0):
+        simulator = MAPPING["backend"]["simulator"] | {"warmup_requests": warmup}
+        given = MAPPING | {"workload": workload, "backend": {"simulator": simulator}}
+        runs[warmup] = api.run(api.load(given), folder=tmp_path / str(warmup)).summary
+    assert runs["auto"].value("window.start_s") > 5
+    assert runs[0].value("window.start_s") < 1
+    assert runs["auto"].value("overall.e2e_s.mean") < runs[0].value("overall.e2e_s.mean")
+    with pytest.raises(ConfigError, match="warmup_requests"):
+        api.load(MAPPING | {"backend": {"simulator": MAPPING["backend"]["simulator"] | {"warmup_requests": "some"}}})

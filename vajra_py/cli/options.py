@@ -70,14 +70,25 @@ def say_step_times(runs: Sequence[RunData], comparison: Comparison | None = None
 
 
 def say_warnings(runs: Sequence[RunData]) -> None:
-    """What limits the numbers of these runs, each sentence once, on standard error."""
+    """What limits the numbers of these runs, each sentence once, on standard error; why a replicated setting was not stable, once for all of its seeds."""
+    from vajra_py.metrics.replications import group_replications
+
     found: dict[str, list[str]] = {}
-    for run in runs:
-        sentences = list(run.summary.value("warnings") or [])
-        if not run.is_finished:
-            sentences.insert(0, "Did not come to its end: these are the numbers up to where it stopped.")
-        for sentence in sentences:
-            found.setdefault(sentence, []).append(run.name)
+    settings = group_replications(runs)
+    for setting in settings:
+        labels: dict[str, int] = {}
+        for run in setting.runs:
+            sentences = list(run.summary.value("warnings") or [])
+            if not run.is_finished:
+                sentences.insert(0, "Did not come to its end: these are the numbers up to where it stopped.")
+            for sentence in sentences:
+                if len(setting.runs) > 1 and sentence.startswith("The run is "):
+                    label = str(run.summary.value("stability.label"))
+                    labels[label] = labels.get(label, 0) + 1
+                else:
+                    found.setdefault(sentence, []).append(run.name)
+        for label, count in labels.items():
+            found.setdefault(f"{label} under {count} of {len(setting.runs)} seeds.", []).append(setting.name)
     for sentence, names in found.items():
         about = "" if len(runs) == 1 else "all runs: " if len(names) == len(runs) else f"{', '.join(names)}: "
         click.echo(f"note: {about}{sentence}", err=True)
