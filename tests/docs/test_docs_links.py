@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from vajra_py import contract
+from vajra_py.plugins.build import hooks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -74,3 +78,14 @@ def test_the_configuration_page_is_what_the_models_say() -> None:
     command = [sys.executable, str(ROOT / "docs" / "generate_configuration.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_authors_page_lists_every_name_of_the_contract() -> None:
+    text = (ROOT / "docs" / "writing-a-policy.md").read_text(encoding="utf-8")
+    views = (contract.RequestView, contract.ReplicaState, contract.ReplicaView, contract.BatchBuilder)
+    members = {name for view in (*views, contract.ReplicaLimits) for name in dir(view) if not name.startswith("_")}
+    members |= {field.name for kind in (contract.PolicyContext, contract.EndedStep) for field in fields(kind)}
+    members |= {refusal.name for refusal in contract.Refusal} | {motion.name for motion in contract.KeyMotion}
+    hooks = {name for layer in contract.Layer for name in hooks_of(layer)}
+    missing = [name for name in (*contract.__all__, *members, *hooks) if not re.search(rf"\b{name}\b", text)]
+    assert not missing
