@@ -23,12 +23,25 @@ def test_events_come_by_tick_phase_rank_and_sequence(events: list[tuple[int, Pha
     assert popped == sorted((*event, number) for number, event in enumerate(events))
 
 
-@given(events=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(Phase)), max_size=8))
-def test_what_is_due_before_a_moment(events: list[tuple[int, Phase]]) -> None:
+@given(events=st.lists(st.tuples(st.integers(0, 4), st.sampled_from(Phase)), max_size=20))
+def test_what_was_due_happens_now_in_the_order_of_phases(events: list[tuple[int, Phase]]) -> None:
+    """As on an engine, whose clock is read when a turn begins: of one phase, what was due first stays first."""
     queue = EventQueue()
-    for tick, phase in events:
-        queue.push(tick, phase, None)
-    assert queue.nothing_up_to(2, Phase.ARRIVAL) == all(event > (2, Phase.ARRIVAL) for event in events)
+    for number, (tick, phase) in enumerate(events):
+        queue.push(tick, phase, number)
+    queue.bring_forward(3)
+    popped = [heappop(queue.heap) for _ in range(len(events))]
+    assert [(tick, phase, events[number][0]) for tick, phase, _, _, number in popped] == sorted(
+        (max(tick, 3), phase, tick) for tick, phase in events
+    )
+
+
+def test_events_of_a_phase_are_taken_out_in_order() -> None:
+    queue = EventQueue()
+    for tick, phase in ((5, Phase.POLICY), (1, Phase.ABORT), (2, Phase.POLICY)):
+        queue.push(tick, phase, tick)
+    assert queue.remove(Phase.POLICY) == [2, 5]
+    assert [payload for *_, payload in queue.heap] == [1]
 
 
 def test_what_frees_comes_first_and_decisions_last() -> None:

@@ -171,7 +171,8 @@ class Builder(PlanDraft):
             self._order = None
             if not self.bulk and not self.selected:
                 self._add_pool()
-                self._publish_decodes()
+                if self._to_publish:
+                    self._publish_decodes()
             if self.bulk:
                 if not residents.parked:
                     return None

@@ -65,7 +65,8 @@ class PlanDraft:
             self.preempted.clear()
         if self.notes:
             self.notes = {}
-        self._shapes.clear()
+        if not self._shapes.is_clear:
+            self._shapes.clear()
         if self.swap_bytes_due:
             self._shapes.add_swap(self.swap_bytes_due)
 
@@ -124,7 +125,11 @@ class PlanDraft:
             else:
                 num_decodes = len(self.selected)
                 context = sum(request.num_computed_tokens for request in self.selected)
-            complete = self._complete = self._shapes.complete(num_decodes, context)
+            if self._one_group and self._shapes.is_clear:  # nothing but decodes
+                complete = [BatchShape(num_decodes, context)]
+            else:
+                complete = self._shapes.complete(num_decodes, context)
+            self._complete = complete
         return complete
 
     def _has_selected_the_pool(self) -> bool:
@@ -195,13 +200,13 @@ class PlanDraft:
         """The plan as it stands; what it computes counts as computed from now on."""
         residents, memory = self._residents, self._memory
         pool = residents.pool
-        shape = self._shapes.slowest(self._completed())
+        shape = self._completed()[0] if self._one_group else self._shapes.slowest(self._completed())
         for request, num_tokens, computed, _ in self.chunks:
             request.set_computed(computed + num_tokens)
         if self.selected and not self.bulk and not self._has_selected_the_pool():
             self._park_all_but_selected()
         runs_something = self._slots < self._max_slots
-        chunks, num_pool_decodes = tuple(self.chunks), len(pool.members) if self.num_decodes else 0
+        chunks, num_pool_decodes = tuple(self.chunks), len(pool.members) if self.bulk or self.selected else 0
         admissions = None
         if self._pipelined:
             chunks, num_pool_decodes = self._detached(num_pool_decodes), 0

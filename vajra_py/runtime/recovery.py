@@ -78,7 +78,7 @@ def take_out_of_service(replicaset: Replicaset, alive: Sequence[Request], why: s
         observer.on_out_of_service(replicaset.name, why, seconds)
     policies = replicaset.policies
     assert policies is not None
-    replicaset.shared = policies.new_queue()
+    replicaset.share(policies.new_queue())
     for replica in replicaset.replicas:
         replica.refit(replace(replica.parts, queue=policies.new_queue()))
         replica.clear()

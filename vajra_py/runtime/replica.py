@@ -22,7 +22,7 @@ from vajra_py.contract import (
 from vajra_py.errors import BREACHES, PolicyError, VajraError
 from vajra_py.runtime.builder import Builder
 from vajra_py.runtime.builder_options import BuilderOptions, IllegalPlan
-from vajra_py.runtime.clock import to_seconds
+from vajra_py.runtime.clock import TICKS_PER_SECOND, to_seconds
 from vajra_py.runtime.executor import Executor, PlannedChunk, StepPlan, StepResult
 from vajra_py.runtime.kv import KvMemory, TokenKeys
 from vajra_py.runtime.lifecycle import Lifecycle
@@ -163,11 +163,6 @@ class Replica:
         self.builder.dropped = []
 
     @property
-    def has_requests(self) -> bool:
-        """Whether anything waits or runs here."""
-        return self.queue.num_requests > 0 or not self.residents.is_empty
-
-    @property
     def num_pending_tokens(self) -> int:
         """Tokens left to prefill, waiting and running."""
         return self.queue.num_tokens + sum(one.num_remaining_tokens for one in self.residents.partial)
@@ -183,7 +178,7 @@ class Replica:
 
     def next_plan(self, now: int) -> StepPlan | None:
         """Form the next step that runs something; None when there is nothing to run until something changes."""
-        if not self.has_requests and not len(self.residents.shared):
+        if self.residents.is_empty and not self.residents.num_waiting:
             return None
         builder = self.builder
         builder.num_preempted_before = 0
@@ -194,7 +189,7 @@ class Replica:
                     return None
                 builder.num_preempted_before += 1
                 continue
-            if plan.num_requests:
+            if plan.chunks or plan.num_pool_decodes:
                 return plan
             builder.num_preempted_before += len(plan.preempted)
         stuck = PolicyError(self.parts.policy_name, "preempts without ever running anything")
@@ -211,12 +206,13 @@ class Replica:
 
     def form_step(self, now: int) -> StepPlan | None:
         """Ask the policy once. None: it did nothing; a plan without entries: it only preempted."""
-        seconds, builder, name = to_seconds(now), self.builder, self.parts.policy_name
+        builder, view, name = self.builder, self._view, self.parts.policy_name
+        view.now = seconds = now / TICKS_PER_SECOND
         builder.start(seconds)
         if self.queue.is_arbitrary:
             self.residents.read_keys_again()
         try:
-            self._schedule(self._view.at(seconds), builder, seconds)
+            self._schedule(view, builder, seconds)
         except PolicyError as error:
             error.at(self.replica_id, self.num_steps)
             raise
@@ -232,7 +228,7 @@ class Replica:
             return None
         plan = builder.plan(self.num_steps, now)
         builder.forget_looked_at()
-        if plan.num_requests:
+        if plan.chunks or plan.num_pool_decodes:
             self.num_in_flight += 1
             self.num_steps += 1
         if self._step_logs:
@@ -317,8 +313,8 @@ class Replica:
             self._publish_computed(plan)
         if plan.chunks:
             done += self._apply_chunks(plan, now)
-        for ended in (result.stopped, result.failed):
-            done.extend(one for one in ended if one not in done)
+        if result.stopped or result.failed:
+            done += [one for one in dict.fromkeys((*result.stopped, *result.failed)) if one not in done]
         finished = self._finish_all(done, result, to_seconds(now)) if done else []
         if listeners:
             step = _as_told(plan, entries, to_seconds(now))

@@ -43,17 +43,18 @@ class AdmissionLimits:
 class SharedDoor:
     """One replica's access to the shared queue: it sees what the replicaset scheduler lets it pull."""
 
-    __slots__ = ("_replicaset", "view")
+    __slots__ = ("_replicaset", "queue", "view")
 
     def __init__(self, replicaset: Replicaset) -> None:
         self._replicaset = replicaset
+        self.queue = replicaset.shared
         self.view: ReplicaView | None = None
 
     def __len__(self) -> int:
-        return self._replicaset.shared.num_requests
+        return self.queue.num_requests
 
     def __contains__(self, request: object) -> bool:
-        return request in self._replicaset.shared
+        return request in self.queue
 
     def pulled(self, now: float) -> Iterator[RequestView]:
         """What this replica may take now, in the order that the scheduler gives."""
@@ -62,11 +63,11 @@ class SharedDoor:
 
     def begin_step(self) -> None:
         """Keys that may move with anything are read again."""
-        self._replicaset.shared.begin_step()
+        self.queue.begin_step()
 
     def take(self, request: RequestView) -> None:
         """The replica has admitted it."""
-        self._replicaset.shared.remove(request)
+        self.queue.remove(request)
 
 
 class _SharedView:
@@ -103,6 +104,7 @@ class Replicaset:
         self.shared = shared
         self.admission = admission
         self.replicas: list[Replica] = []
+        self._doors: list[SharedDoor] = []
         self.observers: Sequence[Observer] = ()
         self.listeners = NOBODY
         self._view_interval_s = view_interval_s
@@ -124,6 +126,7 @@ class Replicaset:
     def add_replica(self, make: Callable[[SharedAccess], Replica]) -> Replica:
         """Build a replica with its door to the shared queue and take it in."""
         door = SharedDoor(self)
+        self._doors.append(door)
         replica = make(door)
         load = LiveLoad(replica)
         door.view = load
@@ -132,6 +135,12 @@ class Replicaset:
         self._live.append(load)
         self._views = [SnapshotLoad.of(one) for one in self._live] if self._view_interval_s > 0 else self._live
         return replica
+
+    def share(self, queue: RequestQueue) -> None:
+        """Let this be the shared queue from now on."""
+        self.shared = queue
+        for door in self._doors:
+            door.queue = queue
 
     def refit(self, scheduler: ReplicasetScheduler, name: str) -> None:
         """Let this scheduler choose from now on."""

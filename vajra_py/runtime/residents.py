@@ -43,7 +43,7 @@ class Residents:
     @property
     def num_waiting(self) -> int:
         """Requests in the own queue and in the shared one."""
-        return self.queue.num_requests + len(self.shared)
+        return self.queue.num_requests + self.shared.queue.num_requests
 
     @property
     def is_empty(self) -> bool:
@@ -131,18 +131,14 @@ class Residents:
 class StateView:
     """`ReplicaState` over the residents: what a replica scheduler reads while it forms a step."""
 
-    __slots__ = ("_now", "_residents", "limits", "replica_id")
+    __slots__ = ("_residents", "limits", "now", "replica_id")
 
     def __init__(self, replica_id: int, residents: Residents) -> None:
         self.replica_id = replica_id
         self.limits = residents.limits
         self._residents = residents
-        self._now = 0.0
-
-    def at(self, now: float) -> StateView:
-        """The view at the step that is formed now."""
-        self._now = now
-        return self
+        self.now = 0.0
+        """When the step is formed, seconds."""
 
     @property
     def free_blocks(self) -> int:
@@ -186,7 +182,7 @@ class StateView:
 
     def waiting(self) -> Iterator[RequestView]:
         """Waiting requests, most urgent first, own and shared queue merged."""
-        residents, now = self._residents, self._now
+        residents, now = self._residents, self.now
         if not len(residents.shared):
             return residents.queue.ordered(now) if residents.queue.num_requests else iter(())
         pulled = residents.shared.pulled(now)
@@ -212,4 +208,4 @@ class StateView:
 
     def urgency(self, request: RequestView) -> PriorityKey:
         """The prioritizer's key now, ties broken by arrival and index."""
-        return self._residents.queue.urgency(request, self._now)
+        return self._residents.queue.urgency(request, self.now)

@@ -30,6 +30,7 @@ class ShapeTracker:
         "_one_group",
         "_swap_bytes",
         "_tokens_squared",
+        "is_clear",
         "prefill_tokens",
     )
 
@@ -44,6 +45,8 @@ class ShapeTracker:
         """Start the next step."""
         self.clear_chunks()
         self._swap_bytes = 0
+        self.is_clear = True
+        """Whether neither chunks nor swaps were added since."""
 
     def clear_chunks(self) -> None:
         """Start the sums of chunks anew; what was swapped stays swapped."""
@@ -56,9 +59,11 @@ class ShapeTracker:
     def add_swap(self, num_bytes: int) -> None:
         """Bytes that this step moves between device and host."""
         self._swap_bytes += num_bytes
+        self.is_clear = False
 
     def add_chunk(self, request: Request, num_tokens: int, context_tokens: int) -> None:
         """One more chunk is in the batch."""
+        self.is_clear = False
         self.prefill_tokens += num_tokens
         if not self._one_group:
             self._groups = self.with_chunk(self._groups, request, num_tokens, context_tokens)

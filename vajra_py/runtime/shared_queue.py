@@ -6,10 +6,15 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from vajra_py.contract import RequestView
+from vajra_py.runtime.queues import RequestQueue
 
 
 class SharedAccess(Protocol):
     """One replica's door to the shared queue of its replicaset."""
+
+    @property
+    def queue(self) -> RequestQueue:
+        """The shared queue as it is now; for questions."""
 
     def __len__(self) -> int:
         """Requests in the shared queue."""

@@ -184,7 +184,7 @@ def _queued_anew(replicaset: Replicaset, policies: Policies, now: float) -> list
 def _refit(replicaset: Replicaset, policies: Policies, queues: Sequence[RequestQueue] | None) -> int:
     """Let everyone use what is in force now; returns how many requests wait."""
     if queues is not None:
-        replicaset.shared = queues[0]
+        replicaset.share(queues[0])
     replicaset.listeners = policies.listeners()
     for replica in replicaset.replicas:
         replica_id = replica.replica_id

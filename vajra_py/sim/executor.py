@@ -9,7 +9,7 @@ import numpy as np
 
 from vajra_py.contract import LatencyModel
 from vajra_py.latency import VariesSteps
-from vajra_py.runtime.clock import to_ticks
+from vajra_py.runtime.clock import TICKS_PER_SECOND, to_ticks
 from vajra_py.runtime.executor import StepPlan, StepResult
 from vajra_py.runtime.replica import Replica
 from vajra_py.runtime.request import Request
@@ -35,7 +35,7 @@ class PredictedTimer:
 
     def stage_ticks(self, plan: StepPlan) -> int:
         """The latency model's answer for the plan's slowest group."""
-        return to_ticks(self._stage_time_s(plan.shape)) + self._overhead_ticks
+        return round(self._stage_time_s(plan.shape) * TICKS_PER_SECOND) + self._overhead_ticks
 
     def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> list[int]:
         """When steps end that begin now and do nothing but decode, one after another."""

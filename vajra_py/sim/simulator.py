@@ -235,9 +235,9 @@ class Simulator(Backend[SimReplica]):
         if replica.num_stages > 1:
             return self._launch_in_stages(replica, plan)
         replica.plan = plan
-        end = self._fast_forward.launch(replica, plan)
+        end = None if replica.runs is None else self._fast_forward.launch(replica, plan)
         if end is None:
-            end = self.now + max(1, replica.timer.stage_ticks(plan))
+            end = self._driver.now + max(1, replica.timer.stage_ticks(plan))
         self._driver.events.push(end, _STEP_END, (replica, None, replica.epoch), replica.rank)
         return end
 
@@ -260,17 +260,15 @@ class Simulator(Backend[SimReplica]):
         self._fast_forward.forget(replica)
         return self.now
 
-    def on_step_end(self, replica: SimReplica, payload: StepPlan | None) -> None:
-        """See `Backend`."""
-        self._end(replica, payload)
+    def on_step_end(self, replica: SimReplica, payload: StepPlan | None, *, at_once: bool = True) -> None:
+        """See `Backend`; `payload`: the plan, with several pipeline stages. `at_once`: see `Driver.complete`."""
+        plan = payload
+        if plan is None:
+            if replica.run_ends is not None:
+                self._fast_forward.finish(replica)
+            plan, replica.plan = replica.plan, None
+            assert plan is not None
+        self._driver.complete(replica, plan, self._executor.result(plan), at_once=at_once)
 
     def _end_now(self, one: SimReplica) -> None:
-        self._end(one, None, at_once=False)
-
-    def _end(self, one: SimReplica, plan: StepPlan | None, *, at_once: bool = True) -> None:
-        if plan is None:
-            if one.run_ends is not None:
-                self._fast_forward.finish(one)
-            plan, one.plan = one.plan, None
-            assert plan is not None
-        self._driver.complete(one, plan, self._executor.result(plan), at_once=at_once)
+        self.on_step_end(one, None, at_once=False)

@@ -33,12 +33,14 @@ class BlockCopy(NamedTuple):
 class HostSpace:
     """Host blocks, and the copies between them and the device."""
 
-    __slots__ = ("_copies", "_pool", "_records_copies", "num_stored", "num_taken_back")
+    __slots__ = ("_copies", "_pool", "_records_copies", "has_copies", "num_stored", "num_taken_back")
 
     def __init__(self, num_blocks: int, records_copies: bool) -> None:
         self._pool = BlockPool(num_blocks)
         self._records_copies = records_copies
         self._copies: list[BlockCopy] = []
+        self.has_copies = False
+        """Whether copies were decided since they were taken last."""
         self.num_stored = 0
         """Blocks copied to the host so far."""
         self.num_taken_back = 0
@@ -62,6 +64,7 @@ class HostSpace:
         self.num_stored += len(blocks)
         if self._records_copies:
             to_host = CopyDirection.TO_HOST
+            self.has_copies = True
             self._copies.extend(BlockCopy(s, t, to_host, g) for s, t, g in zip(blocks, targets, groups, strict=True))
         return targets
 
@@ -70,6 +73,7 @@ class HostSpace:
         self.num_taken_back += len(stored)
         if self._records_copies:
             to_device = CopyDirection.TO_DEVICE
+            self.has_copies = True
             self._copies.extend(BlockCopy(s, t, to_device, g) for s, t, g in zip(stored, blocks, groups, strict=False))
         self._pool.release(stored)
 
@@ -80,12 +84,12 @@ class HostSpace:
     def clear(self) -> None:
         """Hold nothing any more, and copy nothing of what was decided."""
         self._pool = BlockPool(self._pool.num_blocks)
-        self._copies = []
+        self._copies, self.has_copies = [], False
 
     def take_copies(self) -> list[BlockCopy]:
         """The copies decided since the last call, in order."""
         copies = self._copies
-        self._copies = []
+        self._copies, self.has_copies = [], False
         return copies
 
     def check(self, stored: Sequence[Sequence[int]]) -> None:

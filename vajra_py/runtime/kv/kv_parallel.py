@@ -429,7 +429,7 @@ class KvParallelMemory:
 
     def take_copies(self) -> list[BlockCopy]:
         """Block copies decided since the last call, in the order to carry them out; needs `records_copies`."""
-        return self._host.take_copies()
+        return self._host.take_copies() if self._host.has_copies else []
 
     def _resident(self, request: KvRequest, what: str) -> _BlockTables:
         entry = self._tables_of[request]

@@ -379,7 +379,7 @@ class PagedKvMemory:
 
     def take_copies(self) -> list[BlockCopy]:
         """Block copies decided since the last call, in the order to carry them out; needs `records_copies`."""
-        return self._host.take_copies()
+        return self._host.take_copies() if self._host.has_copies else []
 
     @staticmethod
     def _one_group(blocks: Sequence[int]) -> Sequence[int]:

@@ -222,7 +222,8 @@ class Driver(Generic[R]):
         replica = one.replica
         try:
             ended = replica.complete_step(plan, result, self.now)
-            self.controller.settle(ended, self.now)
+            if ended:
+                self.controller.settle(ended, self.now)
         except PolicyError as error:
             self._isolate(replica.replicaset, error)
             return
@@ -247,7 +248,8 @@ class Driver(Generic[R]):
         """
         if one.form_pending or one.free_at > self.now or one.replica.num_in_flight >= one.num_stages:
             return
-        if at_once and self.events.nothing_up_to(self.now, _FORM):
+        heap = self.events.heap
+        if at_once and (not heap or heap[0][0] > self.now):  # nothing else happens before
             self._start(one)
             return
         one.form_pending = True
@@ -281,9 +283,11 @@ class Driver(Generic[R]):
             self._isolate(one.replica.replicaset, error)
             return
         if plan is None:  # perhaps with steps further up the pipeline; the first stage is free
-            self._set_idle(one, is_idle=True)
+            if not one.is_idle:
+                self._set_idle(one, is_idle=True)
             return
-        self._set_idle(one, is_idle=False)
+        if one.is_idle:
+            self._set_idle(one, is_idle=False)
         self.num_steps += 1
         one.free_at = self._backend.launch(one, plan)
 

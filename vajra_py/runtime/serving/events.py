@@ -43,17 +43,10 @@ class EventQueue:
         self._sequence += 1
         heapq.heappush(self.heap, (tick, phase, rank, self._sequence, payload))
 
-    def nothing_up_to(self, tick: int, phase: Phase) -> bool:
-        """Whether no event precedes (tick, phase), and none of it was pushed earlier."""
-        if not self.heap:
-            return True
-        first = self.heap[0]
-        return first[0] > tick or (first[0] == tick and first[1] > phase)
-
     def bring_forward(self, now: int) -> None:
-        """Move everything that was due before `now` to `now`; of one phase, what was due first stays first."""
+        """Move everything that is due by `now` to `now`; of one phase, what was due first stays first."""
         due = []
-        while self.heap and self.heap[0][0] < now:
+        while self.heap and self.heap[0][0] <= now:
             due.append(heapq.heappop(self.heap))
         for _, phase, rank, _, payload in due:
             self.push(now, phase, payload, rank)
