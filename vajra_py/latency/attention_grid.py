@@ -54,7 +54,8 @@ class MixedSlice:
         self._decode_contexts = decode_contexts.tolist()
         self._stride_context = len(self._decode_contexts)
         self._stride_chunk = self._stride_context * len(self._contexts)
-        self._times = array("d", np.ascontiguousarray(times).ravel())
+        self._times = array("d")
+        self._times.frombytes(np.ascontiguousarray(times, dtype=np.float64).tobytes())
 
     def at(self, chunk: float, context: float, decode_context: float) -> float:
         """Microseconds of one call."""
@@ -156,27 +157,34 @@ def filled(grid: Grid, axes: tuple[Array, ...]) -> Grid:
         for axis in reversed(range(result.ndim)):
             if not np.isnan(result).any():
                 break
-            lines = np.moveaxis(result, axis, -1)
-            for index in np.ndindex(lines.shape[:-1]):
-                _fill_line(lines[index], axes[axis], beyond=beyond)
+            moved = np.moveaxis(result, axis, -1)
+            lines = moved.reshape(-1, moved.shape[-1])
+            known = np.isfinite(lines)
+            # Lines with the same holes are filled together.
+            for pattern in np.unique(known, axis=0):
+                if not pattern.all() and pattern.sum() >= 2:
+                    _fill_lines(lines, (known == pattern).all(axis=1), pattern, axes[axis], beyond=beyond)
+            moved[...] = lines.reshape(moved.shape)
     smallest = float(np.nanmin(grid))
     cleaned: Grid = np.maximum(np.nan_to_num(result, nan=smallest), smallest)
     return cleaned
 
 
-def _fill_line(line: Array, knots: Array, *, beyond: bool) -> None:
-    """Fill a line's holes in place."""
-    known = np.isfinite(line)
-    if known.all() or known.sum() < 2:
-        return
-    x, y = knots[known], line[known]
-    holes = np.flatnonzero(~known)
-    inside = (knots[holes] > x[0]) & (knots[holes] < x[-1])
-    line[holes[inside]] = np.interp(knots[holes[inside]], x, y)
-    if beyond:
-        low, high = holes[knots[holes] < x[0]], holes[knots[holes] > x[-1]]
-        line[low] = y[0]
-        line[high] = y[-1] + (y[-1] - y[-2]) / (x[-1] - x[-2]) * (knots[high] - x[-1])
+def _fill_lines(
+    lines: Array, rows: npt.NDArray[np.bool_], known: npt.NDArray[np.bool_], knots: Array, *, beyond: bool
+) -> None:
+    """Fill the holes of some lines in place, all of which have the same ones."""
+    x, y = knots[known], lines[np.ix_(rows, known)]
+    for hole in np.flatnonzero(~known):
+        at = knots[hole]
+        if x[0] < at < x[-1]:
+            right = int(np.searchsorted(x, at))
+            part = (at - x[right - 1]) / (x[right] - x[right - 1])
+            lines[rows, hole] = y[:, right - 1] + part * (y[:, right] - y[:, right - 1])
+        elif beyond and at < x[0]:
+            lines[rows, hole] = y[:, 0]
+        elif beyond:
+            lines[rows, hole] = y[:, -1] + (y[:, -1] - y[:, -2]) / (x[-1] - x[-2]) * (at - x[-1])
 
 
 def _along_first(knots: Array, grid: Grid, at: float) -> Grid:

@@ -7,8 +7,8 @@ all-reduces by a model of the link, and the host's overhead. Tables, rules at th
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from vajra_py.contract.latency import BatchShape
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.latency.attention_grid import AttentionGrid, DecodeRow
-from vajra_py.latency.bundle_files import ONCE_A_STEP, TWICE_A_LAYER, Bundle, SkewSample
+from vajra_py.latency.bundle_files import ONCE_A_STEP, TWICE_A_LAYER, Bundle, Samples, SkewSample
 from vajra_py.latency.calibration_file import Calibration
 from vajra_py.latency.deployment import Deployment, Parallelism
 from vajra_py.latency.devices import DeviceSpec
@@ -116,6 +116,20 @@ class _DecodeBatch:
     def time_s(self, mean_context: float) -> float:
         return max(self.fixed_s + self.per_us_s * self.row.at(mean_context), self.least_s)
 
+    def run_times_s(self, contexts: range, num_decodes: int) -> list[float]:
+        """The same for each of some ascending sums of contexts, bit for bit."""
+        row, fixed, scale, least = self.row, self.fixed_s, self.per_us_s, self.least_s
+        knots, values, slopes, last = row.knots, row.values, row.slopes, len(row.slopes) - 1
+        index = min(bisect_right(knots, contexts[0] / num_decodes), last + 1) - 1 if contexts[0] else 0
+        index, times = max(index, 0), []
+        for context in contexts:
+            mean = max(context / num_decodes, knots[0])
+            while index < last and mean >= knots[index + 1]:
+                index += 1
+            time = fixed + scale * (values[index] + slopes[index] * (mean - knots[index]))
+            times.append(time if time > least else least)
+        return times
+
     def times_s(self, mean_contexts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """The same for many, bit for bit."""
         times: npt.NDArray[np.float64] = self.fixed_s + self.per_us_s * self.row.at_each(mean_contexts)
@@ -155,8 +169,12 @@ class ProfileBundleModel:
             skew_ratio(bundle.skew, options.context_variation, counts, mixed=mixed) for mixed in (False, True)
         )
         self._decode_batches: dict[int, _DecodeBatch] = {}
-        self._apart_from_attention: dict[tuple[int, int], tuple[float, float]] = {}
-        """(seconds added to attention, least seconds of the step), by tokens and sequences of the fullest rank."""
+        self._dense = _summed(bundle.dense, model.num_layers)
+        self._head = _summed(bundle.per_sequence, 1)
+        self._of_tokens_s: dict[int, float] = {}
+        """Seconds of everything but attention, head and host, by tokens."""
+        self._of_sequences_s: dict[int, tuple[float, float]] = {}
+        """(seconds of head and host, least seconds of the step), by sequences."""
         self._largest_tokens = float(bundle.dense["qkv_proj"].sizes[-1])
 
     @property
@@ -199,7 +217,7 @@ class ProfileBundleModel:
         if last / num_decodes > batch.longest_context:
             return [self.batch_time_s(BatchShape(num_decodes, context)) for context in contexts]
         if num_steps <= FEW_STEPS:
-            return [batch.time_s(context / num_decodes) for context in contexts]
+            return batch.run_times_s(contexts, num_decodes)
         return batch.times_s(np.array(contexts, dtype=np.float64) / num_decodes)
 
     def breakdown_s(self, shape: BatchShape) -> dict[str, float]:
@@ -282,19 +300,24 @@ class ProfileBundleModel:
         if merged or swap_bytes or self._ranks > 1 or tokens > self._attention.largest["prefill_chunk"]:
             gpu, (added, least) = sum(self._parts(shape).values()), self._host_s(shape.num_requests)
             return max(gpu + added, least)
-        key = (decodes + tokens, decodes + prefills)
-        known = self._apart_from_attention.get(key)
-        if known is None:
-            added, least = self._host_s(key[1])
-            known = sum(self._token_parts(key[0], key[0]).values()) + self._head_s(key[1]) + added, least
-            self._apart_from_attention[key] = known
+        of_tokens = self._of_tokens_s.get(decodes + tokens)
+        if of_tokens is None:
+            of_tokens = sum(self._token_parts(decodes + tokens, decodes + tokens).values())
+            self._of_tokens_s[decodes + tokens] = of_tokens
+        of_sequences, least = self._of_sequences_s.get(decodes + prefills) or self._of_sequences(decodes + prefills)
         chunk, behind = _one_chunk(tokens, pairs)
         if decodes:
             microseconds = self._attention.mixed(decodes).at(chunk, behind, context / decodes)
             microseconds *= self._mixed_skew[decodes] if decodes < MOST_DECODES else self._mixed_skew[-1]
         else:
             microseconds = self._attention.prefill_us(chunk, behind)
-        return max(self._mixed_us_s * microseconds + known[0], known[1])
+        return max(self._mixed_us_s * microseconds + of_tokens + of_sequences, least)
+
+    def _of_sequences(self, sequences: int) -> tuple[float, float]:
+        """(seconds of the head and the host, least seconds of the step)."""
+        added, least = self._host_s(sequences)
+        found = self._of_sequences_s[sequences] = (self._head_s(sequences) + added, least)
+        return found
 
     def _parts(self, shape: BatchShape) -> dict[str, float]:
         """Seconds of the GPU's work, by part."""
@@ -338,11 +361,7 @@ class ProfileBundleModel:
     def _token_parts(self, rank_tokens: int, all_tokens: int) -> dict[str, float]:
         """Seconds of everything but attention and head, for so many tokens on the fullest rank and on all of them."""
         padded = self._padded(rank_tokens)
-        layers = self.model.num_layers
-        dense = 0.0
-        for name, samples in self.bundle.dense.items():
-            times = 1 if name in ONCE_A_STEP else 2 * layers if name in TWICE_A_LAYER else layers
-            dense += times * interpolated(samples.sizes, samples.times_us, padded)
+        dense = interpolated(self._dense.sizes, self._dense.times_us, padded)
         parts = {"dense": 1e-6 * dense * self._scale["dense"]}
         if self._experts is not None:
             # Ranks replay one CUDA graph, or each computes what it has.
@@ -373,8 +392,7 @@ class ProfileBundleModel:
         return seconds
 
     def _head_s(self, sequences: int) -> float:
-        times = self.bundle.per_sequence.values()
-        microseconds = sum(interpolated(one.sizes, one.times_us, max(1, sequences)) for one in times)
+        microseconds = interpolated(self._head.sizes, self._head.times_us, max(1, sequences))
         return 1e-6 * microseconds * self._scale["head"]
 
     def _padded(self, tokens: int) -> int:
@@ -394,6 +412,16 @@ def interpolated(sizes: npt.NDArray[np.float64], times: npt.NDArray[np.float64],
         return float(times[-1] * size / sizes[-1])
     slope = max(0.0, (times[-1] - times[middle]) / (sizes[-1] - sizes[middle]))
     return float(times[-1] + slope * (size - sizes[-1]))
+
+
+def _summed(operators: Mapping[str, Samples], num_layers: int) -> Samples:
+    """One curve of all operators of a step, each as often as it runs."""
+    sizes = np.unique(np.concatenate([one.sizes for one in operators.values()]))
+    total = np.zeros(len(sizes))
+    for name, samples in operators.items():
+        often = 1 if name in ONCE_A_STEP else 2 * num_layers if name in TWICE_A_LAYER else num_layers
+        total += often * np.array([interpolated(samples.sizes, samples.times_us, size) for size in sizes])
+    return Samples(sizes, total)
 
 
 def _one_chunk(tokens: float, pairs: float) -> tuple[float, float]:
