@@ -28,6 +28,7 @@ from vajra_py.metrics.run_data import RunData, load_runs
 from vajra_py.plugins import Registry, load_registry
 
 if TYPE_CHECKING:
+    from vajra_py.experiment.accuracy import Accuracy
     from vajra_py.metrics import plots
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "report",
     "run",
     "sweep",
+    "validate_measured",
 ]
 
 
@@ -124,6 +126,28 @@ def open_runs(paths: Iterable[str | Path]) -> list[RunData]:
 def compare(runs: Sequence[RunData]) -> Comparison:
     """The runs side by side; `.frame()` is a pandas frame, `.to_markdown()` and `.to_csv()` are texts."""
     return compare_runs(runs)
+
+
+def validate_measured(
+    measured: str | Path,
+    profile: str | Path,
+    calibration: str | Path | None = None,
+    *,
+    folder: str | Path,
+    engine: Mapping[str, Any] | None = None,
+) -> Accuracy:
+    """Simulate a real engine's run with a profile bundle and compare: `.errors`, `.series`, `.passes`, `.lines()`.
+
+    The simulation goes below `folder`; `engine` says what the measured file does not, by vLLM's argument names. Raises `ConfigError`.
+    """
+    from vajra_py.experiment.accuracy import compare_with_measured
+    from vajra_py.experiment.measured_files import read_measured
+    from vajra_py.experiment.measured_simulation import bundle_latency, simulate_measured
+
+    found = read_measured(measured, engine)
+    return compare_with_measured(
+        found, simulate_measured(found, bundle_latency(found, profile, calibration), Path(folder))
+    )
 
 
 def report(runs: Sequence[RunData], path: str | Path, title: str | None = None) -> Path:

@@ -27,10 +27,10 @@ Progress = Callable[[int, float], None]
 """Called after each simulation with (simulations so far, sum of squared residuals)."""
 
 FEWEST_REQUESTS = 20
-REQUEST_NOISE = 0.03
-"""Relative error of one request's latency that is nobody's fault: which step of the engine it just missed."""
-TTFT_GRACE_S = 0.2
-"""TTFT errors are relative to the TTFT and this, so that a short one does not count for more than it says."""
+TPOT_NOISE, TTFT_NOISE = 0.01, 0.03
+"""Relative errors of one request's latencies by chance: a TPOT is the mean of hundreds of steps, a TTFT is not."""
+MISSED_STEPS = 2.0
+"""Steps by which a TTFT is off by chance: a request that comes a moment later may be computed a step later, and so may those behind it."""
 MOST_TRIALS = 8
 """Steps of the optimiser from one start; each costs up to one simulation for each figure."""
 MOST_RESTARTS = 3
@@ -158,6 +158,10 @@ class _Trials:
         self._run, self._latency, self._num_fitted = run, latency, num_fitted
         self._progress = progress
         self._folder = tempfile.TemporaryDirectory(prefix="vajra-calibrate-")
+        fitted = run.requests.first(num_fitted)
+        # Requests that run side by side share their steps and err together: they say as much as those that could follow one another.
+        span = float(fitted.last_token_at.max() - fitted.arrived_at.min())
+        self._stretches = max(1.0, span / float(fitted.e2e_s.mean()))
         self._costs: dict[tuple[float, ...], float] = {}
         self._known: dict[tuple[float, ...], MeasuredRequests] = {}
 
@@ -220,15 +224,17 @@ class _Trials:
         simulated = self._simulated(values).first(self._num_fitted)
         measured = self._run.requests.first(self._num_fitted)
         tpot = simulated.tpot_s / measured.tpot_s - 1.0
-        ttft = (simulated.ttft_s - measured.ttft_s) / (measured.ttft_s + TTFT_GRACE_S)
+        ttft = simulated.ttft_s / measured.ttft_s - 1.0
         return {"tpot": tpot[np.isfinite(tpot)], "ttft": ttft}
 
     def _objective(self, units: Floats) -> Floats:
         """Residuals of the fitted requests and of the priors, for figures in units of the priors' widths."""
         parts = self.residuals_of(self._values(units))
-        # Requests that run side by side err together: all of them count as much as a few.
-        weight = 1.0 / (REQUEST_NOISE * np.sqrt(max(map(len, parts.values())) / FEWEST_REQUESTS))
-        residuals: Floats = np.concatenate([*(weight * part for part in parts.values()), units])
+        measured = self._run.requests.first(self._num_fitted)
+        by_chance = MISSED_STEPS * float(np.nanmedian(measured.tpot_s)) / measured.ttft_s
+        noise = {"tpot": TPOT_NOISE, "ttft": np.hypot(TTFT_NOISE, by_chance)}
+        weights = {name: np.sqrt(self._stretches / len(part)) / noise[name] for name, part in parts.items()}
+        residuals: Floats = np.concatenate([*(weights[name] * part for name, part in parts.items()), units])
         cost = float((2.0 * (np.sqrt(1.0 + residuals**2) - 1.0)).sum())
         self._costs[tuple(float(unit) for unit in units)] = cost
         if self._progress is not None:
