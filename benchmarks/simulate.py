@@ -11,13 +11,16 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from vajra_py.config import config_from_mapping
 from vajra_py.errors import VajraError
 from vajra_py.experiment.backend import Run
+from vajra_py.experiment.run import run_experiment
 from vajra_py.experiment.simulated import SimulatedRun
 from vajra_py.metrics.recorder import Recorder
 from vajra_py.plugins import load_registry
@@ -67,6 +70,25 @@ def measure_run(mapping: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def measure_outputs(num_requests: int = 4_000, rounds: int = 3) -> dict[str, float]:
+    """What decision log and steps table cost: CPU time of a whole run with both, over one without, in alternating rounds."""
+    mapping = experiment(drawn(num_requests, 22.0), 4)
+    ratios, size = [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(rounds):
+            seconds = []
+            for written in (True, False):
+                config = config_from_mapping({**mapping, "output": {"decision_log": written, "steps": written}})
+                place = Path(folder) / f"{number}-{written}"
+                started = time.process_time()
+                run_experiment(config, folder=place)
+                seconds.append(time.process_time() - started)
+                if written:
+                    size = sum(file.stat().st_size for file in place.iterdir())
+            ratios.append(seconds[0] / seconds[1])
+    return {"sim_outputs_x_none": median(ratios), "sim_outputs_mb": size / 1e6}
+
+
 def _peak_memory_mb() -> float:
     """Most memory that this process held; what the process held that started it does not count, where the system tells."""
     status = Path("/proc/self/status")
@@ -113,7 +135,7 @@ def measure(large: bool = False) -> dict[str, float]:
         answer = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         for key in ("cpu_s", "requests_per_cpu_s", "steps_per_cpu_s", "num_output_tokens", "peak_memory_mb"):
             figures[f"sim_{name}_{key}"] = answer[key]
-    return figures
+    return figures | measure_outputs()
 
 
 def main() -> int:
