@@ -75,10 +75,10 @@ def add_prompts(replica: ReplicaState, batch: BatchBuilder, next_chunk: ChunkRul
     still get their turn, since memory that they hold comes back only when they are done. False when one of them was
     refused the blocks to go on.
     """
-    prompts = PromptsByUrgency(replica, batch)
+    next_prompt = PromptsByUrgency(replica, batch).next
     num_skipped = 0
     all_can_grow = True
-    while (request := prompts.next(admitting=num_skipped < MAX_SKIPPED)) is not None:
+    while (request := next_prompt(num_skipped < MAX_SKIPPED)) is not None:
         if request in batch:
             continue
         num_tokens = next_chunk(request, batch, replica)
@@ -87,7 +87,7 @@ def add_prompts(replica: ReplicaState, batch: BatchBuilder, next_chunk: ChunkRul
         if num_tokens > 0:
             refusal = batch.add(request, num_tokens)
             if refusal is None:
-                if batch.slots_left <= 0 or batch.tokens_left <= 0:
+                if batch.tokens_left <= 0 or batch.slots_left <= 0:
                     break
                 continue
             if refusal is Refusal.BATCH_FULL or refusal is Refusal.TOKEN_BUDGET:
@@ -114,7 +114,7 @@ class PromptsByUrgency:
         self._queued: RequestView | None = None
         self._has_looked = False  # into the queue: no sooner than needed, since it is cheapest once its head has left
 
-    def next(self, *, admitting: bool = True) -> RequestView | None:
+    def next(self, admitting: bool) -> RequestView | None:
         """The next prompt; without `admitting`, or any free block, the next partial prefill. None: there is no further one."""
         if admitting and self._batch.free_blocks > 0:
             if not self._has_looked:

@@ -123,7 +123,9 @@ class Builder(PlanDraft):
         return None
 
     def _check_chunk(self, request: Request, num_tokens: int, done: int, known: int) -> None:
-        limit = self._memory.max_chunk(request, done, known - done)
+        limit = known - done
+        if not self._one_group:
+            limit = self._memory.max_chunk(request, done, limit)
         if num_tokens > limit:
             raise IllegalPlan(request, f"cannot add {num_tokens} tokens. Its next chunk may have at most {limit}")
 
@@ -357,9 +359,11 @@ class Builder(PlanDraft):
     def max_chunk(self, request: RequestView) -> int:
         """Most tokens that the next chunk of the request may have."""
         own = self._own(request)
-        resident = own.state is _RUNNING or own.state is _SWAPPED
-        done = own.num_computed_tokens if resident else self._memory.cached_tokens(own)
-        return self._memory.max_chunk(own, done, own.num_known_tokens - done)
+        if own.state is _RUNNING or own.state is _SWAPPED:
+            num_left = own.num_remaining_tokens
+        else:
+            num_left = own.num_known_tokens - self._memory.cached_tokens(own)
+        return num_left if self._one_group else self._memory.max_chunk(own, own.num_known_tokens - num_left, num_left)
 
     def shape(self) -> BatchShape:
         """Features of the batch so far, of its slowest group."""
