@@ -248,10 +248,17 @@ class _Expansion:
     def column(self, name: str) -> Any:
         """One column, in order."""
         if name == "replicaset":
-            repeated = np.repeat(np.arange(len(self._num_steps)), self._num_steps)[self._order]
-            return self._records.column(name).combine_chunks().take(repeated)
+            return self._replicasets()
         values: NDArray[Any] = self._unordered(name)[self._order]
         return values
+
+    def _replicasets(self) -> Any:
+        """By number, since taking a million strings takes a while."""
+        import pyarrow as pa
+
+        found = self._records.column("replicaset").combine_chunks().dictionary_encode()
+        numbers = np.repeat(found.indices.to_numpy(), self._num_steps)[self._order]
+        return pa.DictionaryArray.from_arrays(pa.array(numbers), found.dictionary).cast(pa.string())
 
     def _unordered(self, name: str) -> NDArray[Any]:
         if name == "formed_at":
