@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
@@ -78,6 +79,7 @@ class ProcessWorker:
         self._rendezvous: str | None = None
         self._facts: ModelFacts | None = None
         self._deliver: Deliver | None = None
+        self._closes = threading.Lock()
         self._receiver: threading.Thread | None = None
         self._closing = False
         ranks = options.tensor_parallel_size
@@ -132,8 +134,12 @@ class ProcessWorker:
                 return  # the process died; the receiver finds that out and says so
 
     def close(self) -> None:
-        """See `Worker`."""
+        """See `Worker`; whoever comes second waits for the first."""
         self._closing = True
+        with self._closes:
+            self._close()
+
+    def _close(self) -> None:
         for pipe in self._pipes:
             try:
                 pipe.send(None)
@@ -157,8 +163,9 @@ class ProcessWorker:
 
     def discard(self) -> None:
         """See `Worker`; ranks may wait for one that is gone, so nobody is asked to stop."""
-        for process in self._processes:
-            process.kill()
+        for process in list(self._processes):
+            with suppress(ValueError):  # it has been closed meanwhile
+                process.kill()
         self.close()
 
     def _call(self, name: str, *arguments: Any) -> list[Any]:
