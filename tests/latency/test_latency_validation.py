@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,40 @@ def test_data_parallel_ranks_with_shared_experts_are_one_replica_of_all_of_them(
     assert together.replica.memory.num_blocks == 200
     apart = simulation_of(run, {"type": "constant"}, tmp_path / "w")
     assert (apart.num_replicas, apart.replica.max_batch_size, apart.replica.memory.num_blocks) == (2, 8, 100)
+
+
+def test_gaps_between_tokens_and_the_engines_log_are_compared_where_they_are_known(
+    run_folder: Path, bundle: Path, tmp_path: Path
+) -> None:
+    run = read_measured_run(run_folder)
+    simulated = simulate_measured(run, bundle_latency(run, bundle), tmp_path / "sim")
+    as_measured(run_folder, simulated)
+    served = requests_of(simulated)
+    assert served.scheduled_at is not None
+    ends = np.arange(1.0, served.last_token_at.max() + 2)
+    running = [int(((served.scheduled_at <= end) & (served.last_token_at > end)).sum()) for end in ends]
+    spans = zip(served.first_token_at, served.last_token_at, served.num_output_tokens, strict=True)
+    tokens_at = np.concatenate([np.linspace(first, last, count) for first, last, count in spans])
+    rates, _ = np.histogram(tokens_at, np.concatenate([[0.0], ends]))
+    columns = zip(ends, rates, running, strict=True)
+    rows = [
+        f"{end + 0.5},100,{rate},{count},0,12.5" for end, rate, count in columns
+    ]  # a log that began half a second before
+    header = "t,prompt_throughput,gen_throughput,running,waiting,kv_cache_pct"
+    (run_folder / "timeseries.csv").write_text("\n".join([header, *rows, ""]))
+    measured = read_measured_run(run_folder)
+    gaps = np.repeat(served.tpot_s, served.num_output_tokens - 1)
+    accuracy = compare_with_measured(replace(measured, requests=replace(measured.requests, tbt_s=gaps)), simulated)
+    errors = {one.name: one.relative for one in accuracy.errors}
+    assert errors["tbt_mean_ms"] == pytest.approx(0.0, abs=0.01)
+    assert {"tbt_p50_ms", "tbt_p99_ms"} <= set(errors)
+    series = {one.name: one for one in accuracy.series}
+    assert series["running"].relative < 0.02
+    assert series["gen_throughput"].measured.sum() == pytest.approx(served.num_output_tokens.sum(), rel=0.02)
+    assert series["gen_throughput"].simulated.sum() == pytest.approx(served.num_output_tokens.sum(), rel=0.02)
+    assert series["gen_throughput"].relative < 0.15
+    assert series["kv_use_pct"].measured[0] == pytest.approx(12.5)
+    assert 0 < series["kv_use_pct"].simulated.max() <= 100
 
 
 # Calibration

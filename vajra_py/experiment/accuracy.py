@@ -19,7 +19,6 @@ MEAN_BOUND = 0.08
 TTFT_BOUND = 0.15
 QUANTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 LATENCIES = ("ttft", "tpot", "e2e")
-SERIES = ("running", "waiting", "gen_throughput")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,7 @@ def compare_with_measured(run: MeasuredRun, simulated: RunData) -> Accuracy:
         run.path.name,
         run.requests,
         served,
-        tuple(latency_errors(run.requests, served)),
+        (*latency_errors(run.requests, served), *gap_errors(run.requests, simulated)),
         tuple(series_errors(run, served, simulated)),
         trust,
     )
@@ -162,6 +161,19 @@ def latency_errors(measured: MeasuredRequests, simulated: MeasuredRequests) -> I
     yield MetricError("output_tokens_per_s", rate, other_rate, MEAN_BOUND)
 
 
+def gap_errors(measured: MeasuredRequests, simulated: RunData) -> Iterator[MetricError]:
+    """Mean and quantiles of the gaps between tokens of all requests, in milliseconds; nothing where they were not measured."""
+    gaps = measured.tbt_s
+    if gaps is None or not len(gaps):
+        return
+    mine = {"mean": float(gaps.mean())} | {name: float(np.percentile(gaps, one)) for name, one in QUANTILES.items()}
+    for name, value in mine.items():
+        other = simulated.summary.value(f"overall.tbt_s.{name}")
+        if other is not None:
+            bound = MEAN_BOUND if name == "mean" else None
+            yield MetricError(f"tbt_{name}_ms", 1e3 * value, 1e3 * float(other), bound)
+
+
 def series_errors(run: MeasuredRun, simulated: MeasuredRequests, data: RunData) -> Iterator[SeriesError]:
     """Running and waiting requests and generated tokens by second, from the first arrival to the last end of either."""
     measured = run.requests
@@ -176,9 +188,19 @@ def series_errors(run: MeasuredRun, simulated: MeasuredRequests, data: RunData) 
             _present(getattr(measured, start), getattr(measured, stop), seconds),
             _present(getattr(simulated, start), getattr(simulated, stop), seconds),
         )
-    rates = None if run.series is None else _recorded_rate(run, seconds)
-    if rates is not None:
-        yield SeriesError("gen_throughput", seconds, rates, _simulated_rate(data, simulated, seconds))
+    log = run.series
+    if log is None or len(log["t"]) < 2:
+        return
+    at = log["t"] - _log_shift(run, log)
+    yield SeriesError(
+        "gen_throughput", seconds, _recorded_rate(at, log, seconds), _simulated_rate(data, simulated, seconds)
+    )
+    if log.get("kv_cache_pct", np.zeros(1)).any():
+        steps = data.steps("formed_at", "used_fraction")
+        formed, used = (steps.column(name).to_numpy() for name in steps.column_names)
+        order = np.argsort(formed, kind="stable")
+        simulated_use = np.interp(seconds, formed[order], 100.0 * used[order], right=0.0)
+        yield SeriesError("kv_use_pct", seconds, np.interp(seconds, at, log["kv_cache_pct"], right=0.0), simulated_use)
 
 
 def _present(start: Floats, stop: Floats, at: Floats) -> Floats:
@@ -188,25 +210,22 @@ def _present(start: Floats, stop: Floats, at: Floats) -> Floats:
     return (begun - ended).astype(np.float64)
 
 
-def _recorded_rate(run: MeasuredRun, seconds: Floats) -> Floats | None:
-    """Generated tokens by second as the engine logged them, on the clock of the requests.
-
-    The log's clock starts some time before the first arrival: where the running requests of log and requests agree best.
-    """
-    series = run.series
+def _log_shift(run: MeasuredRun, log: Mapping[str, Floats]) -> float:
+    """How many seconds the log's clock is ahead of the requests': where their running requests agree best."""
     requests = run.requests
-    if series is None or requests.scheduled_at is None or len(series["t"]) < 2:
-        return None
-    ends, running = series["t"], series["running"]
+    assert requests.scheduled_at is not None  # else there is no series
     shifts = np.arange(-2.0, 2.0, 0.02)
     gaps = [
-        float(np.abs(_present(requests.scheduled_at, requests.last_token_at, ends - shift) - running).sum())
+        float(np.abs(_present(requests.scheduled_at, requests.last_token_at, log["t"] - shift) - log["running"]).sum())
         for shift in shifts
     ]
-    shift = float(shifts[int(np.argmin(gaps))])
-    step = float(np.median(np.diff(ends)))
-    edges = np.concatenate([[ends[0] - step], ends]) - shift
-    total = np.concatenate([[0.0], np.cumsum(series["gen_throughput"] * np.diff(edges))])
+    return float(shifts[int(np.argmin(gaps))])
+
+
+def _recorded_rate(at: Floats, log: Mapping[str, Floats], seconds: Floats) -> Floats:
+    """Generated tokens by second as the engine logged them; `at` are the ends of the log's intervals."""
+    edges = np.concatenate([[at[0] - float(np.median(np.diff(at)))], at])
+    total = np.concatenate([[0.0], np.cumsum(log["gen_throughput"] * np.diff(edges))])
     return _rate(edges, total, seconds)
 
 
