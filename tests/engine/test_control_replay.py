@@ -1,4 +1,4 @@
-"""Does one policy take the same decisions on the engine and in the simulator, and is it noticed when it does not?"""
+"""Equal decisions on the engine and in its replay by the simulator, and the notice when they differ."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from vajra_py.plugins import build_registry, load_registry
 from vajra_py.runtime.decision_reader import read_decisions
 from vajra_py.runtime.input_log import read_rows
 from vajra_py.testing.fake_runner import SteppedWorld, expected_output
+from vajra_py.workload import PromptContent, RequestSpec, Workload, write_jsonl
+from vajra_py.workload.request import follows_of
 
 LATENCY = {"type": "affine", "base_s": 0.004, "per_token_s": 1e-4, "per_prefill_pair_s": 1e-7, "per_swap_byte_s": 1e-7}
 CLASSES = [
@@ -181,6 +183,40 @@ def test_decisions_are_equal(number: int, hollow_model: Path, tmp_path: Path) ->
 
 
 BUILTIN = {layer: builtin(layer) for layer in Layer}
+
+
+def test_a_join_waits_for_its_last_parent_on_the_engine_and_in_its_replay(hollow_model: Path, tmp_path: Path) -> None:
+    graph: dict[str, tuple[str, ...]] = {}
+    for number in range(4):
+        calls = tuple(f"call{number}.{branch}" for branch in range(3))
+        graph |= {f"plan{number}": (), **dict.fromkeys(calls, (f"plan{number}",)), f"answer{number}": calls}
+    content = {"content": PromptContent((("sys", 16), (("out", "call0.0"), 5), (("out", "call0.1"), 5), ("own", 4)))}
+    requests = [
+        RequestSpec(
+            name,
+            0.01 * index,
+            30,
+            5 + 9 * (index % 3),
+            follows=follows_of(parents),
+            think_time_s=0.01 * len(parents),
+            **(content if name == "answer0" else {}),  # type: ignore[arg-type]
+        )
+        for index, (name, parents) in enumerate(graph.items())
+    ]
+    write_jsonl(Workload.from_requests(requests), tmp_path / "graph.jsonl")
+    workload = {"type": "jsonl", "path": str(tmp_path / "graph.jsonl")}
+    mapping = settings(hollow_model, layers("fcfs", "least_loaded", "vllm_v1"), workload, engine={"time_scale": 1.0})
+    run = run_it(mapping, tmp_path / "run")
+    rows = {row["request_id"]: row for row in run.requests().to_pylist()}
+    assert set(rows) == set(graph)
+    for name, parents in graph.items():
+        if parents:
+            last = max(rows[parent]["ended_at"] for parent in parents)
+            assert rows[name]["arrived_at"] - last - 0.01 * len(parents) == pytest.approx(0.0, abs=0.02)
+            assert rows[name]["arrived_at"] >= last + 0.01 * len(parents) - 1e-9
+    assert replay(tmp_path / "run").is_equal
+
+
 PREEMPTS_NEVER = {"orca"}
 """It sets memory aside for the longest output at admission."""
 FEW = {**SINGLES, "num_requests": 14, "prompt_tokens": {"type": "uniform", "min": 20, "max": 140}}

@@ -1,4 +1,4 @@
-"""Who arrives, waits, expires and follows whom, when a run ends, and how steps go through pipelines."""
+"""Arrivals, expiries and followers, the end of a run, and steps in pipelines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vajra_py.contract import EndReason
 from vajra_py.latency import AffineModel, ConstantModel
@@ -17,6 +19,7 @@ from vajra_py.sim.executor import PredictedTimer, SimulatedExecutor
 from vajra_py.sim.simulator import SimulationOptions, Simulator
 from vajra_py.testing import Harness, HarnessOptions
 from vajra_py.workload import RequestSpec
+from vajra_py.workload.request import follows_of
 
 OPTIONS = HarnessOptions(block_size=4, num_blocks=50, max_batch_size=4, latency=ConstantModel(0.01), max_model_len=150)
 
@@ -150,6 +153,38 @@ def test_a_follower_arrives_however_the_other_ended() -> None:
     assert served["next"].arrived_at == pytest.approx(2.12), "when the step that it was in is over"
     assert served["later"].arrived_at == pytest.approx(3.2)
     assert served.harness.controller.num_alive == 0
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> list[RequestSpec]:
+    """Requests with up to three parents each, some of which are rejected or expire."""
+    specs = []
+    for index in range(draw(st.integers(1, 12))):
+        parents = draw(st.lists(st.integers(0, index - 1), max_size=3, unique=True)) if index else []
+        specs.append(
+            spec(
+                f"r{index}",
+                draw(st.floats(0, 0.2)) if not parents else 0.0,
+                draw(st.sampled_from([1, 4, 30, 500])),  # 500 never fits
+                draw(st.integers(1, 9)),
+                follows=follows_of([f"r{parent}" for parent in parents]),
+                think_time_s=draw(st.sampled_from([0.0, 0.005, 0.1])),
+                expires_after_s=draw(st.sampled_from([None, 0.01])),
+            )
+        )
+    return specs
+
+
+@given(graphs(), st.booleans())
+def test_a_request_arrives_when_all_that_it_follows_have_ended(specs: list[RequestSpec], runs_ahead: bool) -> None:
+    served = run(specs, replace(OPTIONS, max_batch_size=2), SimulationOptions(runs_ahead=runs_ahead))
+    ends = served.ends()
+    assert set(ends) == {one.request_id for one in specs}, "nobody vanishes"
+    assert served.harness.controller.num_alive == 0
+    for one in specs:
+        ended = [ends[parent][1] for parent in one.parents]
+        expected = max(at for at in ended if at is not None) + one.think_time_s if ended else one.arrived_at
+        assert served[one.request_id].arrived_at == pytest.approx(expected, abs=1e-11)
 
 
 def test_who_follows_nobody_known_never_arrives() -> None:

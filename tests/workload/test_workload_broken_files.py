@@ -179,7 +179,7 @@ def test_whole_numbers_may_be_written_as_decimals(tmp_path: Path) -> None:
         ("ttft_slo_s", "-1", "seconds >= 0, or nothing"),
         ("priority", "high", "A whole number"),
         ("max_tokens", "0", "A whole number >= 1, or nothing"),
-        ("follows", "zz", "follows a request that is not in the file ('zz')"),
+        ("follows", "zz", "follows a request that is not in the workload ('zz')"),
     ],
 )
 def test_an_optional_column_that_is_broken(tmp_path: Path, column: str, cell: str, words: str) -> None:
@@ -189,7 +189,25 @@ def test_an_optional_column_that_is_broken(tmp_path: Path, column: str, cell: st
 def test_ids_and_followers_of_a_csv(tmp_path: Path) -> None:
     check(tmp_path, "csv", f"{CSV},request_id\n0,1,1,a\n0,1,1,a\n", ":3", "the id is empty or used before ('a')")
     text = f"{CSV},request_id,follows\n0,1,1,a,b\n1,1,1,b,\n"
-    check(tmp_path, "csv", text, ":2", "follows a request that does not come before it ('b')")
+    check(tmp_path, "csv", text, ":2", "follows a request that comes later ('b')")
+
+
+@pytest.mark.parametrize(
+    ("follows", "words"),
+    [
+        ("a;zz", "follows a request that is not in the workload ('zz')"),
+        ("a;a", "follows a request twice ('a', 'a')"),
+        ("a;d", "follows a request that comes later ('d')"),
+        ("a;c", "waits for itself ('b' -> 'c' -> 'b', each follows the next)"),
+        ("b", "waits for itself ('b' -> 'b', each follows the next)"),
+    ],
+)
+def test_parents_that_cannot_be_waited_for(tmp_path: Path, follows: str, words: str) -> None:
+    text = f"{CSV},request_id,follows\n0,1,1,a,\n1,1,1,b,{follows}\n1,1,1,c,b\n2,1,1,d,\n"
+    check(tmp_path, "csv", text, ":3", words, "The id of an earlier request")
+    parents = {"a": None, "b": follows.split(";") if ";" in follows else follows, "c": ["b"], "d": None}
+    lines = [json.dumps(JSONL | {"request_id": name, "follows": value}) for name, value in parents.items()]
+    check(tmp_path, "jsonl", "\n".join(lines), ":2", words, "The id of an earlier request")
 
 
 def test_a_csv_without_the_needed_columns(tmp_path: Path) -> None:
@@ -233,6 +251,8 @@ def test_a_trace_of_failures_only(tmp_path: Path) -> None:
         (json.dumps(JSONL | {"request_id": "b", "content": "abc"}), ["content cannot be used"]),
         (json.dumps(JSONL | {"request_id": "b", "metadata": {"k": [1]}}), ["metadata cannot be used"]),
         (json.dumps(JSONL), ["request_id is empty or used before ('a')"]),
+        (json.dumps(JSONL | {"request_id": "b", "follows": []}), ["follows cannot be used ('[]')", "a list of"]),
+        (json.dumps(JSONL | {"request_id": "b", "follows": ["a", 1]}), ["follows cannot be used", "a list of"]),
         (
             json.dumps(JSONL | {"request_id": "b", "follows": "zz"}),
             ["follows a request that is not in the workload ('zz')"],

@@ -25,6 +25,7 @@ from vajra_py.workload import (
     named_streams,
     sessions_workload,
 )
+from vajra_py.workload.request import follows_of
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -44,7 +45,7 @@ def workloads(draw: st.DrawFn, name: str = "w") -> Workload:
     requests = []
     for index, arrived_at in enumerate(times):
         content = draw(st.none() | contents)
-        follows = draw(st.none() | st.integers(0, index - 1)) if index else None
+        parents = draw(st.lists(st.integers(0, index - 1), max_size=3, unique=True)) if index else []
         requests.append(
             RequestSpec(
                 str(index),
@@ -57,7 +58,7 @@ def workloads(draw: st.DrawFn, name: str = "w") -> Workload:
                 ttft_slo_s=draw(st.none() | st.floats(0, 9)),
                 session_id=draw(st.sampled_from(["", "s1", "s2"])),
                 content=content,
-                follows=None if follows is None else str(follows),
+                follows=follows_of([str(parent) for parent in parents]),
                 think_time_s=draw(st.floats(0, 3)),
                 metadata=draw(st.sampled_from([{}, {"k": 1.5}, {"k": "v", "n": 2}])),
             )
@@ -72,7 +73,7 @@ def assert_whole(workload: Workload) -> None:
     for request in workload:
         assert request.arrived_at >= before
         assert request.request_id not in seen
-        assert request.follows is None or request.follows in seen
+        assert seen.issuperset(request.parents)
         seen.add(request.request_id)
         before = request.arrived_at
 
@@ -156,6 +157,27 @@ def test_a_follower_follows_the_nearest_ancestor_that_is_left() -> None:
     assert [(r.request_id, r.follows) for r in kept] == [("0", None), ("3", "0"), ("4", "3")]
 
 
+def nearest_kept(workload: Workload, request: RequestSpec, kept: set[str]) -> list[str]:
+    """Kept parents, and of those that are left out the nearest kept ancestors, each once."""
+    by_id = {each.request_id: each for each in workload}
+    found: list[str] = []
+    for parent in request.parents:
+        found += [parent] if parent in kept else nearest_kept(workload, by_id[parent], kept)
+    return list(dict.fromkeys(found))
+
+
+@settings(max_examples=60)
+@given(workloads(), st.integers(1, 50))
+def test_who_is_left_out_is_replaced_by_whom_it_followed(workload: Workload, longest: int) -> None:
+    kept = workload.limit_lengths(max_prompt_tokens=longest)
+    names = {request.request_id for request in kept}
+    assert names == {request.request_id for request in workload if request.num_prompt_tokens <= longest}
+    by_id = {request.request_id: request for request in workload}
+    for request in kept:
+        assert list(request.parents) == nearest_kept(workload, by_id[request.request_id], names)
+    assert_whole(kept)
+
+
 @settings(max_examples=40)
 @given(workloads("x"), workloads("x"), workloads("y"))
 def test_a_merge_keeps_every_request_and_mixes_no_contents(one: Workload, two: Workload, three: Workload) -> None:
@@ -177,7 +199,7 @@ def test_a_merge_keeps_every_request_and_mixes_no_contents(one: Workload, two: W
                 old.ttft_slo_s,
                 old.metadata,
             )
-            assert new.follows == (None if old.follows is None else f"{name}/{old.follows}")
+            assert new.follows == follows_of([f"{name}/{parent}" for parent in old.parents])
             assert new.session_id == (f"{name}/{old.session_id}" if old.session_id else "")
         pairs = [(a, b) for a in part for b in part if a.content and b.content]
         for a, b in pairs:
@@ -357,6 +379,8 @@ def test_statistics_of_a_known_workload(three: Workload) -> None:
         ({"deadline_s": -0.5}, "deadline_s is no duration"),
         ({"follows": "z"}, r"follows a request that is not in the workload \('z'\)"),
         ({"follows": "b"}, r"follows a request that comes later \('b'\)"),
+        ({"follows": ()}, "follows an empty list of requests"),
+        ({"follows": ("b", "z")}, r"follows a request that comes later \('b'\)"),
         ({"request_id": "b"}, "request_id is empty or used before"),
         ({"request_id": ""}, "request_id is empty or used before"),
         ({"content": PromptContent((("s", 9),))}, "content describes 9 tokens of a prompt of 10"),

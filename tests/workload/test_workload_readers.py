@@ -262,6 +262,26 @@ def test_followers_survive_a_round_trip(tmp_path: Path, three: Workload) -> None
     assert len((tmp_path / "w.jsonl").read_text().splitlines()) == 3
 
 
+def test_a_join_of_several_requests(tmp_path: Path) -> None:
+    requests = [
+        RequestSpec("plan", 0.0, 1, 1),
+        RequestSpec("search", 1.0, 1, 1, follows="plan"),
+        RequestSpec("read", 1.0, 1, 1, follows="plan"),
+        RequestSpec("answer", 2.0, 1, 1, follows=("search", "read"), think_time_s=0.5),
+    ]
+    write_jsonl(Workload.from_requests(requests), tmp_path / "w.jsonl")
+    assert '"follows":"plan"' in (tmp_path / "w.jsonl").read_text(), "one parent is written as ever"
+    assert list(read_jsonl(tmp_path / "w.jsonl")) == requests
+    rows = [f"{r.request_id},{r.arrived_at},1,1,{';'.join(r.parents)},{r.think_time_s}" for r in requests]
+    header = "request_id,arrived_at,num_prompt_tokens,num_output_tokens,follows,think_time_s"
+    assert list(read_csv(written(tmp_path, "\n".join([header, *rows, ""])))) == requests
+
+
+def test_an_id_with_a_semicolon_is_one_request(tmp_path: Path) -> None:
+    text = "request_id,arrived_at,num_prompt_tokens,num_output_tokens,follows\na;b,0,1,1,\nc,1,1,1,a;b\n"
+    assert read_csv(written(tmp_path, text))[1].parents == ("a;b",)
+
+
 # --- The public traces ------------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ from vajra_py.runtime.content_of import facts_of
 from vajra_py.runtime.input_log import INPUTS_FILE, InputLog
 from vajra_py.runtime.request import Request
 from vajra_py.workload import RequestSpec, Workload
+from vajra_py.workload.followers import Followers
 
 OUTPUTS_FILE = "outputs.jsonl.gz"
 ENGINE_FILE = "engine.json"
@@ -51,7 +52,7 @@ class EngineRun:
         self.controller = self._engine.controller
         self._outputs: dict[str, list[int]] = {}
         self._prompts = PromptMaker(run.config.seed, self._engine.vocab_size, self._outputs)
-        self._followers: dict[str, list[RequestSpec]] = {}
+        self._followers = Followers()
         self._num_ended = 0
         self.loop: EngineLoop | None = None
         self._log: InputLog | None = None
@@ -74,10 +75,8 @@ class EngineRun:
         self.loop = loop = self._engine.start(note=None if self._log is None else self._log.note)
         loop.on_ended = self._ended
         for spec in self._run.workload:
-            if spec.follows is None:
+            if not self._followers.add(spec):
                 self._schedule(spec, to_ticks(spec.arrived_at * self._settings.time_scale))
-            else:
-                self._followers.setdefault(spec.follows, []).append(spec)
         loop.run()
         if loop.num_lost == len(self._engine.units):
             raise ExecutorError(f"every replica failed; the last: {loop.last_loss}")
@@ -125,7 +124,7 @@ class EngineRun:
         self._num_ended += 1
         if self._run.progress is not None:
             self._run.progress(self._num_ended, len(self._run.workload), to_seconds(self.loop.now))
-        for spec in self._followers.pop(request.request_id, ()):
+        for spec in self._followers.released_by(request.request_id):
             self._schedule(spec, self.loop.now + to_ticks(spec.think_time_s * self._settings.time_scale))
 
     def _write_output(self, request: Request, submission: Submission, reason: str) -> None:

@@ -29,6 +29,7 @@ from vajra_py.sim.fast_forward import DecodeFastForward
 from vajra_py.sim.replica import SimReplica
 from vajra_py.sim.runs import TimesRuns
 from vajra_py.workload import RequestSpec, Workload
+from vajra_py.workload.followers import Followers
 
 _STEP_END = Phase.STEP_END
 
@@ -90,7 +91,7 @@ class Simulator(Backend[SimReplica]):
         self._executor = executor
         self._options = options
         self._progress = progress
-        self._followers: dict[str, list[RequestSpec]] = {}
+        self._followers = Followers()
         self._arrivals: Iterator[RequestSpec] = iter(())
         self._horizon = NEVER if options.horizon_s is None else to_ticks(options.horizon_s)
         replicas = [self._replica(replica, timer_of(replica)) for replica in controller.replicas()]
@@ -153,15 +154,14 @@ class Simulator(Backend[SimReplica]):
     # Arrivals and departures
 
     def _timed(self, workload: Iterable[RequestSpec]) -> Iterator[RequestSpec]:
-        """The requests that have an arrival time of their own; the others wait for the request that they follow."""
+        """The requests that have an arrival time of their own; the others wait for those that they follow."""
         if isinstance(workload, Workload) and not workload.has_followers:
             return iter(workload)
         if isinstance(workload, Iterator):  # it is gone through twice
             workload = list(workload)
         for spec in workload:
-            if spec.follows is not None:
-                self._followers.setdefault(spec.follows, []).append(spec)
-        return (spec for spec in workload if spec.follows is None)
+            self._followers.add(spec)
+        return (spec for spec in workload if not spec.parents)
 
     def _next_arrival(self) -> None:
         spec = next(self._arrivals, None)
@@ -181,7 +181,7 @@ class Simulator(Backend[SimReplica]):
                 return
         else:
             spec, arrived_at = payload, None
-            if spec.follows is None:  # first, so that no step is formed between arrivals of one tick
+            if not spec.parents:  # first, so that no step is formed between arrivals of one tick
                 self._next_arrival()
             options = self._options
             if options.asynchronous or options.arrival_delay_s:
@@ -212,10 +212,10 @@ class Simulator(Backend[SimReplica]):
         """See `Backend`; one executor knows every request."""
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
-        """See `Backend`; whoever follows one of them arrives after its think time."""
+        """See `Backend`; a request whose last parent was among them arrives after its think time."""
         for request, _ in ended:
             self._executor.release(request)
-            for spec in self._followers.pop(request.request_id, ()) if self._followers else ():
+            for spec in self._followers.released_by(request.request_id):
                 self._driver.events.push(self.now + to_ticks(spec.think_time_s), Phase.ARRIVAL, spec)
         if self._progress is not None:
             self._progress(len(ended), to_seconds(self.now))

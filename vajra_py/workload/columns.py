@@ -1,6 +1,6 @@
 """Columnar storage of a workload's requests.
 
-Invariants: all columns are as long as `arrived_at`; a request comes after the one it follows; an absent column means the default of
+Invariants: all columns are as long as `arrived_at`; a request comes after those it follows; an absent column means the default of
 `RequestSpec` in every row.
 """
 
@@ -14,9 +14,9 @@ import numpy as np
 
 from vajra_py.workload.arrays import F64, I64, ObjectArray, StringColumn, int64s, objects
 from vajra_py.workload.content import NO_NODE, ContentColumn, concat_content, content_from_prompts
-from vajra_py.workload.request import NO_METADATA, MetadataValue, PromptContent, RequestSpec
+from vajra_py.workload.request import NO_METADATA, MetadataValue, PromptContent, RequestSpec, follows_of
 
-__all__ = ["Columns", "columns_from_requests", "concat_columns"]
+__all__ = ["Columns", "columns_from_requests", "concat_columns", "follow_columns"]
 
 BLOCK_ROWS = 4096
 FLOAT_OPTIONS = ("ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_s", "expires_after_s")
@@ -43,6 +43,9 @@ class Columns:
     content: ContentColumn | None = None
     prompt_token_ids: ObjectArray | None = None
     follows: I64 | None = None
+    """Row of the first request that each follows."""
+    joins: ObjectArray | None = None
+    """Rows of the others that it follows, a tuple each; None: nobody follows several."""
     think_time_s: F64 | None = None
     metadata: ObjectArray | None = None
 
@@ -51,14 +54,19 @@ class Columns:
         return len(self.arrived_at)
 
     def take(self, rows: I64) -> Columns:
-        """The rows asked for, in that order. A request whose predecessor is left out follows its nearest kept ancestor, else nobody."""
+        """The rows asked for, in that order.
+
+        A request follows, in place of a parent that is left out, that parent's nearest kept ancestors, if there are any.
+        """
         changed: dict[str, Any] = {}
         for column in fields(self):
             value = getattr(self, column.name)
-            if value is None or column.name == "follows":
+            if value is None or column.name in ("follows", "joins"):
                 continue
             changed[column.name] = value.take(rows) if isinstance(value, StringColumn | ContentColumn) else value[rows]
-        if self.follows is not None:
+        if self.joins is not None:
+            changed |= follow_columns(_kept_parents(self.parents, len(self), rows))
+        elif self.follows is not None:
             changed["follows"] = _kept_ancestors(self.follows, rows)
         return replace(self, **changed)
 
@@ -76,6 +84,13 @@ class Columns:
             session_id=None if self.session_id is None else self.session_id.renamed(prefix),
             content=None if self.content is None else self.content.renamed(prefix, share=share_content),
         )
+
+    def parents(self, row: int) -> tuple[int, ...]:
+        """The rows that this row follows."""
+        first = -1 if self.follows is None else int(self.follows[row])
+        if first < 0:
+            return ()
+        return (first,) if self.joins is None else (first, *self.joins[row])
 
     def row(self, row: int) -> RequestSpec:
         """The request in this row (from 0)."""
@@ -120,9 +135,11 @@ class Columns:
             return [None] * len(prompts)
         return [None if ids is None else ids[:length] for ids, length in zip(column[start:], prompts, strict=False)]
 
-    def _followed(self, start: int, stop: int) -> list[str | None]:
+    def _followed(self, start: int, stop: int) -> list[str | tuple[str, ...] | None]:
         if self.follows is None:
             return [None] * (stop - start)
+        if self.joins is not None:
+            return [follows_of([self.request_id[row] for row in self.parents(child)]) for child in range(start, stop)]
         return [None if row < 0 else self.request_id[row] for row in self.follows[start:stop].tolist()]
 
 
@@ -154,6 +171,38 @@ def _kept_ancestors(follows: I64, rows: I64) -> I64:
         ancestor = np.where(lost, follows[ancestor], ancestor)
 
 
+def _kept_parents(parents: Callable[[int], Sequence[int]], size: int, rows: I64) -> list[tuple[int, ...]]:
+    """For each of `rows`, the new rows of its kept parents and of the nearest kept ancestors of the others, each once."""
+    new_row = int64s(size, -1)
+    new_row[rows] = np.arange(len(rows))
+    place = new_row.tolist()
+    nearest: dict[int, tuple[int, ...]] = {}
+
+    def resolve(row: int) -> tuple[int, ...]:
+        pending = [row]
+        while pending:  # no recursion: chains may be long
+            at = pending[-1]
+            unknown = [parent for parent in parents(at) if place[parent] < 0 and parent not in nearest]
+            if unknown:
+                pending += unknown
+                continue
+            pending.pop()
+            found = [(place[parent],) if place[parent] >= 0 else nearest[parent] for parent in parents(at)]
+            nearest[at] = tuple(dict.fromkeys(each for group in found for each in group))
+        return nearest[row]
+
+    return [resolve(row) for row in rows.tolist()]
+
+
+def follow_columns(parents: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """The columns `follows` and `joins` of requests with these parents."""
+    more = [tuple(rows[1:]) for rows in parents]
+    return {
+        "follows": np.array([rows[0] if rows else -1 for rows in parents], dtype=np.int64) if any(parents) else None,
+        "joins": objects(more) if any(more) else None,
+    }
+
+
 def _joined(parts: Sequence[Columns], name: str, default: Callable[[int], Any]) -> Any:
     """One optional array column of all parts, filled with its default where a part has none."""
     values = [getattr(part, name) for part in parts]
@@ -163,13 +212,20 @@ def _joined(parts: Sequence[Columns], name: str, default: Callable[[int], Any]) 
     return StringColumn.concat(filled) if isinstance(filled[0], StringColumn) else np.concatenate(filled)
 
 
+def _shifted(part: Columns, offset: int) -> Columns:
+    """The same requests, those that they follow `offset` rows further down."""
+    if part.follows is None:
+        return part
+    joins = part.joins
+    if joins is not None:
+        joins = objects([tuple(row + offset for row in rows) for rows in joins])
+    return replace(part, follows=np.where(part.follows < 0, -1, part.follows + offset), joins=joins)
+
+
 def concat_columns(parts: Sequence[Columns]) -> Columns:
     """The requests of all parts, one part after the other (not sorted)."""
     offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
-    shifted = [
-        part if part.follows is None else replace(part, follows=np.where(part.follows < 0, -1, part.follows + offset))
-        for part, offset in zip(parts, offsets[:-1].tolist(), strict=True)
-    ]
+    shifted = [_shifted(part, offset) for part, offset in zip(parts, offsets[:-1].tolist(), strict=True)]
 
     def nothing(size: int) -> F64:
         return np.full(size, np.nan)
@@ -194,6 +250,7 @@ def concat_columns(parts: Sequence[Columns]) -> Columns:
         content=concat_content([(part.content, len(part)) for part in parts]),
         prompt_token_ids=_joined(parts, "prompt_token_ids", lambda size: objects([None] * size)),
         follows=_joined(shifted, "follows", absent),
+        joins=_joined(shifted, "joins", lambda size: objects([()] * size)),
         think_time_s=_joined(parts, "think_time_s", np.zeros),
         metadata=_joined(parts, "metadata", lambda size: objects([NO_METADATA] * size)),
     )
@@ -235,7 +292,7 @@ def columns_from_requests(requests: Sequence[RequestSpec]) -> Columns:
         session_id=strings([r.session_id for r in requests]),
         content=content_from_prompts([r.content for r in requests]),
         prompt_token_ids=objects([r.prompt_token_ids for r in requests]) if has_ids else None,
-        follows=ints([-1 if r.follows is None else row_of[r.follows] for r in requests], -1),
+        **follow_columns([[row_of[parent] for parent in r.parents] for r in requests]),
         think_time_s=np.array(thinks, dtype=np.float64) if any(thinks) else None,
         metadata=objects(metadata) if has_metadata else None,
     )

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from vajra_py.errors import WorkloadError, did_you_mean
-from vajra_py.workload.arrays import F64, I64, ObjectArray, StringColumn, int64s, objects
+from vajra_py.workload.arrays import F64, ObjectArray, StringColumn, int64s, objects
 from vajra_py.workload.cells import TimeUnit, durations, limits, text, times_in, token_counts, whole_numbers
-from vajra_py.workload.columns import Columns
+from vajra_py.workload.columns import Columns, follow_columns
 from vajra_py.workload.content import NO_NODE, ContentBuilder, ContentColumn, SegmentSpace
 from vajra_py.workload.files import Array, Column, Table, file_facts, read_header, read_table
+from vajra_py.workload.followers import problem_with_parents
 from vajra_py.workload.request import MetadataValue
 from vajra_py.workload.workload import Workload
 
@@ -270,7 +271,7 @@ def _all_rows(table: Table, layout: CsvLayout) -> Columns:
     if "request_id" in layout.columns:
         _check_ids(table, layout.columns["request_id"])
     if "follows" in layout.columns:
-        changes["follows"] = _followed_rows(table, changes["request_id"].tolist(), stamps)
+        changes |= _parents(table, changes["request_id"].tolist(), stamps)
     if layout.metadata:
         changes["metadata"] = _metadata([(name, table[f"text {name}"].tolist()) for name in layout.metadata])
     if layout.blocks:
@@ -295,20 +296,20 @@ def _metadata(columns: Sequence[tuple[str, list[str]]]) -> ObjectArray:
     return objects([known.setdefault(row, dict(zip(names, row, strict=True))) for row in cells])
 
 
-def _followed_rows(table: Table, ids: Sequence[str], stamps: Array) -> I64:
-    """The row of the request that each row follows, -1 for none; the followed one comes first in order of arrival."""
+def _parents(table: Table, ids: Sequence[str], stamps: Array) -> dict[str, Any]:
+    """The columns of who follows whom. A cell is an id or, where it is none, several with `;` between them."""
     row_of = {request_id: row for row, request_id in enumerate(ids)}
-    rank = np.empty(len(ids), dtype=np.int64)
-    rank[np.argsort(stamps, kind="stable")] = np.arange(len(ids))
-    follows = int64s(len(ids), -1)
-    for row, wanted in enumerate(table["follows"].tolist()):
-        if wanted:
-            followed = row_of.get(wanted)
-            if followed is None or rank[followed] >= rank[row]:
-                reason = "is not in the file" if followed is None else "does not come before it"
-                raise table.error(row, f"follows a request that {reason} ({wanted!r})", "The id of an earlier request")
-            follows[row] = followed
-    return follows
+    parents_of: dict[str, list[str]] = {}
+    for request_id, cell in zip(ids, table["follows"].tolist(), strict=True):
+        several = ";" in cell and cell not in row_of
+        parents_of[request_id] = [entry.strip() for entry in cell.split(";")] if several else [cell] if cell else []
+    earlier: set[str] = set()
+    for row in np.argsort(stamps, kind="stable").tolist():
+        problem = problem_with_parents(ids[row], parents_of[ids[row]], earlier, parents_of)
+        if problem is not None:
+            raise table.error(row, *problem)
+        earlier.add(ids[row])
+    return follow_columns([[row_of[parent] for parent in parents_of[request_id]] for request_id in ids])
 
 
 def _block_content(table: Table, lengths: Sequence[int], name: str) -> ContentColumn:

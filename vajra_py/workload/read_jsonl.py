@@ -16,7 +16,7 @@ from typing import Any
 from vajra_py.errors import WorkloadError, did_you_mean
 from vajra_py.workload.columns import columns_from_requests
 from vajra_py.workload.files import file_facts, iter_json_lines
-from vajra_py.workload.request import PromptContent, RequestSpec, SegmentId
+from vajra_py.workload.request import PromptContent, RequestSpec, SegmentId, follows_of
 from vajra_py.workload.workload import Workload, check_requests
 
 __all__ = ["read_jsonl", "write_jsonl"]
@@ -115,6 +115,12 @@ def _text(value: Any) -> str:
     return value
 
 
+def _follows(value: Any) -> str | tuple[str, ...] | None:
+    if isinstance(value, list) and value:
+        return follows_of([_text(entry) for entry in value])
+    return _text(value)
+
+
 def _content(value: Any) -> PromptContent:
     return PromptContent(tuple((_segment_id(entry), _tokens(length)) for entry, length in value))
 
@@ -162,7 +168,7 @@ READERS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
         "Pairs of a segment id (string, whole number, or a list of these) and a number of tokens >= 1",
     ),
     "prompt_token_ids": (_token_ids, "A list of whole numbers >= 0"),
-    "follows": _A_TEXT,
+    "follows": (_follows, "The id of an earlier request, or a list of such ids"),
     "think_time_s": _A_DURATION,
     "metadata": (_metadata, "An object of strings and numbers"),
 }

@@ -6,7 +6,7 @@ beside what a client states, and never reaches a policy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -102,8 +102,8 @@ class RequestSpec:
 
     Attributes:
         request_id: Unique in its workload.
-        arrived_at: Seconds from the workload's start. For a request that `follows` another, only a nominal time (it orders and cuts the
-            workload): the request arrives `think_time_s` after the other one ends.
+        arrived_at: Seconds from the workload's start. For a request that `follows` others, only a nominal time (it orders and cuts the
+            workload): the request arrives `think_time_s` after the last of them ends.
         num_prompt_tokens: Tokens of the prompt, at least 1.
         num_output_tokens: Tokens that the model would answer when nothing stops it, at least 1. The truth; never shown to a policy.
         max_tokens: Most output tokens the client asked for; None: up to the model's length.
@@ -118,8 +118,9 @@ class RequestSpec:
         session_id: Names the conversation it belongs to; empty: none.
         content: What prefix caching can reuse; None: shares nothing.
         prompt_token_ids: The prompt itself, where known; `num_prompt_tokens` long.
-        follows: Id of the request whose end it waits for (closed-loop sessions); None: arrives by the clock.
-        think_time_s: Seconds between the end of the request it follows and its own arrival.
+        follows: Id of the request whose end it waits for (closed-loop sessions), or the ids of several, of which it waits for the last
+            to end (a join in a graph of calls); None: arrives by the clock.
+        think_time_s: Seconds between the (last) end of what it follows and its own arrival.
         metadata: Facts of the source that nothing here interprets.
     """
 
@@ -139,6 +140,20 @@ class RequestSpec:
     session_id: str = ""
     content: PromptContent | None = None
     prompt_token_ids: tuple[int, ...] | None = None
-    follows: str | None = None
+    follows: str | tuple[str, ...] | None = None
     think_time_s: float = 0.0
     metadata: Mapping[str, MetadataValue] = field(default_factory=lambda: NO_METADATA, hash=False)
+
+    @property
+    def parents(self) -> tuple[str, ...]:
+        """Ids of the requests that it follows; none: it arrives by the clock."""
+        if self.follows is None:
+            return ()
+        return (self.follows,) if isinstance(self.follows, str) else self.follows
+
+
+def follows_of(parents: Sequence[str]) -> str | tuple[str, ...] | None:
+    """Parents as `RequestSpec.follows` holds them: one as its id alone, none as None."""
+    if len(parents) > 1:
+        return tuple(parents)
+    return parents[0] if parents else None

@@ -1,6 +1,6 @@
 """The workload type: scale, cut, merge and label requests.
 
-Invariants: requests are sorted by arrival (ties keep the order of their source), their ids are unique, a request comes after the one it
+Invariants: requests are sorted by arrival (ties keep the order of their source), their ids are unique, a request comes after those it
 follows; an operation returns a new workload and writes itself into `source["operations"]`.
 """
 
@@ -16,6 +16,7 @@ import numpy as np
 from vajra_py.errors import WorkloadError
 from vajra_py.workload.arrays import F64, I64, StringColumn
 from vajra_py.workload.columns import Columns, columns_from_requests, concat_columns
+from vajra_py.workload.followers import problem_with_parents
 from vajra_py.workload.request import RequestSpec
 from vajra_py.workload.statistics import WorkloadStatistics, mean_rate, shared_prompt_tokens, workload_statistics
 from vajra_py.workload.truth import TrueLengths
@@ -336,16 +337,16 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 
 def check_requests(requests: Sequence[RequestSpec], where: str, lines: Sequence[int] | None = None) -> None:
-    """Check that requests form a workload: in order, unique, within bounds, each after the one that it follows.
+    """Check that requests form a workload: in order, unique, within bounds, each after those that it follows.
 
     Raises:
         WorkloadError: at the line (or, without lines, the request's id) of the first that is not.
     """
     seen: dict[str, float] = {}
     before = 0.0
-    known = {request.request_id for request in requests}
+    parents_of = {request.request_id: request.parents for request in requests}
     for index, request in enumerate(requests):
-        problem = _problem(request, before, seen, known)
+        problem = _problem(request, before, seen, parents_of)
         if problem is not None:
             line = None if lines is None else lines[index]
             place = where if lines is not None else f"{where} request {request.request_id!r}"
@@ -354,7 +355,9 @@ def check_requests(requests: Sequence[RequestSpec], where: str, lines: Sequence[
         before = request.arrived_at
 
 
-def _problem(request: RequestSpec, before: float, seen: Mapping[str, float], known: set[str]) -> tuple[str, str] | None:
+def _problem(
+    request: RequestSpec, before: float, seen: Mapping[str, float], parents_of: Mapping[str, Sequence[str]]
+) -> tuple[str, str] | None:
     if not (math.isfinite(request.arrived_at) and request.arrived_at >= 0):
         return f"arrived_at is no time ({request.arrived_at!r})", "A finite number of seconds >= 0"
     if request.arrived_at < before:
@@ -372,9 +375,10 @@ def _problem(request: RequestSpec, before: float, seen: Mapping[str, float], kno
         value = getattr(request, name)
         if value is not None and not (math.isfinite(value) and value >= 0):
             return f"{name} is no duration ({value!r})", "A finite number of seconds >= 0"
-    if request.follows is not None and request.follows not in seen:
-        reason = "comes later" if request.follows in known else "is not in the workload"
-        return f"follows a request that {reason} ({request.follows!r})", "The id of a request above"
+    if request.follows is not None and not request.parents:
+        return "follows an empty list of requests", "None, the id of an earlier request, or several different ones"
+    if (problem := problem_with_parents(request.request_id, request.parents, seen, parents_of)) is not None:
+        return problem
     if request.content is not None and request.content.num_tokens != request.num_prompt_tokens:
         return (
             f"content describes {request.content.num_tokens} tokens of a prompt of {request.num_prompt_tokens}",
