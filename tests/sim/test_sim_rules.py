@@ -159,12 +159,13 @@ def test_a_follower_arrives_however_the_other_ended() -> None:
 def graphs(draw: st.DrawFn) -> list[RequestSpec]:
     """Requests with up to three parents each, some of which are rejected or expire."""
     specs = []
-    for index in range(draw(st.integers(1, 12))):
+    times = sorted(draw(st.lists(st.floats(0, 0.2), min_size=1, max_size=12)))
+    for index, arrived_at in enumerate(times):
         parents = draw(st.lists(st.integers(0, index - 1), max_size=3, unique=True)) if index else []
         specs.append(
             spec(
                 f"r{index}",
-                draw(st.floats(0, 0.2)) if not parents else 0.0,
+                arrived_at,
                 draw(st.sampled_from([1, 4, 30, 500])),  # 500 never fits
                 draw(st.integers(1, 9)),
                 follows=follows_of([f"r{parent}" for parent in parents]),
