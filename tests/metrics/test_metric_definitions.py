@@ -114,9 +114,10 @@ def test_a_dropped_request_keeps_the_promise_of_a_first_token_that_came() -> Non
 
 
 def test_class_defaults_fill_in_for_what_a_class_leaves_open() -> None:
-    defaults = SloDefaults(Slo(ttft_s=5.0, e2e_s=60.0), {"gold": Slo(ttft_s=1.0)})
-    assert defaults.of("gold") == Slo(ttft_s=1.0, tpot_s=None, e2e_s=60.0)
-    assert defaults.of("other") == Slo(ttft_s=5.0, e2e_s=60.0)
+    defaults = SloDefaults(Slo(ttft_s=5.0, e2e_s=60.0, tbt_s=0.2), {"gold": Slo(ttft_s=1.0), "chat": Slo(tbt_s=0.1)})
+    assert defaults.of("gold") == Slo(ttft_s=1.0, tpot_s=None, e2e_s=60.0, tbt_s=0.2)
+    assert defaults.of("chat") == Slo(ttft_s=5.0, e2e_s=60.0, tbt_s=0.1)
+    assert defaults.of("other") == Slo(ttft_s=5.0, e2e_s=60.0, tbt_s=0.2)
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,22 @@ def test_attainment_and_goodput_use_own_promises_then_defaults() -> None:
     }  # fmt: skip
 
 
+def test_the_longest_gap_is_judged_by_own_promises_then_defaults() -> None:
+    requests = table(
+        {"slo_class": "chat", "tbt_max_s": 0.3},
+        {"slo_class": "chat", "tbt_max_s": 0.3, "tbt_slo_s": 0.5},
+        {"slo_class": "chat", "tbt_max_s": 0.1},
+        {"slo_class": "batch", "tbt_max_s": 9.0},
+    )
+    slo = SloDefaults(by_class={"chat": Slo(tbt_s=0.2)})
+    found = summarise(requests, steps(), gaps(), Window(0.0, 10.0), slo).data
+    assert found["overall"]["slo"]["tbt"] == {
+        "num_met": 2, "num_missed": 1, "num_undecided": 0, "attainment_fraction": pytest.approx(2 / 3),
+    }  # fmt: skip
+    before = summarise(requests.drop_columns("tbt_slo_s"), steps(), gaps(), Window(0.0, 10.0), slo).data
+    assert before["overall"]["slo"]["tbt"]["num_missed"] == 2, "tables of earlier versions have no promises on gaps"
+
+
 def test_goodput_never_exceeds_throughput(make_run: Callable[..., RunData]) -> None:
     overall = make_run(rate_per_s=40.0).summary.value("overall")
     assert 0 < overall["goodput"]["requests_per_s"] <= overall["throughput"]["requests_per_s"]

@@ -33,7 +33,12 @@ SET = ("replicaset", "default")
 
 def traffic(server: Any) -> None:
     for number in range(4):
-        body = {"user": f"tenant-{number % 2}", "slo_class": "chat", "ttft_slo_ms": 1e-3 if number == 3 else 1e9}
+        body = {
+            "user": f"tenant-{number % 2}",
+            "slo_class": "chat",
+            "ttft_slo_ms": 1e-3 if number == 3 else 1e9,
+            "tbt_slo_ms": 1e-6 if number > 1 else 1e9,
+        }
         assert server.post(prompt=[5] * 40, max_tokens=6, **body).status_code == 200
     assert server.post(prompt=[1], temperature=-1).status_code == 400
 
@@ -55,6 +60,7 @@ def test_metrics_count_what_happened(puppet_server: Callable[..., Any], prefix: 
     assert found[f"{prefix}:request_success_total", (("finished_reason", "length"), SET)] == 4
     assert found["vajra:step_time_seconds_count", (SET,)] == server.strings.num_steps
     assert found["vajra:slo_violations_total", (SET, ("slo", "ttft"), ("slo_class", "chat"))] == 1
+    assert found["vajra:slo_violations_total", (SET, ("slo", "tbt"), ("slo_class", "chat"))] == 2
     assert found["vajra:tenant_jain_index", ()] > 0.9
     assert found["vajra:replicas_up", ()] == 1
     decisions = ("layer", "replica_scheduler"), ("policy", "vllm_v1"), SET

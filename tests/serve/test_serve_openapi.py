@@ -28,8 +28,8 @@ PATHS = {
 
 KEPT = (
     "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "ignore_eos", "return_token_ids", "priority", "slo_class", "ttft_slo_ms", "tpot_slo_ms", "deadline_ms",
-    "session_id", "user", "metadata", "logprobs", "stream",
+    "seed", "ignore_eos", "return_token_ids", "priority", "slo_class", "ttft_slo_ms", "tpot_slo_ms", "tbt_slo_ms",
+    "deadline_ms", "session_id", "user", "metadata", "logprobs", "stream",
 )  # fmt: skip
 
 

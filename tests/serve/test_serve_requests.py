@@ -44,6 +44,7 @@ def test_body_fields_reach_the_policies(puppet_server: Callable[..., Any]) -> No
         "slo_class": "chat",
         "ttft_slo_ms": 250,
         "tpot_slo_ms": 40,
+        "tbt_slo_ms": 90,
         "deadline_ms": 1500,
         "expires_after_ms": 60_000,
         "session_id": "s-1",
@@ -52,7 +53,7 @@ def test_body_fields_reach_the_policies(puppet_server: Callable[..., Any]) -> No
     }
     request: Any = arrived(puppet_server(), body=body)
     assert (request.priority, request.slo_class, request.session_id, request.tenant) == (-3, "chat", "s-1", "ada")
-    assert (request.ttft_slo_s, request.tpot_slo_s) == (0.25, 0.04)
+    assert (request.ttft_slo_s, request.tpot_slo_s, request.tbt_slo_s) == (0.25, 0.04, 0.09)
     assert request.deadline_at == pytest.approx(request.arrived_at + 1.5)
     assert request.expires_at == pytest.approx(request.arrived_at + 60)
     assert dict(request.metadata) == {"experiment": "7", "model": "puppet"}
@@ -64,13 +65,21 @@ def test_headers_go_before_the_body(puppet_server: Callable[..., Any], prefix: s
     headers = {
         f"{prefix}slo-ttft-ms": "100",
         f"{prefix}slo-tpot-ms": "12.5",
+        "x-slo-tbt-ms": "50",
         "x-llm-d-inference-fairness-id": "team-a",
         "x-slo-class": "batch",
         "x-deadline-ms": "2000",
     }
-    body = {"ttft_slo_ms": 9, "tpot_slo_ms": 9, "user": "nobody", "slo_class": "none", "deadline_ms": 9}
+    body = {
+        "ttft_slo_ms": 9,
+        "tpot_slo_ms": 9,
+        "tbt_slo_ms": 9,
+        "user": "nobody",
+        "slo_class": "none",
+        "deadline_ms": 9,
+    }
     request: Any = arrived(puppet_server(), body=body, headers=headers)
-    assert (request.ttft_slo_s, request.tpot_slo_s) == (0.1, 0.0125)
+    assert (request.ttft_slo_s, request.tpot_slo_s, request.tbt_slo_s) == (0.1, 0.0125, 0.05)
     assert (request.tenant, request.slo_class) == ("team-a", "batch")
     assert request.deadline_at == pytest.approx(request.arrived_at + 2)
 

@@ -53,6 +53,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("slo_attainment_fraction", "SLO attainment", "slo.overall.attainment_fraction", "%", 100.0, False, 0),
     Metric("ttft_slo_attainment_fraction", "TTFT SLO attainment", "slo.ttft.attainment_fraction", "%", 100.0, False),
     Metric("tpot_slo_attainment_fraction", "TPOT SLO attainment", "slo.tpot.attainment_fraction", "%", 100.0, False),
+    Metric("tbt_slo_attainment_fraction", "TBT SLO attainment", "slo.tbt.attainment_fraction", "%", 100.0, False),
     Metric(
         "deadline_attainment_fraction", "Deadline attainment", "slo.deadline.attainment_fraction", "%", 100.0, False
     ),

@@ -70,6 +70,7 @@ class Slo:
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2e_s: float | None = None
+    tbt_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class SloDefaults:
                     (own.ttft_s, self.everyone.ttft_s),
                     (own.tpot_s, self.everyone.tpot_s),
                     (own.e2e_s, self.everyone.e2e_s),
+                    (own.tbt_s, self.everyone.tbt_s),
                 )
             )
         )

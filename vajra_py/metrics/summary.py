@@ -214,11 +214,13 @@ def _promises(requests: ArrowTable, outcomes: Outcomes, slo: SloDefaults, classe
         np.full(len(outcomes.arrived_at), np.nan), lambda c: defaults[c].e2e_s
     )
     own_deadline_at = _floats(requests, "deadline_at")
+    has_tbt = "tbt_slo_s" in requests.column_names  # a run of an earlier version has none
+    own_tbt_s = _floats(requests, "tbt_slo_s") if has_tbt else np.full(len(own_deadline_at), np.nan)
     return Promises(
         ttft_s=filled(_floats(requests, "ttft_slo_s"), lambda c: defaults[c].ttft_s),
         tpot_s=filled(_floats(requests, "tpot_slo_s"), lambda c: defaults[c].tpot_s),
         deadline_at=np.where(np.isnan(own_deadline_at), e2e_deadline_at, own_deadline_at),
-        tbt_s=_floats(requests, "tbt_slo_s") if "tbt_slo_s" in requests.column_names else None,
+        tbt_s=filled(own_tbt_s, lambda c: defaults[c].tbt_s),
     )
 
 

@@ -243,6 +243,7 @@ def request_facts(wanted: Wanted, request_id: str, num_prompt_tokens: int) -> Re
         slo_class=headers.x_slo_class or body.slo_class or "",
         ttft_slo_s=_seconds(headers.x_slo_ttft_ms, headers.x_llm_d_slo_ttft_ms, body.ttft_slo_ms),
         tpot_slo_s=_seconds(headers.x_slo_tpot_ms, headers.x_llm_d_slo_tpot_ms, body.tpot_slo_ms),
+        tbt_slo_s=_seconds(headers.x_slo_tbt_ms, body.tbt_slo_ms),
         deadline_s=_seconds(headers.x_deadline_ms, body.deadline_ms),
         expires_after_s=_seconds(headers.x_expires_after_ms, body.expires_after_ms),
         session_id=headers.x_session_id or body.session_id or "",

@@ -120,6 +120,9 @@ class GenerationBody(Body):
     slo_class: Name | None = Field(None, description="Class of service; the header `x-slo-class` goes before it.")
     ttft_slo_ms: Milliseconds | None = Field(None, description="Promised time to the first token; as `x-slo-ttft-ms`.")
     tpot_slo_ms: Milliseconds | None = Field(None, description="Promised time per further token; as `x-slo-tpot-ms`.")
+    tbt_slo_ms: Milliseconds | None = Field(
+        None, description="Promised longest time between two tokens in a row; as `x-slo-tbt-ms`."
+    )
     deadline_ms: Milliseconds | None = Field(None, description="Promised end, from arrival; as `x-deadline-ms`.")
     expires_after_ms: Milliseconds | None = Field(
         None, description="Give up when it still waits after this; as `x-expires-after-ms`."
@@ -332,6 +335,7 @@ class SchedulingHeaders(BaseModel):
     x_llm_d_slo_ttft_ms: Milliseconds | None = None
     x_slo_tpot_ms: Milliseconds | None = None
     x_llm_d_slo_tpot_ms: Milliseconds | None = None
+    x_slo_tbt_ms: Milliseconds | None = None
     x_llm_d_inference_fairness_id: Annotated[str, Field(max_length=256)] | None = None
     x_slo_class: Annotated[str, Field(max_length=256)] | None = None
     x_deadline_ms: Milliseconds | None = None

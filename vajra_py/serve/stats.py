@@ -200,6 +200,7 @@ class ServerStats(Observer):
         for promise, is_broken in (
             ("ttft", one.ttft_slo_s is not None and ttft > one.ttft_slo_s),
             ("tpot", one.tpot_slo_s is not None and tpot > one.tpot_slo_s),
+            ("tbt", one.tbt_slo_s is not None and len(gaps) > 0 and float(gaps.max()) > one.tbt_slo_s),
             ("deadline", late),
         ):
             stats.violations[promise, name] += is_broken

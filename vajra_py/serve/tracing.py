@@ -40,7 +40,7 @@ _SAMPLING = {
     names.GEN_AI_REQUEST_FREQUENCY_PENALTY: "frequency_penalty",
     names.GEN_AI_REQUEST_SEED: "seed",
 }
-_SCHEDULING = ("priority", "tenant", "slo_class", "ttft_slo_s", "tpot_slo_s", "deadline_s")
+_SCHEDULING = ("priority", "tenant", "slo_class", "ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_s")
 
 
 class Tracing:
