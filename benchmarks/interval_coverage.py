@@ -24,7 +24,7 @@ from vajra_py.metrics.definitions import Floats, quantiles
 from vajra_py.metrics.intervals import Interval, batch_means_interval, quantile_interval, replication_interval
 from vajra_py.metrics.recorder import Recorder
 from vajra_py.plugins import Registry, load_registry
-from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.support.seeds import SeedTree
 
 RESULTS = Path(__file__).parent / "results" / "interval_coverage.json"
 FRACTIONS = {"P50": 0.5, "P90": 0.9, "P95": 0.95, "P99": 0.99}

@@ -41,7 +41,7 @@ from vajra_py.experiment.engined import EngineRun
 from vajra_py.experiment.other_load import OtherLoad
 from vajra_py.experiment.profiling import ProfileSettings, profile_config, profile_model
 from vajra_py.experiment.run import run_experiment
-from vajra_py.experiment.steady import SteadyClock, SteadyRunner
+from vajra_py.experiment.steady import NormalizedClock, SteadyRunner
 from vajra_py.experiment.validation import METRICS, Assumed, validate
 from vajra_py.latency import read_profile
 from vajra_py.metrics.run_data import RunData
@@ -229,7 +229,7 @@ class Engines:
     def _backend(self, slowness: list[float], run: Run) -> Backend:
         if self._wall:
             return EngineRun(run)
-        clocks: list[SteadyClock] = []
+        clocks: list[NormalizedClock] = []
 
         def load(options: RunnerOptions) -> ModelRunner:
             memory = run.config.replica.memory
@@ -241,7 +241,7 @@ class Engines:
             for batch in WARM:
                 bench.time_s(batch)
             reference.frees(bench)
-            clock = SteadyClock(reference.time_s, self._typical_s)
+            clock = NormalizedClock(reference.time_s, self._typical_s)
             clock.slowness = slowness
             clocks.append(clock)
             return SteadyRunner(runner, clock)

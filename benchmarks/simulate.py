@@ -24,7 +24,7 @@ from vajra_py.experiment.run import run_experiment
 from vajra_py.experiment.simulated import SimulatedRun
 from vajra_py.metrics.recorder import Recorder
 from vajra_py.plugins import load_registry
-from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.workload import Workload, build_workload
 
 

@@ -15,7 +15,7 @@ from vajra_py.experiment.backend import Run
 from vajra_py.experiment.run import load_workload
 from vajra_py.experiment.simulated import SimulatedRun
 from vajra_py.plugins import load_registry
-from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.support.seeds import SeedTree
 
 class First(Observer):
     def on_arrival(self, request, now):

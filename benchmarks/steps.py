@@ -13,16 +13,16 @@ from statistics import median
 from typing import Any
 
 from vajra_py.config import config_from_mapping
-from vajra_py.contract import BatchBuilder, EndReason, LatencyModel, ReplicaScheduler, ReplicaState
+from vajra_py.contract import BatchBuilder, EndReason, LatencyModel, LocalReplicaView, ReplicaScheduler
 from vajra_py.latency import AffineConfig
 from vajra_py.plugins import Truth, build_output_lengths, load_registry
-from vajra_py.runtime.assembly import ModelFacts, Services, build_controller
-from vajra_py.runtime.controller import Controller
-from vajra_py.runtime.executor import StepResult
 from vajra_py.runtime.kv import PrivateKeys
-from vajra_py.runtime.replica import Replica
-from vajra_py.runtime.request import RequestFacts
-from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.requests.request import RequestFacts
+from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
+from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.step.plan import StepResult
+from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.sim.executor import SimulatedExecutor
 
 STEPS = 300
@@ -88,7 +88,7 @@ def build(case: Case) -> tuple[Controller, Replica, SimulatedExecutor]:
     now = 0
     for number in range(case.num_running):
         submit(controller, executor, f"run-{number}", PROMPT_TOKENS + number % 37, now, 900_000)
-    while len(replica.residents.pool) < case.num_running:
+    while len(replica.running_set.pool) < case.num_running:
         now += STEP_TICKS
         step(replica, now)
     num_outputs = 1 if case.admits else 100
@@ -132,7 +132,7 @@ class OneByOne:
     def __init__(self, chunk_size: int) -> None:
         self._chunk_size = chunk_size
 
-    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Every decode, then prompts up to the budget."""
         for request in replica.decodes():
             batch.add(request, 1)
@@ -146,7 +146,7 @@ def measure_case(case: Case, policy: ReplicaScheduler | None = None) -> tuple[fl
     """(microseconds a step, multiple of the bare loop), each the median of several alternating rounds."""
     _, replica, _ = build(case)
     if policy is not None:
-        replica.refit(replace(replica.parts, policy=policy))
+        replica.bind_policy(replace(replica.parts, policy=policy))
     own, base = _alternating((_stepping(replica), bare_loop(case.num_running)))
     return median(own) / 1000, _ratio(own, base)
 

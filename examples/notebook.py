@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import vajra_py as vajra
-from vajra_py.contract import BatchBuilder, KeyMotion, ReplicaState, RequestView, fill
+from vajra_py.contract import BatchBuilder, KeyMotion, LocalReplicaView, RequestView, fill
 from vajra_py.testing import Harness, HarnessOptions
 
 NUM_REQUESTS = int(os.environ.get("VAJRA_EXAMPLE_REQUESTS", "200"))
@@ -136,11 +136,11 @@ class HalfForPrompts:
     def __init__(self, step_tokens: int) -> None:
         self._step_tokens = step_tokens
 
-    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Decodes first, then prompts by urgency."""
         fill(replica, batch, self._next_chunk)
 
-    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: ReplicaState) -> int:
+    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int:
         budget = self._step_tokens // 2 if replica.num_decodes else self._step_tokens
         return max(0, min(batch.max_chunk(request), budget - batch.shape().prefill_tokens))
 

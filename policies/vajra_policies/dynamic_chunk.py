@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from vajra_policies.giving_way import preemption_mode
+from vajra_policies.preemption import preemption_mode
 from vajra_policies.target_time import TargetTime, TargetTimeConfig
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
+    LocalReplicaView,
     PolicyContext,
     PolicySpec,
-    ReplicaState,
     RequestView,
     SteadyState,
     fill,
@@ -45,7 +45,7 @@ class DynamicChunk:
         """Whatever waits gets a chunk when nothing else runs."""
         return True
 
-    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Decodes, then prompts by urgency until the step is predicted to take its target time."""
         fill(replica, batch, self._next_chunk, self._mode)
 
@@ -53,7 +53,7 @@ class DynamicChunk:
         """The same search for a prompt that has the replica to itself."""
         return self._chunks.lone_chunk(num_done_tokens, num_remaining_tokens, self._target_s)
 
-    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: ReplicaState) -> int | None:
+    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
         if self._chunks.is_full(batch, self._target_s):
             return None
         return self._chunks.chunk(request, batch, self._target_s)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from vajra_policies.giving_way import GivingWayConfig, preemption_mode
+from vajra_policies.preemption import GivingWayConfig, preemption_mode
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
+    LocalReplicaView,
     PolicyContext,
     PolicySpec,
     PreemptionMode,
-    ReplicaState,
     RequestView,
     SteadyState,
     fill,
@@ -49,7 +49,7 @@ class FixedChunk:
         """Whatever waits gets a chunk when nothing else runs."""
         return True
 
-    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Decodes, then prompts by urgency up to `chunk_size` tokens."""
         fill(replica, batch, self._next_chunk, self._mode)
 
@@ -57,7 +57,7 @@ class FixedChunk:
         """A prompt with the replica to itself has the whole budget."""
         return min(self._chunk_size, num_remaining_tokens)
 
-    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: ReplicaState) -> int | None:
+    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
         room = min(self._chunk_size - batch.num_tokens, batch.tokens_left)
         if room <= 0:
             return None

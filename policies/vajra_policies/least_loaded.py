@@ -14,7 +14,7 @@ from vajra_py.contract import (
     PolicySpec,
     QueueView,
     ReplicaId,
-    ReplicaView,
+    ReplicaLoadView,
     RequestView,
 )
 
@@ -41,13 +41,13 @@ class LeastLoaded:
     def __init__(self, config: LeastLoadedConfig) -> None:
         self._load = load_in(config.by)
 
-    def assign(self, request: RequestView, replicas: Sequence[ReplicaView], now: float) -> ReplicaId | None:
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The least loaded replica that is up."""
         load = self._load
         best = min(those_up(replicas), key=lambda one: (load(one), one.replica_id), default=None)
         return None if best is None else best.replica_id
 
-    def pull(self, replica: ReplicaView, queued: QueueView, now: float) -> Iterable[str]:
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
         """Requests that came while no replica was up."""
         return whole_queue(replica, queued)
 

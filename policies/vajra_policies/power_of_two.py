@@ -15,7 +15,7 @@ from vajra_py.contract import (
     QueueView,
     RandomStream,
     ReplicaId,
-    ReplicaView,
+    ReplicaLoadView,
     RequestView,
 )
 
@@ -45,7 +45,7 @@ class PowerOfTwo:
         self._load = load_in(config.by)
         self._stream = stream
 
-    def assign(self, request: RequestView, replicas: Sequence[ReplicaView], now: float) -> ReplicaId | None:
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The less loaded of two."""
         up = those_up(replicas)
         if len(up) < 2:
@@ -56,7 +56,7 @@ class PowerOfTwo:
         one, other = up[first], up[second]
         return other.replica_id if self._load(other) < self._load(one) else one.replica_id
 
-    def pull(self, replica: ReplicaView, queued: QueueView, now: float) -> Iterable[str]:
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
         """Requests that came while no replica was up."""
         return whole_queue(replica, queued)
 

@@ -14,7 +14,7 @@ from vajra_py.contract import (
     PolicySpec,
     QueueView,
     ReplicaId,
-    ReplicaView,
+    ReplicaLoadView,
     RequestView,
 )
 
@@ -45,7 +45,7 @@ class PrefixAffinity:
         self._config = config
         self._load = load_in("requests")
 
-    def assign(self, request: RequestView, replicas: Sequence[ReplicaView], now: float) -> ReplicaId | None:
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The replica with the prefix, or the least loaded one."""
         up = those_up(replicas)
         if not up:
@@ -60,7 +60,7 @@ class PrefixAffinity:
                 return holder[1]
         return least[1]
 
-    def pull(self, replica: ReplicaView, queued: QueueView, now: float) -> Iterable[str]:
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
         """Requests that came while no replica was up."""
         return whole_queue(replica, queued)
 

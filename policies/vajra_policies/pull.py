@@ -12,7 +12,7 @@ from vajra_py.contract import (
     PolicySpec,
     QueueView,
     ReplicaId,
-    ReplicaView,
+    ReplicaLoadView,
     RequestView,
 )
 
@@ -45,11 +45,11 @@ class Pull:
         """A replica with room may take whatever waits."""
         return True
 
-    def assign(self, request: RequestView, replicas: Sequence[ReplicaView], now: float) -> ReplicaId | None:
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """None: every request waits in the shared queue."""
         return None
 
-    def pull(self, replica: ReplicaView, queued: QueueView, now: float) -> Iterable[str]:
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
         """The whole queue in order of urgency, for a replica that has room."""
         return whole_queue(replica, queued, self._num_batches)
 

@@ -13,7 +13,7 @@ from vajra_py.contract import (
     QueueView,
     RandomStream,
     ReplicaId,
-    ReplicaView,
+    ReplicaLoadView,
     RequestView,
 )
 
@@ -38,12 +38,12 @@ class RandomReplica:
         """A draw does not depend on load."""
         return False
 
-    def assign(self, request: RequestView, replicas: Sequence[ReplicaView], now: float) -> ReplicaId | None:
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """A replica that is up, drawn anew for each request."""
         up = those_up(replicas)
         return up[int(self._stream.integers(0, len(up)))].replica_id if up else None
 
-    def pull(self, replica: ReplicaView, queued: QueueView, now: float) -> Iterable[str]:
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
         """Requests that came while no replica was up."""
         return whole_queue(replica, queued)
 

@@ -12,7 +12,7 @@ from vajra_py.contract import (
     PolicySpec,
     QueueView,
     ReplicaId,
-    ReplicaView,
+    ReplicaLoadView,
     RequestView,
 )
 
@@ -37,7 +37,7 @@ class RoundRobin:
         """Who is next does not depend on load."""
         return False
 
-    def assign(self, request: RequestView, replicas: Sequence[ReplicaView], now: float) -> ReplicaId | None:
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The next replica that is up."""
         count = len(replicas)
         for offset in range(count):
@@ -47,7 +47,7 @@ class RoundRobin:
                 return replicas[position].replica_id
         return None
 
-    def pull(self, replica: ReplicaView, queued: QueueView, now: float) -> Iterable[str]:
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
         """Requests that came while no replica was up."""
         return whole_queue(replica, queued)
 

@@ -8,14 +8,14 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from vajra_policies.class_shares import ClassShares
-from vajra_policies.giving_way import preemption_mode
+from vajra_policies.preemption import preemption_mode
 from vajra_policies.target_time import TargetTime, TargetTimeConfig
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
+    LocalReplicaView,
     PolicyContext,
     PolicySpec,
-    ReplicaState,
     RequestView,
     SteadyState,
     fill,
@@ -91,7 +91,7 @@ class SpaceSharing:
         """Whatever waits gets a chunk when nothing else runs."""
         return True
 
-    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Decodes, then prompts by urgency until the step is predicted to take its target time."""
         self._long_prefill = None
         if self._shares is not None:
@@ -102,7 +102,7 @@ class SpaceSharing:
         """The chunk for the full target time: a prompt with the replica to itself has nobody to leave time to."""
         return self._chunks.lone_chunk(num_done_tokens, num_remaining_tokens, self._config.target_batch_time_s)
 
-    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: ReplicaState) -> int | None:
+    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
         target_s = self._config.target_batch_time_s
         if self._chunks.is_full(batch, target_s):
             return None

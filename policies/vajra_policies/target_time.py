@@ -10,8 +10,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from vajra_policies.giving_way import GivingWayConfig
-from vajra_py.contract import BatchBuilder, BatchShape, PolicyContext, RequestView
+from vajra_policies.preemption import GivingWayConfig
+from vajra_py.contract import BatchBuilder, BatchFeatures, PolicyContext, RequestView
 
 GRAIN_TOKENS = 32
 FIRST_CHUNK_TOKENS = 256
@@ -108,7 +108,7 @@ class TargetTime:
         latency = self._context.latency
 
         def fits(num_tokens: int) -> bool:
-            return latency.stage_time_s(BatchShape().with_chunk(num_tokens, num_done_tokens)) <= target_s
+            return latency.stage_time_s(BatchFeatures().with_chunk(num_tokens, num_done_tokens)) <= target_s
 
         chunk = largest_that_fits(sizes, fits, 2 * self._last_lone_chunk)
         if chunk < num_remaining_tokens:

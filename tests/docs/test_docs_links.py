@@ -82,7 +82,7 @@ def test_the_configuration_page_is_what_the_models_say() -> None:
 
 def test_the_authors_page_lists_every_name_of_the_contract() -> None:
     text = (ROOT / "docs" / "writing-a-policy.md").read_text(encoding="utf-8")
-    views = (contract.RequestView, contract.ReplicaState, contract.ReplicaView, contract.BatchBuilder)
+    views = (contract.RequestView, contract.LocalReplicaView, contract.ReplicaLoadView, contract.BatchBuilder)
     members = {name for view in (*views, contract.ReplicaLimits) for name in dir(view) if not name.startswith("_")}
     members |= {field.name for kind in (contract.PolicyContext, contract.EndedStep) for field in fields(kind)}
     members |= {refusal.name for refusal in contract.Refusal} | {motion.name for motion in contract.KeyMotion}

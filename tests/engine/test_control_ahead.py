@@ -174,7 +174,7 @@ def test_foreseen_blocks_are_the_next_ones_and_hold_nothing(order: Any) -> None:
         count = int(rng.integers(1, 12))
         if count <= pool.num_free and (not held or rng.random() < 0.6):
             num_evicted = pool.num_evicted
-            foreseen = pool.foresee(count)
+            foreseen = pool.peek_free(count)
             taken = pool.take(count)
             if foreseen is not None:
                 num_foreseen += 1
@@ -188,4 +188,4 @@ def test_foreseen_blocks_are_the_next_ones_and_hold_nothing(order: Any) -> None:
             num_keys += num_full
             pool.release(blocks, num_full)
     assert num_foreseen > 20
-    assert pool.foresee(pool.num_blocks + 1) is None
+    assert pool.peek_free(pool.num_blocks + 1) is None

@@ -23,8 +23,8 @@ from vajra_py.experiment.backend import Backend, Run
 from vajra_py.experiment.engined import EngineRun
 from vajra_py.experiment.run import load_workload, run_experiment
 from vajra_py.plugins import load_registry
-from vajra_py.runtime.decision_reader import read_decisions
-from vajra_py.runtime.input_log import read_rows
+from vajra_py.runtime.records.decision_reader import read_decisions
+from vajra_py.runtime.records.input_log import read_rows
 from vajra_py.testing.fake_runner import SteppedWorld
 
 FAMILIES = ["llama", "qwen3", "gemma2", "mixtral"]

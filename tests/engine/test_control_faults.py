@@ -20,7 +20,7 @@ from vajra_py.experiment.backend import Backend, Run
 from vajra_py.experiment.engined import EngineRun
 from vajra_py.experiment.replay import replay
 from vajra_py.experiment.run import run_experiment
-from vajra_py.runtime.input_log import read_rows
+from vajra_py.runtime.records.input_log import read_rows
 from vajra_py.testing.fake_runner import (
     FakeRunner,
     SteppedWorld,

@@ -13,7 +13,7 @@ import pytest
 
 from vajra_py import LLM, AsyncLLM, SamplingParams
 from vajra_py.engine.compute import StepInput, StepOutput
-from vajra_py.engine.outputs import Collected
+from vajra_py.engine.outputs import OutputBuffer
 from vajra_py.engine.tokenizer import TextStream
 from vajra_py.errors import ConfigError, ExecutorError, PolicyError
 from vajra_py.testing.fake_runner import EOS_TOKEN_ID, VOCAB_SIZE, FakeRunner, expected_output
@@ -265,8 +265,8 @@ class Words:
         raise NotImplementedError
 
 
-def collect(text: str, **params: Any) -> tuple[list[str], Collected, bool]:
-    collected = Collected(SamplingParams(max_tokens=100, **params), (), TextStream(Words()))
+def collect(text: str, **params: Any) -> tuple[list[str], OutputBuffer, bool]:
+    collected = OutputBuffer(SamplingParams(max_tokens=100, **params), (), TextStream(Words()))
     seen, stopped = [], False
     for token in text.encode():
         stopped = collected.append(token, None)
@@ -287,7 +287,7 @@ def test_text_grows_by_whole_characters() -> None:
 
 
 def test_an_incomplete_character_at_the_end_shows_as_one() -> None:
-    collected = Collected(SamplingParams(), (), TextStream(Words()))
+    collected = OutputBuffer(SamplingParams(), (), TextStream(Words()))
     for token in "a日".encode()[:-1]:
         collected.append(token, None)
     assert collected.text == "a"

@@ -11,15 +11,15 @@ from vajra_py.contract import Layer, SharedState
 from vajra_py.engine.compute import SamplingParams
 from vajra_py.engine.executor import EngineExecutor
 from vajra_py.engine.loop import EngineLoop
-from vajra_py.engine.outputs import Collected, Submission
+from vajra_py.engine.outputs import OutputBuffer, Submission
 from vajra_py.engine.units import LoopOptions, Message, Unit
 from vajra_py.engine.worker import Finished, Worker
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.runtime.queues import make_queue
-from vajra_py.runtime.request import RequestFacts
-from vajra_py.runtime.swapping import PolicyChange
+from vajra_py.runtime.records.input_log import PolicyChange
+from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.testing import Harness
-from vajra_py.testing.partners import PlainChunks
+from vajra_py.testing.reference_policies import PlainChunks
 
 REPLICA = ("harness", 0)
 
@@ -73,7 +73,7 @@ class HeldPolicies:
 
 def submission(name: str) -> Submission:
     facts = RequestFacts(name, 4, 20)
-    return Submission(facts, [1, 2, 3, 4], 0, Collected(SamplingParams(max_tokens=20), ()), shares=False)
+    return Submission(facts, [1, 2, 3, 4], 0, OutputBuffer(SamplingParams(max_tokens=20), ()), shares=False)
 
 
 def test_a_policy_change_does_not_wait_for_a_worker_that_is_lost() -> None:

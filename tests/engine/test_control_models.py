@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vajra_py.config import config_from_mapping
-from vajra_py.engine.assembly import Engine
+from vajra_py.engine.build import Engine
 from vajra_py.engine.config import EngineConfig
 from vajra_py.engine.llm import llm_config
 from vajra_py.engine.services import engine_services

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from vajra_py.config import TypedChoice, config_from_mapping
-from vajra_py.contract import BatchShape
+from vajra_py.contract import BatchFeatures
 from vajra_py.engine.compute import RunnerOptions, StepInput, StepOutput
 from vajra_py.engine.worker import Deliver, InlineWorker, ReplicaKey, Worker
 from vajra_py.errors import ConfigError
@@ -129,7 +129,7 @@ def test_a_profile_keeps_how_much_equal_steps_differ(hollow_model: Path, tmp_pat
         assert factors[0] == pytest.approx(1.0 / average, rel=0.05)  # where the pace changes, two are misjudged
         assert np.quantile(factors, 0.9) == pytest.approx(longer / average, rel=0.05)
         assert sum(one > 1.2 for one in factors) / len(factors) == pytest.approx(0.2, abs=0.02)
-    decodes = BatchShape(num_decodes=4, decode_context_tokens=100)
+    decodes = BatchFeatures(num_decodes=4, decode_context_tokens=100)
     assert made.fit.time_s(decodes) == pytest.approx(0.5 * 1.1, rel=0.05)
     assert made.facts["reference_s"] == 1e-4
     assert read_profile(file).variation == made.variation

@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 
 from vajra_py.cli.main import _run
 from vajra_py.metrics.run_data import RunData
-from vajra_py.runtime.input_log import read_rows
+from vajra_py.runtime.records.input_log import read_rows
 
 EXPERIMENT = """
 version: 1
@@ -97,7 +97,7 @@ def test_a_replay_that_differs_says_where(real_run: Path, tmp_path: Path, capsys
 def test_tokens_do_not_depend_on_company(real_run: Path, tiny_model: Path) -> None:
     from vajra_py import LLM, SamplingParams
     from vajra_py.engine.prompts import PromptMaker
-    from vajra_py.runtime.input_log import Arrival, read_inputs
+    from vajra_py.runtime.records.input_log import Arrival, read_inputs
 
     outputs = {row["request_id"]: row["token_ids"] for row in read_rows(real_run / "outputs.jsonl.gz")}
     vocab_size = json.loads((real_run / "engine.json").read_text())["default"]["vocab_size"]

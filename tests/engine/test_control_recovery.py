@@ -21,8 +21,7 @@ from vajra_py.experiment.engined import EngineRun
 from vajra_py.experiment.replay import replay
 from vajra_py.experiment.run import run_experiment
 from vajra_py.metrics.run_data import RunData
-from vajra_py.runtime.input_log import Failure, Restart, read_inputs, read_rows
-from vajra_py.runtime.swapping import PolicyChange
+from vajra_py.runtime.records.input_log import Failure, PolicyChange, Restart, read_inputs, read_rows
 from vajra_py.testing.fake_runner import FakeRunner, SteppedWorld, expected_output
 
 BATCHERS: list[Any] = [

@@ -23,8 +23,8 @@ from vajra_py.experiment.replay import replay
 from vajra_py.experiment.run import run_experiment
 from vajra_py.metrics.run_data import RunData
 from vajra_py.plugins import build_registry, load_registry
-from vajra_py.runtime.decision_reader import read_decisions
-from vajra_py.runtime.input_log import read_rows
+from vajra_py.runtime.records.decision_reader import read_decisions
+from vajra_py.runtime.records.input_log import read_rows
 from vajra_py.testing.fake_runner import SteppedWorld, expected_output
 from vajra_py.workload import PromptContent, RequestSpec, Workload, write_jsonl
 from vajra_py.workload.request import follows_of

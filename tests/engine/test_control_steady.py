@@ -15,8 +15,8 @@ from vajra_py.engine.compute import ModelRunner, RunnerOptions, StepInput, StepO
 from vajra_py.experiment.bench import Reference, paces
 from vajra_py.experiment.engined import EngineRun
 from vajra_py.experiment.run import run_experiment
-from vajra_py.experiment.steady import SteadyClock, SteadyRunner
-from vajra_py.runtime.clock import to_seconds
+from vajra_py.experiment.steady import NormalizedClock, SteadyRunner
+from vajra_py.runtime.support.clock import to_seconds
 from vajra_py.testing.fake_runner import FakeRunner
 
 TYPICAL_S = 0.010
@@ -43,7 +43,7 @@ class Machine:
         return TYPICAL_S * self.pace
 
 
-def seconds_of(clock: SteadyClock) -> float:
+def seconds_of(clock: NormalizedClock) -> float:
     return to_seconds(clock.now())
 
 
@@ -51,7 +51,7 @@ def seconds_of(clock: SteadyClock) -> float:
 def test_a_step_counts_as_on_the_typical_machine(pace: float, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, iter([]))
     machine.pace = pace
-    clock = SteadyClock(machine.reference_s, TYPICAL_S)
+    clock = NormalizedClock(machine.reference_s, TYPICAL_S)
     for step in range(1, 4):
         clock.settle()
         machine.compute(0.020)
@@ -61,7 +61,7 @@ def test_a_step_counts_as_on_the_typical_machine(pace: float, monkeypatch: pytes
 
 def test_a_disturbed_reference_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, iter([]))
-    clock = SteadyClock(machine.reference_s, TYPICAL_S)
+    clock = NormalizedClock(machine.reference_s, TYPICAL_S)
     machine.pace = 9.0
     clock.settle()
     assert clock.measure() == 1.0
@@ -69,7 +69,7 @@ def test_a_disturbed_reference_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 def test_time_never_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, iter([]))
-    clock = SteadyClock(machine.reference_s, TYPICAL_S)
+    clock = NormalizedClock(machine.reference_s, TYPICAL_S)
     machine.pace = 4.0  # the clock learns only from the third reference on that less has passed than it said
     before = 0
     for _ in range(6):
@@ -84,7 +84,7 @@ def test_time_never_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_waits_until_its_own_time(pace: float, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, iter([]))
     machine.pace = pace
-    clock = SteadyClock(machine.reference_s, TYPICAL_S)
+    clock = NormalizedClock(machine.reference_s, TYPICAL_S)
 
     class Inbox(SimpleQueue[str]):
         waited: list[float] = []  # noqa: RUF012 - of the one inbox of this test
@@ -146,13 +146,13 @@ def e2e_of_a_run(folder: Path, slowness: Iterator[float], monkeypatch: pytest.Mo
         }
     )
     machine = Machine(monkeypatch, slowness)
-    clocks: list[SteadyClock] = []
+    clocks: list[NormalizedClock] = []
 
     def load(options: RunnerOptions) -> ModelRunner:
         runner = Paced(Reference.room(options))
         runner.machine = machine
         runner.allocate(64 + Reference.num_blocks(options))
-        clocks.append(SteadyClock(Reference(runner, options, 64).time_s, 0.013))
+        clocks.append(NormalizedClock(Reference(runner, options, 64).time_s, 0.013))
         return SteadyRunner(runner, clocks[0])
 
     run = run_experiment(

@@ -21,8 +21,8 @@ from vajra_py.experiment.engined import EngineRun
 from vajra_py.experiment.replay import replay
 from vajra_py.experiment.run import run_experiment
 from vajra_py.metrics.run_data import RunData
-from vajra_py.runtime.input_log import Swap, read_inputs, read_rows
-from vajra_py.runtime.swapping import PolicyChange, Swapped
+from vajra_py.runtime.records.input_log import PolicyChange, Swap, read_inputs, read_rows
+from vajra_py.runtime.serving.policy_swap import Swapped
 from vajra_py.testing.fake_runner import FakeRunner, SteppedWorld, expected_output
 
 LATENCY = {"type": "affine", "base_s": 0.004, "per_token_s": 1e-4, "per_prefill_pair_s": 1e-7, "per_swap_byte_s": 1e-7}

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from vajra_py.contract.latency import BatchShape
+from vajra_py.contract.latency import BatchFeatures
 from vajra_py.errors import ConfigError
 from vajra_py.latency import BUILTIN_LATENCY_MODELS, AffineModel, ConstantModel, RooflineConfig
 
@@ -36,7 +36,7 @@ def test_all_models_are_offered_and_describe_every_field() -> None:
 
 
 def test_a_roofline_from_names_and_from_figures() -> None:
-    shape = BatchShape(8, 8000)
+    shape = BatchFeatures(8, 8000)
     slow = build("roofline", model="qwen3-8b", device="a100")
     fast = build("roofline", model="qwen3-8b", device={"base": "a100", "memory_bandwidth": 4e12})
     assert fast.batch_time_s(shape) < slow.batch_time_s(shape)
@@ -72,7 +72,7 @@ def test_paths_may_be_relative_to_the_file_that_names_them(tmp_path: Path) -> No
     (tmp_path / "steps.csv").write_text("num_tokens,time_s\n0,0.01\n1000,0.05\n")
     spec = SPECS["table"]
     config = spec.config.model_validate({"path": "steps.csv"}, context={"base_folder": tmp_path})
-    assert spec.build(config).batch_time_s(BatchShape().with_chunk(500, 0)) == pytest.approx(0.03)
+    assert spec.build(config).batch_time_s(BatchFeatures().with_chunk(500, 0)) == pytest.approx(0.03)
     with pytest.raises(ConfigError, match="there is no such file"):
         build("table", path="steps.csv")
 
@@ -84,7 +84,7 @@ def test_a_table_has_one_source() -> None:
 
 
 def test_constant_and_affine_models_are_their_formulas() -> None:
-    assert build("constant", step_time_s=0.5).batch_time_s(BatchShape(3, 30)) == 0.5
+    assert build("constant", step_time_s=0.5).batch_time_s(BatchFeatures(3, 30)) == 0.5
     model = build(
         "affine",
         base_s=1.0,
@@ -93,7 +93,7 @@ def test_constant_and_affine_models_are_their_formulas() -> None:
         per_prefill_pair_s=0.001,
         per_decode_context_token_s=1e-4,
     )
-    shape = BatchShape(2, 100).with_chunk(3, 5)
+    shape = BatchFeatures(2, 100).with_chunk(3, 5)
     assert model.batch_time_s(shape) == pytest.approx(1 + 0.5 + 0.03 + 0.001 * (15 + 6) + 0.01)
     with pytest.raises(ValidationError, match="no time"):
         build("affine", base_s=0.0)
@@ -105,7 +105,7 @@ def test_constant_and_affine_models_are_their_formulas() -> None:
 def test_runs_of_decodes_equal_single_steps_bit_for_bit(num_decodes: int, context: int, num_steps: int) -> None:
     for model in (ConstantModel(0.02), AffineModel(0.01, 1.1e-5, 3e-6, 1e-9, 7.7e-9)):
         run = model.decode_run_times_s(num_decodes, context, num_steps)
-        single = [model.batch_time_s(BatchShape(num_decodes, context + i * num_decodes)) for i in range(num_steps)]
+        single = [model.batch_time_s(BatchFeatures(num_decodes, context + i * num_decodes)) for i in range(num_steps)]
         assert run.dtype == np.float64
         assert run.tolist() == single
 
@@ -113,8 +113,8 @@ def test_runs_of_decodes_equal_single_steps_bit_for_bit(num_decodes: int, contex
 def test_importing_and_predicting_needs_no_heavy_library() -> None:
     code = (
         "import sys, json, vajra_py.latency as l\n"
-        "from vajra_py.contract.latency import BatchShape\n"
-        "l.RooflineConfig().build().batch_time_s(BatchShape(1, 1))\n"
+        "from vajra_py.contract.latency import BatchFeatures\n"
+        "l.RooflineConfig().build().batch_time_s(BatchFeatures(1, 1))\n"
         "print(json.dumps([m for m in ('torch', 'scipy', 'pandas', 'pyarrow', 'transformers') if m in sys.modules]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

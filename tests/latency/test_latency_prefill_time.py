@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vajra_py.contract.latency import BatchShape, PrefillTime
+from vajra_py.contract.latency import BatchFeatures, PrefillTime
 from vajra_py.errors import ExecutorError
 from vajra_py.latency import AffineModel, PrefillTimeTable, RooflineModel, load_device, load_model
 
@@ -25,7 +25,7 @@ def chunk_by_chunk(num_tokens: int, rule: object) -> float:
     done, time = 0, 0.0
     while done < num_tokens:
         size = rule(done, num_tokens - done)  # type: ignore[operator]
-        time += ROOFLINE.batch_time_s(BatchShape().with_chunk(size, done))
+        time += ROOFLINE.batch_time_s(BatchFeatures().with_chunk(size, done))
         done += size
     return time
 
@@ -63,12 +63,12 @@ def test_stages_divide_the_time() -> None:
 
 
 def test_each_entry_is_computed_once_and_only_as_far_as_asked() -> None:
-    calls: list[BatchShape] = []
+    calls: list[BatchFeatures] = []
 
     class Counting:
         num_stages = 1
 
-        def batch_time_s(self, shape: BatchShape) -> float:
+        def batch_time_s(self, shape: BatchFeatures) -> float:
             calls.append(shape)
             return 1e-3 * shape.num_tokens
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.latency.conftest import attention_us, dense_us, head_us
-from vajra_py.contract import BatchShape
+from vajra_py.contract import BatchFeatures
 from vajra_py.errors import ConfigError, ExecutorError
 from vajra_py.latency import (
     BundleOptions,
@@ -44,36 +44,38 @@ def step_us(tokens: int, sequences: int, attention: float) -> float:
 
 def test_a_step_is_the_sum_of_its_operators(bundle: Path) -> None:
     model = of(bundle)
-    chunk = BatchShape().with_chunk(1024, 512)
+    chunk = BatchFeatures().with_chunk(1024, 512)
     assert model.batch_time_s(chunk) == pytest.approx(MICRO * step_us(1024, 1, attention_us(1024, 512, 0, 0)))
-    decodes = BatchShape(64, 64 * 900)
+    decodes = BatchFeatures(64, 64 * 900)
     assert model.batch_time_s(decodes) == pytest.approx(MICRO * step_us(64, 64, attention_us(0, 0, 64, 900)))
     mixed = decodes.with_chunk(960, 100)
     assert model.batch_time_s(mixed) == pytest.approx(MICRO * step_us(1024, 65, attention_us(960, 100, 64, 900)))
-    assert model.batch_time_s(BatchShape()) == 0.0
+    assert model.batch_time_s(BatchFeatures()) == 0.0
 
 
 def test_batches_are_padded_to_the_sizes_of_cuda_graphs(bundle: Path) -> None:
     assert capture_sizes(24) == (1, 2, 4, 8, 16, 24)
     assert capture_sizes(512)[-3:] == (480, 496, 512)
     padded, eager = of(bundle), of(bundle, cuda_graphs=False)
-    shape = BatchShape(61, 61 * 100)
+    shape = BatchFeatures(61, 61 * 100)
     attention, head = attention_us(0, 0, 61, 100), head_us(61)
     for model, tokens in ((padded, 64), (eager, 61)):
         expected = NUM_LAYERS * (8 * dense_us(tokens) + attention) + 2 * dense_us(tokens) + 2 * head
         assert model.batch_time_s(shape) == pytest.approx(MICRO * expected)
-    large = BatchShape().with_chunk(517, 0)
+    large = BatchFeatures().with_chunk(517, 0)
     assert padded.batch_time_s(large) == eager.batch_time_s(large)
 
 
 def test_chunks_side_by_side_have_the_attention_of_their_pairs(bundle: Path) -> None:
     model = of(bundle)
-    one = model.breakdown_s(BatchShape().with_chunk(1024, 1024))
-    two = model.breakdown_s(BatchShape().with_chunk(512, 1024).with_chunk(512, 1536))
+    one = model.breakdown_s(BatchFeatures().with_chunk(1024, 1024))
+    two = model.breakdown_s(BatchFeatures().with_chunk(512, 1024).with_chunk(512, 1536))
     assert two["prefill_attention"] == pytest.approx(one["prefill_attention"])
     assert two["dense"] == one["dense"]
-    side_by_side = model.breakdown_s(BatchShape().with_chunk(512, 0).with_chunk(512, 0))
-    assert side_by_side["prefill_attention"] < model.breakdown_s(BatchShape().with_chunk(1024, 0))["prefill_attention"]
+    side_by_side = model.breakdown_s(BatchFeatures().with_chunk(512, 0).with_chunk(512, 0))
+    assert (
+        side_by_side["prefill_attention"] < model.breakdown_s(BatchFeatures().with_chunk(1024, 0))["prefill_attention"]
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -83,7 +85,7 @@ def test_chunks_side_by_side_have_the_attention_of_their_pairs(bundle: Path) -> 
     chunks=st.lists(st.tuples(st.integers(1, 700), st.integers(0, 9000)), max_size=3),
 )
 def test_parts_add_up_and_times_are_positive(decodes: int, context: int, chunks: list[tuple[int, int]]) -> None:
-    shape = BatchShape(decodes, decodes * context)
+    shape = BatchFeatures(decodes, decodes * context)
     for tokens, behind in chunks:
         shape = shape.with_chunk(tokens, behind)
     model = _shared_model()
@@ -109,16 +111,16 @@ def _model_for_properties(bundle: Path) -> None:
 def test_runs_of_decodes_equal_single_steps_bit_for_bit(bundle: Path, host: str, num_steps: int) -> None:
     model = of(bundle, host=host)
     times = model.decode_run_times_s(37, 37 * 990 + 11, num_steps)
-    single = [model.batch_time_s(BatchShape(37, 37 * 990 + 11 + 37 * step)) for step in range(num_steps)]
+    single = [model.batch_time_s(BatchFeatures(37, 37 * 990 + 11 + 37 * step)) for step in range(num_steps)]
     assert list(times) == single
 
 
 def test_beyond_the_tables_the_last_line_goes_on_up_to_the_reach(bundle: Path) -> None:
     model = of(bundle)
-    far = BatchShape(128, 128 * 16384)
+    far = BatchFeatures(128, 128 * 16384)
     attention = attention_us(0, 0, 128, 16384)
     assert model.batch_time_s(far) == pytest.approx(MICRO * step_us(128, 128, attention))
-    too_far = BatchShape(128, 128 * 8192 * 5)
+    too_far = BatchFeatures(128, 128 * 8192 * 5)
     with pytest.raises(
         ExecutorError, match=r"does not reach a step of 128 decodes .* Measured up to .*'kv_decode': 8192"
     ):
@@ -133,7 +135,7 @@ def test_beyond_the_tables_the_last_line_goes_on_up_to_the_reach(bundle: Path) -
 def test_a_long_chunk_is_as_many_measured_ones(bundle: Path) -> None:
     model = of(bundle)
     halves = sum(attention_us(2048, context, 0, 0) for context in (0, 2048))
-    assert model.breakdown_s(BatchShape().with_chunk(4096, 0))["prefill_attention"] == pytest.approx(
+    assert model.breakdown_s(BatchFeatures().with_chunk(4096, 0))["prefill_attention"] == pytest.approx(
         MICRO * NUM_LAYERS * halves
     )
 
@@ -141,7 +143,7 @@ def test_a_long_chunk_is_as_many_measured_ones(bundle: Path) -> None:
 def test_two_gpus_exchange_twice_a_layer_and_need_a_link(bundle: Path) -> None:
     linked = of(bundle, tensor_parallel=2, link_bandwidth_gb_s=10.0, link_latency_us=20.0)
     alone = of(bundle)
-    shape = BatchShape().with_chunk(1024, 0)
+    shape = BatchFeatures().with_chunk(1024, 0)
     bytes_each = 1024 * 4096 * 2
     assert linked.batch_time_s(shape) - alone.batch_time_s(shape) == pytest.approx(65 * (20e-6 + bytes_each / 10e9))
     found = read_bundle(bundle, 2)
@@ -151,7 +153,7 @@ def test_two_gpus_exchange_twice_a_layer_and_need_a_link(bundle: Path) -> None:
 
 
 def test_host_overhead_is_between_steps_or_overlaps_them(bundle: Path) -> None:
-    shape = BatchShape(64, 64 * 100)
+    shape = BatchFeatures(64, 64 * 100)
     gpu_s = of(bundle).batch_time_s(shape)
     given = {"host_step_us": 1000.0, "host_per_request_us": 10.0, "host_exposed_us": 200.0}
     assert of(bundle, host="vllm-0.19-sync", **given).batch_time_s(shape) == pytest.approx(gpu_s + 1.64e-3)
@@ -170,7 +172,7 @@ def test_unequal_contexts_take_as_much_longer_as_was_measured(bundle: Path) -> N
     ]
     (bundle / "tp1" / "skew.csv").write_text("\n".join([header, *rows, ""]))
     equal, unequal = of(bundle), of(bundle, context_variation=0.5)
-    decodes, mixed = BatchShape(64, 64 * 1000), BatchShape(64, 64 * 1000).with_chunk(512, 0)
+    decodes, mixed = BatchFeatures(64, 64 * 1000), BatchFeatures(64, 64 * 1000).with_chunk(512, 0)
     per_layer = attention_us(0, 0, 64, 1000)
     assert unequal.batch_time_s(decodes) - equal.batch_time_s(decodes) == pytest.approx(
         MICRO * NUM_LAYERS * 0.2 * per_layer
@@ -179,7 +181,7 @@ def test_unequal_contexts_take_as_much_longer_as_was_measured(bundle: Path) -> N
     assert unequal.batch_time_s(mixed) - equal.batch_time_s(mixed) == pytest.approx(
         MICRO * NUM_LAYERS * 0.1 * per_layer
     )
-    alone = BatchShape().with_chunk(512, 0)
+    alone = BatchFeatures().with_chunk(512, 0)
     assert unequal.batch_time_s(alone) == equal.batch_time_s(alone)
 
 
@@ -189,7 +191,7 @@ def test_a_calibration_scales_parts_and_fits_one_bundle(bundle: Path, tmp_path: 
         "meta-llama/Llama-3.1-8B", "RTXPRO6000", 1, host, {"dense": 1.5}, "a test", {"tpot_mean_ms": 0.01}
     )
     fitted.write(tmp_path / "calibration.json")
-    shape = BatchShape().with_chunk(1024, 0)
+    shape = BatchFeatures().with_chunk(1024, 0)
     plain = of(bundle)
     scaled = of(bundle, host="vllm-0.19-sync", calibration=str(tmp_path / "calibration.json"))
     dense_s = plain.breakdown_s(shape)["dense"]
@@ -233,14 +235,14 @@ def test_ranks_that_share_experts_share_a_step(bundle: Path) -> None:
     one = of(bundle)
     assert one.model.name == "Qwen3-30B-A3B"  # a tuned variant has its model's shape
     two = of(bundle, data_parallel=2, expert_parallel=True)
-    shape = BatchShape(128, 128 * 500)
-    alone, shared = one.breakdown_s(BatchShape(64, 64 * 500)), two.breakdown_s(shape)
+    shape = BatchFeatures(128, 128 * 500)
+    alone, shared = one.breakdown_s(BatchFeatures(64, 64 * 500)), two.breakdown_s(shape)
     assert shared["dense"] == alone["dense"]
     assert shared["decode_attention"] == pytest.approx(alone["decode_attention"])
     assert shared["all_reduce"] > 0
     assert shared["experts"] < one.breakdown_s(shape)["experts"]
     # One prompt is on one rank; two are on both.
-    prompts = BatchShape().with_chunk(512, 0)
+    prompts = BatchFeatures().with_chunk(512, 0)
     assert two.breakdown_s(prompts)["dense"] == two.breakdown_s(prompts.with_chunk(512, 0))["dense"]
 
 
@@ -289,7 +291,7 @@ def test_memory_comes_from_the_device_that_the_bundle_names(
 
 def test_merged_attention_is_not_in_the_tables(bundle: Path) -> None:
     with pytest.raises(ExecutorError, match="no times for attention merged over KV-parallel groups"):
-        of(bundle).batch_time_s(BatchShape().with_chunk(16, 0)._replace(num_merged_tokens=4))
+        of(bundle).batch_time_s(BatchFeatures().with_chunk(16, 0)._replace(num_merged_tokens=4))
 
 
 def test_host_overhead_has_no_cost_by_default() -> None:

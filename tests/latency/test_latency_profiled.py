@@ -12,25 +12,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
-from vajra_py.contract import BatchShape
+from vajra_py.contract import BatchFeatures
 from vajra_py.errors import ConfigError
 from vajra_py.latency import PredictsDecodeRuns, Profile, ProfiledConfig, ProfiledModel, Variation, read_profile
 from vajra_py.latency.fitting import Measured, errors_of, fit_steps, held_out_errors, non_negative_least_squares
 from vajra_py.latency.profiled import Curve
 
 
-def shapes(count: int, stream: np.random.Generator) -> list[BatchShape]:
+def shapes(count: int, stream: np.random.Generator) -> list[BatchFeatures]:
     made = []
     for _ in range(count):
         num_decodes = int(np.exp(stream.uniform(0, 4)))
-        shape = BatchShape().with_decodes(num_decodes, num_decodes * int(stream.integers(1, 500)))
+        shape = BatchFeatures().with_decodes(num_decodes, num_decodes * int(stream.integers(1, 500)))
         for _ in range(int(stream.integers(0, 4))):
             shape = shape.with_chunk(int(np.exp(stream.uniform(0, 6))), int(stream.integers(0, 400)))
         made.append(shape)
     return made
 
 
-def true_time_s(shape: BatchShape) -> float:
+def true_time_s(shape: BatchFeatures) -> float:
     """Matrix products that fill the device from 32 tokens on, attention over what is read, and something per chunk."""
     tokens = 2e-4 * min(shape.num_tokens, 32) + 5e-5 * max(0, shape.num_tokens - 32)
     attention = 3e-8 * shape.decode_context_tokens + 1e-8 * shape.prefill_attention_pairs
@@ -71,7 +71,7 @@ def test_a_few_disturbed_measurements_do_not_move_it() -> None:
 def test_a_fit_needs_measurements() -> None:
     with pytest.raises(ValueError, match="no measurements"):
         fit_steps([])
-    one = BatchShape(num_decodes=1, decode_context_tokens=5)
+    one = BatchFeatures(num_decodes=1, decode_context_tokens=5)
     assert fit_steps([Measured(one, 0.25)]).time_s(one) == pytest.approx(0.25)
 
 
@@ -141,7 +141,7 @@ def test_runs_of_decodes_are_predicted_bit_for_bit(profile: Path) -> None:
     model = ProfiledConfig(path=str(profile)).build()
     assert isinstance(model, PredictsDecodeRuns)
     at_once = model.decode_run_times_s(7, 300, 400).tolist()
-    one_by_one = [model.batch_time_s(BatchShape(7, 300 + 7 * step)) for step in range(400)]
+    one_by_one = [model.batch_time_s(BatchFeatures(7, 300 + 7 * step)) for step in range(400)]
     assert at_once == one_by_one
 
 

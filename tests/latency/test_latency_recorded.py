@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vajra_py.contract.latency import BatchShape
+from vajra_py.contract.latency import BatchFeatures
 from vajra_py.errors import ConfigError, ExecutorError
 from vajra_py.latency import ConstantModel, RecordedDurations, RecordedModel, ReplaysDurations
 
@@ -78,4 +78,4 @@ def test_a_recording_alone_does_not_predict() -> None:
     with pytest.raises(
         ExecutorError, match=r"Set backend\.simulator\.predictions to the latency model of the recorded run"
     ):
-        model.batch_time_s(BatchShape(1, 1))
+        model.batch_time_s(BatchFeatures(1, 1))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vajra_py.contract.latency import BatchShape, LatencyModel
+from vajra_py.contract.latency import BatchFeatures, LatencyModel
 from vajra_py.errors import ConfigError
 from vajra_py.latency import (
     Deployment,
@@ -46,8 +46,8 @@ shapes = st.builds(
 )
 
 
-def _shape(decodes: tuple[int, int], chunks: list[tuple[int, int]], merged: int, swap: int) -> BatchShape:
-    shape = BatchShape(num_merged_tokens=merged, swap_bytes=swap).with_decodes(decodes[0], decodes[0] * decodes[1])
+def _shape(decodes: tuple[int, int], chunks: list[tuple[int, int]], merged: int, swap: int) -> BatchFeatures:
+    shape = BatchFeatures(num_merged_tokens=merged, swap_bytes=swap).with_decodes(decodes[0], decodes[0] * decodes[1])
     for tokens, context in chunks:
         shape = shape.with_chunk(tokens, context)
     return shape
@@ -57,7 +57,7 @@ def test_it_is_a_latency_model_and_survives_pickling() -> None:
     model: LatencyModel = MODELS["experts"]
     runs: PredictsDecodeRuns = MODELS["experts"]
     assert isinstance(runs, PredictsDecodeRuns)
-    shape = BatchShape(8, 800)
+    shape = BatchFeatures(8, 800)
     assert pickle.loads(pickle.dumps(model)).batch_time_s(shape) == model.batch_time_s(shape)
 
 
@@ -77,20 +77,20 @@ def test_a_lone_decode_of_llama_8b_is_near_published_measurements(
     device: str | dict[str, object], measured_s: float
 ) -> None:
     model = RooflineModel(load_model("Llama-3.1-8B"), load_device(device))
-    assert model.batch_time_s(BatchShape(1, 1024)) == pytest.approx(measured_s, rel=0.1)
+    assert model.batch_time_s(BatchFeatures(1, 1024)) == pytest.approx(measured_s, rel=0.1)
 
 
 def test_a_small_decode_batch_is_bound_by_reading_the_weights() -> None:
     model = MODELS["dense"]
     weights_s = (8.03e9 - 0.525e9) * 2 / 2.039e12  # everything but the embedding table, at the data sheet's bandwidth
-    lone = model.batch_time_s(BatchShape(1, 1))
+    lone = model.batch_time_s(BatchFeatures(1, 1))
     assert weights_s < lone < 1.5 * weights_s
-    assert model.batch_time_s(BatchShape(8, 8)) < 1.02 * lone
+    assert model.batch_time_s(BatchFeatures(8, 8)) < 1.02 * lone
 
 
 def test_a_large_decode_batch_is_bound_by_reading_the_cache() -> None:
     model = MODELS["dense"]
-    shape = BatchShape(64, 64 * 8192)
+    shape = BatchFeatures(64, 64 * 8192)
     cache_s = 64 * 8192 * 131_072 / 2.039e12
     assert model.breakdown_s(shape)["decode_attention"] == pytest.approx(cache_s / 0.83, rel=0.01)
     assert cache_s < model.batch_time_s(shape) < 2 * cache_s
@@ -98,23 +98,23 @@ def test_a_large_decode_batch_is_bound_by_reading_the_cache() -> None:
 
 def test_a_512_token_chunk_costs_its_arithmetic_and_long_ones_do_not_get_cheaper_per_token() -> None:
     model = MODELS["dense"]
-    chunk = model.batch_time_s(BatchShape().with_chunk(512, 0))
+    chunk = model.batch_time_s(BatchFeatures().with_chunk(512, 0))
     arithmetic_s = 2 * 6.98e9 * 512 / 312e12  # the weights of the layers at the data sheet's peak
     assert arithmetic_s < chunk < 1.8 * arithmetic_s
-    per_token = [model.batch_time_s(BatchShape().with_chunk(n, 0)) / n for n in (64, 256, 1024)]
+    per_token = [model.batch_time_s(BatchFeatures().with_chunk(n, 0)) / n for n in (64, 256, 1024)]
     assert per_token[0] > per_token[1] > per_token[2]
 
 
 def test_context_makes_chunks_dearer() -> None:
     model = MODELS["dense"]
-    near = model.batch_time_s(BatchShape().with_chunk(512, 0))
-    far = model.batch_time_s(BatchShape().with_chunk(512, 128_000))
+    near = model.batch_time_s(BatchFeatures().with_chunk(512, 0))
+    far = model.batch_time_s(BatchFeatures().with_chunk(512, 128_000))
     assert far > 2 * near
 
 
 def test_a_mixture_reads_few_experts_for_one_token_and_all_for_many() -> None:
     model = MODELS["experts"]
-    one, many = (model.breakdown_s(BatchShape(n, n))["weights"] for n in (1, 256))
+    one, many = (model.breakdown_s(BatchFeatures(n, n))["weights"] for n in (1, 256))
     spec = load_model("Qwen3-30B-A3B")
     all_weights_s = (spec.dense_weights + spec.routed_weights) * 2 / (2 * 4.8e12 * 0.86)
     assert one < 0.25 * all_weights_s
@@ -123,14 +123,14 @@ def test_a_mixture_reads_few_experts_for_one_token_and_all_for_many() -> None:
 
 def test_tensor_parallelism_helps_less_than_its_degree() -> None:
     one, four = roofline("Llama-3.1-8B", "h100"), roofline("Llama-3.1-8B", "h100", 4)
-    for shape in (BatchShape(32, 32_000), BatchShape().with_chunk(2048, 0)):
+    for shape in (BatchFeatures(32, 32_000), BatchFeatures().with_chunk(2048, 0)):
         speedup = one.batch_time_s(shape) / four.batch_time_s(shape)
         assert 1.2 < speedup < 4
 
 
 def test_pipeline_stages_divide_the_work_but_not_the_latency() -> None:
     one, four = roofline("Llama-3.1-70B", "h200", 2), roofline("Llama-3.1-70B", "h200", 2, 4)
-    shape = BatchShape(32, 32_000).with_chunk(512, 0)
+    shape = BatchFeatures(32, 32_000).with_chunk(512, 0)
     assert one.stage_time_s(shape) == one.batch_time_s(shape)
     assert four.batch_time_s(shape) > one.batch_time_s(shape)
     assert one.batch_time_s(shape) / 4 < four.stage_time_s(shape) < one.batch_time_s(shape) / 3
@@ -138,16 +138,16 @@ def test_pipeline_stages_divide_the_work_but_not_the_latency() -> None:
 
 def test_swapped_bytes_cross_the_host_links_of_all_devices() -> None:
     one, two = roofline(), roofline(tensor=2)
-    assert one.batch_time_s(BatchShape(swap_bytes=26_300_000)) == pytest.approx(1e-3)
-    assert two.batch_time_s(BatchShape(swap_bytes=26_300_000)) == pytest.approx(0.5e-3)
-    decode = BatchShape(4, 400)
+    assert one.batch_time_s(BatchFeatures(swap_bytes=26_300_000)) == pytest.approx(1e-3)
+    assert two.batch_time_s(BatchFeatures(swap_bytes=26_300_000)) == pytest.approx(0.5e-3)
+    decode = BatchFeatures(4, 400)
     with_swap = decode._replace(swap_bytes=26_300_000)
     assert one.batch_time_s(with_swap) - one.batch_time_s(decode) == pytest.approx(1e-3)
 
 
 def test_merging_over_kv_groups_costs_time() -> None:
     model = roofline(kv=4)
-    chunk = BatchShape().with_chunk(512, 100_000)
+    chunk = BatchFeatures().with_chunk(512, 100_000)
     merged = chunk._replace(num_merged_tokens=512)
     assert model.breakdown_s(merged)["kv_merge"] > 32 * 9e-6
     assert model.batch_time_s(merged) > model.batch_time_s(chunk)
@@ -157,7 +157,7 @@ def test_an_eight_bit_cache_halves_its_reading() -> None:
     model, device = load_model("Llama-3.1-8B"), load_device("h100")
     wide = RooflineModel(model, device)
     narrow = RooflineModel(replace(model, kv_dtype="fp8"), device)
-    shape = BatchShape(64, 64 * 4096)
+    shape = BatchFeatures(64, 64 * 4096)
     assert narrow.breakdown_s(shape)["decode_attention"] == pytest.approx(
         wide.breakdown_s(shape)["decode_attention"] / 2
     )
@@ -169,8 +169,8 @@ def test_an_eight_bit_cache_halves_its_reading() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=40)
-@given(shape=shapes, field=st.sampled_from(BatchShape._fields), step=st.integers(1, 5000))
-def test_times_are_finite_and_monotone_in_every_feature(name: str, shape: BatchShape, field: str, step: int) -> None:
+@given(shape=shapes, field=st.sampled_from(BatchFeatures._fields), step=st.integers(1, 5000))
+def test_times_are_finite_and_monotone_in_every_feature(name: str, shape: BatchFeatures, field: str, step: int) -> None:
     model = MODELS[name]
     more = shape._replace(**{field: getattr(shape, field) + step})
     for time in (model.batch_time_s, model.stage_time_s):
@@ -181,7 +181,7 @@ def test_times_are_finite_and_monotone_in_every_feature(name: str, shape: BatchS
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=40)
 @given(shape=shapes)
-def test_the_breakdown_adds_up_and_no_stage_is_longer_than_the_step(name: str, shape: BatchShape) -> None:
+def test_the_breakdown_adds_up_and_no_stage_is_longer_than_the_step(name: str, shape: BatchFeatures) -> None:
     model = MODELS[name]
     assert sum(model.breakdown_s(shape).values()) == pytest.approx(model.batch_time_s(shape), rel=1e-9, abs=1e-12)
     assert model.stage_time_s(shape) <= model.batch_time_s(shape) * (1 + 1e-12)
@@ -196,12 +196,12 @@ def test_runs_of_decodes_equal_single_steps_bit_for_bit(
     model = MODELS[name]
     first = num_decodes * context
     run = model.decode_run_times_s(num_decodes, first, num_steps)
-    single = [model.batch_time_s(BatchShape(num_decodes, first + i * num_decodes)) for i in range(num_steps)]
+    single = [model.batch_time_s(BatchFeatures(num_decodes, first + i * num_decodes)) for i in range(num_steps)]
     assert list(run) == single
 
 
 def test_an_empty_batch_takes_no_time() -> None:
-    assert all(model.batch_time_s(BatchShape()) == 0 for model in MODELS.values())
+    assert all(model.batch_time_s(BatchFeatures()) == 0 for model in MODELS.values())
 
 
 # Memory ----------------------------------------------------------------------------------------------------------

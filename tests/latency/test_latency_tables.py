@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vajra_py.contract.latency import BatchShape
+from vajra_py.contract.latency import BatchFeatures
 from vajra_py.errors import ConfigError, ExecutorError
 from vajra_py.latency import GridTableModel, OperatorTableModel, TableOptions
 from vajra_py.latency.table import CACHE_WRITE, OPERATORS
@@ -42,10 +42,12 @@ def table(tmp_path: Path) -> GridTableModel:
 
 
 def test_a_grid_returns_its_own_values_and_interpolates_between(table: GridTableModel) -> None:
-    assert table.batch_time_s(BatchShape(64, 64_000)) == pytest.approx(1e-3 + 64e-5 + 64e-5, rel=1e-12)
+    assert table.batch_time_s(BatchFeatures(64, 64_000)) == pytest.approx(1e-3 + 64e-5 + 64e-5, rel=1e-12)
     # The formula is bilinear, so interpolation is exact.
-    assert table.batch_time_s(BatchShape(100, 250_000)) == pytest.approx(1e-3 + 100e-5 + 1e-8 * 2500 * 100, rel=1e-12)
-    assert table.stage_time_s(BatchShape(64, 64_000)) == table.batch_time_s(BatchShape(64, 64_000))
+    assert table.batch_time_s(BatchFeatures(100, 250_000)) == pytest.approx(
+        1e-3 + 100e-5 + 1e-8 * 2500 * 100, rel=1e-12
+    )
+    assert table.stage_time_s(BatchFeatures(64, 64_000)) == table.batch_time_s(BatchFeatures(64, 64_000))
     assert table.num_stages == 1
 
 
@@ -57,7 +59,7 @@ def test_all_formats_hold_the_same_table(tmp_path: Path, table: GridTableModel) 
     times = np.array([row[2] for row in ROWS]).reshape(3, 3)
     np.savez(tmp_path / "d.npz", num_tokens=[1, 64, 256], mean_decode_context_tokens=[0, 1000, 4000], time_s=times)
     write_csv(tmp_path / "e.csv.gz", ROWS, HEADER)
-    shape = BatchShape(17, 17 * 777)
+    shape = BatchFeatures(17, 17 * 777)
     for name in ("a.json", "b.json", "c.npz", "d.npz", "e.csv.gz"):
         assert GridTableModel.from_file(tmp_path / name).batch_time_s(shape) == pytest.approx(
             table.batch_time_s(shape), rel=1e-12
@@ -66,7 +68,7 @@ def test_all_formats_hold_the_same_table(tmp_path: Path, table: GridTableModel) 
 
 def test_outside_of_the_grid_it_refuses_clamps_or_extrapolates(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "t.csv", [(1, 0.01), (101, 0.02)], "num_tokens,time_s")
-    shape = BatchShape(201, 0)
+    shape = BatchFeatures(201, 0)
     with pytest.raises(ExecutorError, match=r"num_tokens 201 lies outside of the table \(1 to 101\)"):
         GridTableModel.from_file(path).batch_time_s(shape)
     assert GridTableModel.from_file(path, beyond="clamp").batch_time_s(shape) == 0.02
@@ -124,12 +126,12 @@ def small_tables(folder: Path) -> Path:
 def test_operator_tables_add_up_as_documented(tmp_path: Path) -> None:
     model = OperatorTableModel.from_folder(small_tables(tmp_path), TableOptions(num_layers=10))
     # 2 decodes with 64 and 65 tokens in memory, so 65 and 66 with the new one: the mean 65.5 is cut to 65 and rounded up to 128.
-    shape = BatchShape(2, 129).with_chunk(3, 70).with_chunk(4, 0)
+    shape = BatchFeatures(2, 129).with_chunk(3, 70).with_chunk(4, 0)
     per_token = sum(0.001 * 16 * (i + 1) for i in range(len(OPERATORS))) + 0.0005 * 9  # 9 tokens, rounded up to 16
     decode = (0.02 + 1e-4 * 128) * 1.1
     prefill = (0.02 * 5 + 1e-4 * 128) * 1.1  # root of 9 + 16 is 5; 70 and 0 round up to 128 in sum
     assert model.batch_time_s(shape) == pytest.approx(1e-3 * 10 * (per_token + decode + prefill), rel=1e-12)
-    assert model.batch_time_s(BatchShape()) == 0
+    assert model.batch_time_s(BatchFeatures()) == 0
 
 
 def test_without_the_new_token_the_context_is_what_lies_in_memory(tmp_path: Path) -> None:
@@ -138,8 +140,8 @@ def test_without_the_new_token_the_context_is_what_lies_in_memory(tmp_path: Path
         OperatorTableModel.from_folder(folder, TableOptions(decode_context_includes_new_token=flag))
         for flag in (True, False)
     )
-    assert plain.batch_time_s(BatchShape(1, 64)) < vidur.batch_time_s(BatchShape(1, 64))
-    assert plain.batch_time_s(BatchShape(1, 65)) == vidur.batch_time_s(BatchShape(1, 64))
+    assert plain.batch_time_s(BatchFeatures(1, 64)) < vidur.batch_time_s(BatchFeatures(1, 64))
+    assert plain.batch_time_s(BatchFeatures(1, 65)) == vidur.batch_time_s(BatchFeatures(1, 64))
 
 
 @settings(max_examples=50)
@@ -153,18 +155,18 @@ def test_decode_runs_equal_single_steps_bit_for_bit(
         small_tables(folder)
     model = OperatorTableModel.from_folder(folder)
     first = num_decodes * context
-    single = [model.batch_time_s(BatchShape(num_decodes, first + i * num_decodes)) for i in range(num_steps)]
+    single = [model.batch_time_s(BatchFeatures(num_decodes, first + i * num_decodes)) for i in range(num_steps)]
     assert model.decode_run_times_s(num_decodes, first, num_steps).tolist() == single
 
 
 def test_batches_beyond_the_tables_are_refused(tmp_path: Path) -> None:
     model = OperatorTableModel.from_folder(small_tables(tmp_path))
     with pytest.raises(ExecutorError, match=r"a step of 65 tokens lies outside of the tables \(up to 64\)"):
-        model.batch_time_s(BatchShape().with_chunk(65, 0))
+        model.batch_time_s(BatchFeatures().with_chunk(65, 0))
     with pytest.raises(ExecutorError, match=r"decode attention of 17 requests.*up to 16 requests and 512"):
-        model.batch_time_s(BatchShape(17, 0))
+        model.batch_time_s(BatchFeatures(17, 0))
     with pytest.raises(ExecutorError, match=r"prefill attention of 8 tokens over a context of 576"):
-        model.batch_time_s(BatchShape().with_chunk(8, 513))
+        model.batch_time_s(BatchFeatures().with_chunk(8, 513))
     with pytest.raises(ExecutorError, match="decode attention"):
         model.decode_run_times_s(1, 400, 200)
 
@@ -228,7 +230,7 @@ def test_the_documented_formula_is_followed_exactly(vidur: OperatorTableModel) -
             context = sum((c + 63) // 64 for _, c in chunks)
             row = round(sqrt(sum(n * n for n, _ in chunks)))
             layer += attention["prefill"][row - 1, context] * (1.1 if len(chunks) > 1 else 1)
-        shape = BatchShape().with_decodes(len(processed), sum(processed) - len(processed))
+        shape = BatchFeatures().with_decodes(len(processed), sum(processed) - len(processed))
         for n, c in chunks:
             shape = shape.with_chunk(n, c)
         assert vidur.batch_time_s(shape) == pytest.approx(1e-3 * 32 * layer, rel=1e-12)
@@ -267,7 +269,7 @@ def simulate(model: OperatorTableModel, work: list[tuple[float, int, int]]) -> t
                 break
             chunks.append((request, min(work[request][1] - done[request], budget)))
             budget -= chunks[-1][1]
-        shape = BatchShape().with_decodes(len(decodes), sum(done[r] for r in decodes))
+        shape = BatchFeatures().with_decodes(len(decodes), sum(done[r] for r in decodes))
         for request, size in chunks:
             shape = shape.with_chunk(size, done[request])
             if request in waiting:

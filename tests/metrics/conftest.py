@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from ruamel.yaml import YAML
 
-from vajra_py.contract import BatchShape, EndReason
+from vajra_py.contract import BatchFeatures, EndReason
 from vajra_py.metrics.definitions import gap_statistics
 from vajra_py.metrics.run_data import RunData
 from vajra_py.metrics.steps_table import StepRow, StepsBuilder
 from vajra_py.metrics.summary import summarise
 from vajra_py.metrics.tables import RequestRow, RequestsBuilder, TbtBuilder, write_parquet
-from vajra_py.runtime.clock import to_ticks
-from vajra_py.runtime.decision_log import DecisionLog
-from vajra_py.runtime.executor import PlannedChunk, StepPlan
-from vajra_py.runtime.step_log import NO_CHANGES
+from vajra_py.runtime.records.decision_log import DecisionLog
+from vajra_py.runtime.requests.running_set import NO_CHANGES
+from vajra_py.runtime.step.plan import PlannedChunk, StepPlan
+from vajra_py.runtime.support.clock import to_ticks
 
 NAN = float("nan")
 BLOCK_TOKENS = 16
@@ -238,7 +238,7 @@ def write_decisions(path: Path, rows: list[dict[str, Any]]) -> None:
             if name not in requests:
                 requests[name] = SimpleNamespace(request_id=name, index=len(requests))
                 log.on_arrival(requests[name], 0.0)
-        shape, formed = BatchShape(), to_ticks(row["formed_at"])
+        shape, formed = BatchFeatures(), to_ticks(row["formed_at"])
         chunks = tuple(PlannedChunk(requests[name], *facts) for name, *facts in row["chunks"])
         counts = (row["free_blocks"], row.get("num_waiting", 0), row.get("num_running", 0))
         preempted = tuple((requests[name], mode) for name, mode in row["preempted"])

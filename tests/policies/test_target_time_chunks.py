@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vajra_policies.dynamic_chunk import DynamicChunk, DynamicChunkConfig
 from vajra_policies.target_time import ChunkSizes, largest_that_fits
-from vajra_py.contract import BatchShape, ChunksLonePrompts, ReplicaScheduler
+from vajra_py.contract import BatchFeatures, ChunksLonePrompts, ReplicaScheduler
 from vajra_py.errors import ConfigError
 from vajra_py.latency import AffineModel
 from vajra_py.testing.harness import Harness, HarnessOptions, Step
@@ -123,7 +123,7 @@ class BruteForce:
         self.latency, self.target_s, self.tolerance = latency, target_s, tolerance
         self.min_chunk, self.max_chunk = bounds
         self.tokens_left = budget if budget is not None else 1 << 60
-        self.shape = BatchShape()
+        self.shape = BatchFeatures()
 
     def take_decode(self, context: int) -> None:
         self.shape = self.shape.with_decodes(1, context)

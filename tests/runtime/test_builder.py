@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from vajra_py.contract import BatchBuilder, BatchShape, Observer, PreemptionMode, Refusal, ReplicaState, StepEnd
+from vajra_py.contract import BatchBuilder, BatchFeatures, LocalReplicaView, Observer, PreemptionMode, Refusal, StepEnd
 from vajra_py.errors import PolicyError
-from vajra_py.runtime.executor import StepResult
 from vajra_py.runtime.kv import PrefixCacheOptions
-from vajra_py.runtime.request import RequestState
+from vajra_py.runtime.requests.request import RequestState
+from vajra_py.runtime.step.plan import StepResult
 from vajra_py.testing import ByArrival, Harness, HarnessOptions, InTurn, Shared, Step
 from vajra_py.workload import PromptContent, RequestSpec
 
 OPTIONS = HarnessOptions(block_size=4, num_blocks=20, max_batch_size=4, bytes_per_block=100)
 CACHED = replace(OPTIONS, prefix_cache=PrefixCacheOptions())
 SWAP = PreemptionMode.SWAP
-Action = Callable[[ReplicaState, BatchBuilder], Any]
+Action = Callable[[LocalReplicaView, BatchBuilder], Any]
 
 
 class Bench:
@@ -31,7 +31,7 @@ class Bench:
         self.harness = Harness(ByArrival(), chooser or InTurn(), self, options)
         self.replica = self.harness.replica()
 
-    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         self.result = self.action(replica, batch)
 
     def submit(self, name: str, num_prompt: int, num_output: int = 100, prefix: int = 0) -> Any:
@@ -50,7 +50,7 @@ class Bench:
         return self.result
 
 
-def everything(replica: ReplicaState, batch: BatchBuilder) -> None:
+def everything(replica: LocalReplicaView, batch: BatchBuilder) -> None:
     """All that runs, and all that waits, as far as it goes."""
     batch.add_running()
     for request in replica.waiting():
@@ -65,7 +65,7 @@ def test_a_full_batch_and_a_spent_budget() -> None:
     bench = Bench(replace(OPTIONS, max_batch_size=2, max_batch_tokens=10))
     a, b, c = (bench.submit(name, 6) for name in "abc")
 
-    def action(replica: ReplicaState, batch: BatchBuilder) -> list[Any]:
+    def action(replica: LocalReplicaView, batch: BatchBuilder) -> list[Any]:
         answers = [batch.add(a, 6), batch.add(b, 5), batch.tokens_left, batch.add(b, 4), batch.slots_left]
         return [*answers, batch.add(c, 1), batch.add(a, 1)]
 
@@ -141,7 +141,7 @@ def test_what_an_empty_step_swapped_takes_its_time_in_the_next() -> None:
     bench.action = lambda replica, batch: batch.preempt(a, SWAP) if a.is_resident else batch.add(b, 4)
     plan = bench.replica.next_plan(10**12)
     assert plan is not None
-    assert plan.shape == BatchShape().with_chunk(4, 0)._replace(swap_bytes=300)
+    assert plan.shape == BatchFeatures().with_chunk(4, 0)._replace(swap_bytes=300)
     bench.replica.complete_step(plan, StepResult(), 2 * 10**12)
     assert [(end.num_preempted, end.shape.swap_bytes) for end in ends] == [(1, 300)]
     bench.action = everything
@@ -225,7 +225,7 @@ def test_decodes_go_on_where_they_stopped() -> None:
     bench.step()
     assert [one.is_resident for one in (a, b, c)] == [True, True, True]
 
-    def action(replica: ReplicaState, batch: BatchBuilder) -> Any:
+    def action(replica: LocalReplicaView, batch: BatchBuilder) -> Any:
         first = batch.add_decodes()
         assert first is not None
         batch.preempt(c)
@@ -245,7 +245,7 @@ def test_decodes_and_running_do_not_mix_up_what_is_left() -> None:
     late = bench.submit("late", 4)
     bench.step(lambda replica, batch: batch.add(late, 4))
 
-    def action(replica: ReplicaState, batch: BatchBuilder) -> Any:
+    def action(replica: LocalReplicaView, batch: BatchBuilder) -> Any:
         batch.add(decode, 1)
         stop = batch.add_running(3)
         batch.preempt(long)
@@ -254,7 +254,7 @@ def test_decodes_and_running_do_not_mix_up_what_is_left() -> None:
     bench.step(action)
     assert bench.result == (None, None, False, True)
 
-    def stopped(replica: ReplicaState, batch: BatchBuilder) -> Any:
+    def stopped(replica: LocalReplicaView, batch: BatchBuilder) -> Any:
         return batch.add_running(), batch.add_decodes(), [one in batch for one in (long, decode, late)]
 
     bench.step(lambda replica, batch: batch.add(long, 8))
@@ -282,7 +282,7 @@ def test_the_bulk_of_decodes_is_worth_its_parts() -> None:
         plans.append((entries, plan.shape, plan.free_blocks, plan.num_running))
     assert plans.count(plans[0]) == len(plans)
     assert [entry[0] for entry in plans[0][0]] == ["a", "b", "c"]
-    assert plans[0][1] == BatchShape(num_decodes=3, decode_context_tokens=12)
+    assert plans[0][1] == BatchFeatures(num_decodes=3, decode_context_tokens=12)
 
 
 def test_entries_stand_in_the_order_in_which_they_were_added() -> None:
@@ -307,7 +307,7 @@ def test_a_victim_takes_its_tokens_out_of_the_batch() -> None:
     a, b, c = (bench.submit(name, 12) for name in "abc")
     bench.step(lambda replica, batch: (batch.add(a, 12), batch.add(b, 4)))
 
-    def action(replica: ReplicaState, batch: BatchBuilder) -> Any:
+    def action(replica: LocalReplicaView, batch: BatchBuilder) -> Any:
         batch.preempt(a, SWAP)
         batch.add(b, 6)
         batch.add(c, 5)
@@ -317,8 +317,8 @@ def test_a_victim_takes_its_tokens_out_of_the_batch() -> None:
 
     bench.step(action)
     before, after, inside = bench.result
-    assert before == (BatchShape().with_chunk(6, 4).with_chunk(5, 0)._replace(swap_bytes=300), 5, 2)
-    assert after == (BatchShape().with_chunk(5, 0)._replace(swap_bytes=300), 11, 1), "what was swapped stays swapped"
+    assert before == (BatchFeatures().with_chunk(6, 4).with_chunk(5, 0)._replace(swap_bytes=300), 5, 2)
+    assert after == (BatchFeatures().with_chunk(5, 0)._replace(swap_bytes=300), 11, 1), "what was swapped stays swapped"
     assert not inside
     assert b.state is RequestState.PREEMPTED
 
@@ -376,7 +376,7 @@ def test_predictions_are_what_the_step_then_takes() -> None:
     a, b = bench.submit("a", 12), bench.submit("b", 20)
     bench.step(lambda replica, batch: batch.add(a, 12))
 
-    def action(replica: ReplicaState, batch: BatchBuilder) -> Any:
+    def action(replica: LocalReplicaView, batch: BatchBuilder) -> Any:
         answers = []
         for request, num_tokens in ((a, 1), (b, 9)):
             answers.append(batch.predicted_time_with(request, num_tokens))
@@ -403,9 +403,9 @@ def test_a_step_is_as_slow_as_its_slowest_group() -> None:
     bench = Bench(replace(OPTIONS, kv_parallel_groups=2, kv_group_tokens=16, num_blocks=16))
     long, short = bench.submit("long", 24, 20), bench.submit("short", 4, 20)
     bench.step(lambda replica, batch: (batch.add(long, 16), batch.shape()))
-    assert bench.result[1] == BatchShape().with_chunk(16, 0)
+    assert bench.result[1] == BatchFeatures().with_chunk(16, 0)
     bench.step(lambda replica, batch: (batch.add(long, 8), batch.add(short, 4), batch.shape(), batch.num_tokens))
-    groups = [BatchShape().with_chunk(8, 16), BatchShape().with_chunk(8, 0)]
+    groups = [BatchFeatures().with_chunk(8, 16), BatchFeatures().with_chunk(8, 0)]
     shape, num_tokens = bench.result[2:]
     assert num_tokens == 12
     assert shape.num_merged_tokens == 8, "both groups work on the long request's chunk"

@@ -18,12 +18,20 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from vajra_py.contract import BatchBuilder, BatchShape, EndReason, Observer, PreemptionMode, Refusal, ReplicaState
+from vajra_py.contract import (
+    BatchBuilder,
+    BatchFeatures,
+    EndReason,
+    LocalReplicaView,
+    Observer,
+    PreemptionMode,
+    Refusal,
+)
 from vajra_py.metrics.recorder import token_times
-from vajra_py.runtime.builder_options import IllegalPlan
-from vajra_py.runtime.executor import StepPlan, StepResult
 from vajra_py.runtime.kv import PrefixCacheOptions
-from vajra_py.runtime.request import Request, RequestState
+from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.step.builder_options import IllegalPlan
+from vajra_py.runtime.step.plan import StepPlan, StepResult
 from vajra_py.testing import ByArrival, BySlack, Harness, HarnessOptions, InTurn, PlainChunks, Shared
 from vajra_py.workload import PromptContent, RequestSpec
 
@@ -63,10 +71,10 @@ class Scripted:
     """A replica scheduler that does whatever the test says."""
 
     def __init__(self) -> None:
-        self.script: Callable[[ReplicaState, BatchBuilder, float], None] | None = None
+        self.script: Callable[[LocalReplicaView, BatchBuilder, float], None] | None = None
         self._fill = PlainChunks(12)
 
-    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         (self.script or self._fill.schedule)(replica, batch, now)
 
 
@@ -119,7 +127,7 @@ class Machine(RuleBasedStateMachine):
     def form(self, data: st.DataObject, num_actions: int) -> None:
         """A step is formed by random actions; each is checked by itself."""
 
-        def act(replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+        def act(replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
             for _ in range(num_actions):
                 self.act(data, replica, batch)
 
@@ -202,7 +210,7 @@ class Machine(RuleBasedStateMachine):
 
     # What a policy does
 
-    def act(self, data: st.DataObject, replica: ReplicaState, batch: BatchBuilder) -> None:
+    def act(self, data: st.DataObject, replica: LocalReplicaView, batch: BatchBuilder) -> None:
         before = self.picture(batch)
         actions = ["add", "add", "add", "add_decodes", "add_running", "preempt", "ask", "nonsense"]
         action = data.draw(st.sampled_from(actions))
@@ -271,7 +279,7 @@ class Machine(RuleBasedStateMachine):
         assert one.is_swapped == (mode is PreemptionMode.SWAP)
         assert batch.add(one, 1) in (Refusal.JUST_PREEMPTED, Refusal.BATCH_FULL, Refusal.TOKEN_BUDGET)
 
-    def bulk(self, replica: ReplicaState, batch: BatchBuilder, stop: Any, *, decodes_only: bool) -> None:
+    def bulk(self, replica: LocalReplicaView, batch: BatchBuilder, stop: Any, *, decodes_only: bool) -> None:
         wanted = replica.decodes() if decodes_only else replica.running()
         if stop is None:
             assert all(request in batch for request in wanted)
@@ -281,11 +289,11 @@ class Machine(RuleBasedStateMachine):
             earlier = [one for one in wanted if one.admitted_index < stop.request.admitted_index]
             assert all(request in batch for request in earlier)
 
-    def ask(self, replica: ReplicaState, batch: BatchBuilder, one: Any) -> None:
+    def ask(self, replica: LocalReplicaView, batch: BatchBuilder, one: Any) -> None:
         assert batch.blocks_needed(one, one.num_known_tokens) >= 0
         assert batch.cached_tokens(one) < max(one.num_known_tokens, 1)
         assert batch.predicted_time_with(one, 1) >= batch.predicted_time() > 0
-        assert isinstance(batch.shape(), BatchShape)
+        assert isinstance(batch.shape(), BatchFeatures)
         assert replica.num_running == replica.num_decodes + replica.num_partial_prefills + len(
             [request for request in self.alive if request.in_flight]
         )

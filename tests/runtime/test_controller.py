@@ -10,10 +10,10 @@ import pytest
 
 from vajra_py.contract import EndedStep, EndReason, Observer
 from vajra_py.errors import PolicyError
-from vajra_py.runtime.controller import Controller
-from vajra_py.runtime.executor import StepResult
-from vajra_py.runtime.listening import listeners_among
-from vajra_py.runtime.request import RequestFacts, RequestState
+from vajra_py.runtime.requests.listeners import listeners_among
+from vajra_py.runtime.requests.request import RequestFacts, RequestState
+from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.step.plan import StepResult
 from vajra_py.testing import ByArrival, Harness, HarnessOptions, InTurn, PlainChunks, Shared
 
 OPTIONS = HarnessOptions(block_size=4, num_blocks=20, max_batch_size=4)
@@ -117,7 +117,7 @@ def test_lost_things_are_noticed(lose: str) -> None:
     bench.step()
     bench.controller.check_conservation()
     if lose == "request":
-        bench.replica().residents.pool.leave(a)
+        bench.replica().running_set.pool.leave(a)
     elif lose == "state":
         a.state = RequestState.PREEMPTED
     else:

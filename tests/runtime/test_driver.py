@@ -8,18 +8,18 @@ from typing import Any
 from vajra_py.contract import EndReason
 from vajra_py.errors import PolicyError
 from vajra_py.latency import AffineModel
-from vajra_py.runtime.clock import NEVER, to_ticks
-from vajra_py.runtime.content_of import facts_of, keys_of
-from vajra_py.runtime.controller import Controller
-from vajra_py.runtime.executor import StepPlan, StepResult
-from vajra_py.runtime.input_log import Abandonment, Abort, Breach, Expiry, Failure, Input, Restart
 from vajra_py.runtime.queues import make_queue
-from vajra_py.runtime.request import Request
+from vajra_py.runtime.records.input_log import Abandonment, Abort, Breach, Expiry, Failure, Input, Restart
+from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.backend import Backend, BackendReplica
+from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.driver import Driver, DriverOptions
 from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.serving.workload_adapter import facts_of, keys_of
+from vajra_py.runtime.step.plan import StepPlan, StepResult
+from vajra_py.runtime.support.clock import NEVER, to_ticks
 from vajra_py.testing import Harness, HarnessOptions
-from vajra_py.testing.partners import PlainChunks
+from vajra_py.testing.reference_policies import PlainChunks
 from vajra_py.workload import RequestSpec
 
 LATENCY = AffineModel(base_s=0.004, per_token_s=0.0002, per_decode_context_token_s=1e-6)

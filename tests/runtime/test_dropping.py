@@ -9,7 +9,7 @@ import pytest
 
 from vajra_py.contract import EndReason, KeyMotion, Observer, SteadyState
 from vajra_py.errors import PolicyError
-from vajra_py.runtime.request import RequestState
+from vajra_py.runtime.requests.request import RequestState
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing import ByArrival, Harness, HarnessOptions, InTurn, PlainChunks, Shared
 from vajra_py.workload import RequestSpec

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from vajra_py.contract import BatchBuilder, EndReason, Observer, PreemptionMode, ReplicaState, StepEnd
+from vajra_py.contract import BatchBuilder, EndReason, LocalReplicaView, Observer, PreemptionMode, StepEnd
 from vajra_py.errors import PolicyError
 from vajra_py.metrics.recorder import token_times
-from vajra_py.runtime import decodes
-from vajra_py.runtime.executor import StepPlan, StepResult
 from vajra_py.runtime.kv import PrefixCacheOptions
-from vajra_py.runtime.request import Request, RequestState
+from vajra_py.runtime.requests import decode_pool
+from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.step.plan import StepPlan, StepResult
 from vajra_py.testing import ByArrival, Harness, HarnessOptions, InTurn, PlainChunks
 
 OPTIONS = HarnessOptions(block_size=4, num_blocks=20, max_batch_size=4)
 SECOND = 10**12
-Action = Callable[[ReplicaState, BatchBuilder], Any]
+Action = Callable[[LocalReplicaView, BatchBuilder], Any]
 
 
 class Bench:
@@ -32,7 +32,7 @@ class Bench:
         self.replica = self.harness.replica()
         self.now = 0
 
-    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         if self.action is None:
             self._plain.schedule(replica, batch, now)
         else:
@@ -102,7 +102,7 @@ def test_tokens_are_told_when_their_step_ends() -> None:
 def test_a_replica_that_never_rests_forgets_when_old_tokens_came(
     steps_per_log: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decodes, "STEPS_PER_LOG", steps_per_log)
+    monkeypatch.setattr(decode_pool, "STEPS_PER_LOG", steps_per_log)
     bench = Bench(replace(OPTIONS, num_blocks=40))
     a = bench.submit("a", 4, 60)
     for number in range(7):
@@ -158,7 +158,7 @@ def test_tokens_survive_a_preemption(mode: PreemptionMode) -> None:
 def test_a_policy_that_only_preempts_is_stopped() -> None:
     bench = Bench(replace(OPTIONS, pipeline_stages=1))
 
-    def shuffle(replica: ReplicaState, batch: BatchBuilder) -> None:
+    def shuffle(replica: LocalReplicaView, batch: BatchBuilder) -> None:
         if replica.num_running:
             batch.preempt(replica.running()[0])
         else:

@@ -12,9 +12,9 @@ import pytest
 from vajra_py.contract import EndReason, KeyMotion, Observer
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv import PrefixCacheOptions
-from vajra_py.runtime.load import LiveLoad, SnapshotLoad
-from vajra_py.runtime.replicaset import AdmissionLimits
-from vajra_py.runtime.request import RequestState
+from vajra_py.runtime.requests.request import RequestState
+from vajra_py.runtime.serving.load import LiveLoad, SnapshotLoad
+from vajra_py.runtime.serving.replicaset import AdmissionLimits
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing import ByArrival, Harness, HarnessOptions, InTurn, PlainChunks, Shared
 from vajra_py.workload import RequestSpec
@@ -107,7 +107,7 @@ def test_own_and_shared_requests_wait_in_one_order() -> None:
     step = bench.step(0)
     assert step is not None
     assert step.admitted == ["a", "b"], "eight tokens a step"
-    assert bench.replica(0).residents.num_running == 2
+    assert bench.replica(0).running_set.num_running == 2
 
 
 @pytest.mark.parametrize(

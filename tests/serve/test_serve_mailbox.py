@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, cast
 
-from vajra_py.serve.tickets import Mailbox, Reply, Ticket
+from vajra_py.serve.output_streams import LoopBridge, OutputStream, ResponseState
 
 
 class Loop:
@@ -40,9 +40,9 @@ class Loop:
 def served(delivery_s: float, step_s: float, num_steps: int = 1000) -> tuple[float, list[tuple[float, int]]]:
     """Part of the time that deliveries took, and what a stream was told when: (time, tokens so far)."""
     loop = Loop()
-    mailbox = Mailbox(cast(asyncio.AbstractEventLoop, loop))
-    reply = Reply(streams=True)
-    ticket = Ticket(0, cast(Any, None), reply)
+    mailbox = LoopBridge(cast(asyncio.AbstractEventLoop, loop))
+    reply = ResponseState(streams=True)
+    ticket = OutputStream(0, cast(Any, None), reply)
     told: list[tuple[float, int]] = []
     spent = 0.0
 

@@ -67,7 +67,7 @@ def test_streams_go_on_when_their_process_is_killed_and_it_comes_back(
     results: dict[int, Any] = {}
     threads = [ask(server, number, results, stream=bool(number % 2)) for number in range(6)]
     replicas = session.controller.replicas()
-    until(lambda: all(replica.residents.num_running == 3 for replica in replicas), "they run")
+    until(lambda: all(replica.running_set.num_running == 3 for replica in replicas), "they run")
     until(lambda: replicas[0].num_steps > 20, "they are under way")
     first = kill(server, 0)
     until(lambda: num_lost(server, 0) == 1, "it is noticed")

@@ -14,7 +14,7 @@ import pytest
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.replay import replay
 from vajra_py.metrics.run_data import RunData
-from vajra_py.serve.tickets import Ticket
+from vajra_py.serve.output_streams import OutputStream
 
 
 def in_background(calls: list[Callable[[], Any]]) -> tuple[list[threading.Thread], list[Any]]:
@@ -95,7 +95,7 @@ def test_every_ticket_ends_when_the_engine_does(
     server.strings.hold()
     threads, results = in_background([server.post] * 6)
     until(lambda: server.service.num_exchanges == 6, "all are let in")
-    tickets: list[Ticket] = list(server.service.session._tickets)
+    tickets: list[OutputStream] = list(server.service.session._tickets)
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("a bug")

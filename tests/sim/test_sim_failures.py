@@ -18,7 +18,7 @@ from vajra_py.errors import PolicyError
 from vajra_py.experiment.run import run_experiment
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.plugins.registry import PluginSource
-from vajra_py.testing.partners import ByArrival, InTurn, PlainChunks, Shared
+from vajra_py.testing.reference_policies import ByArrival, InTurn, PlainChunks, Shared
 
 PRIORITIZER, CHOOSER, SCHEDULER = Layer.REQUEST_PRIORITIZER, Layer.REPLICASET_SCHEDULER, Layer.REPLICA_SCHEDULER
 BROKEN = "broken"

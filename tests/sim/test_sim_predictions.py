@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vajra_py.config import config_from_mapping
-from vajra_py.contract import BatchShape
+from vajra_py.contract import BatchFeatures
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.run import run_experiment
 from vajra_py.latency import Profile, Variation
@@ -74,7 +74,7 @@ def test_predictions_are_of_as_many_stages(tmp_path: Path) -> None:
 
 
 def test_equal_steps_of_a_profile_differ_by_seed_unless_they_are_not_to(tmp_path: Path) -> None:
-    shapes = [BatchShape(rows, rows * context) for rows in (1, 2, 4) for context in (10, 100, 1000)]
+    shapes = [BatchFeatures(rows, rows * context) for rows in (1, 2, 4) for context in (10, 100, 1000)]
     fit = fit_steps([Measured(shape, 0.01) for shape in shapes])
     profile = tmp_path / "profile.json"
     Profile(fit, {}, variation=Variation((0.5, 0.9, 1.1, 1.5), (0.2, 1.8))).write(profile)

@@ -18,8 +18,8 @@ from vajra_py.metrics.recorder import Recorder
 from vajra_py.metrics.run_data import STEPS_FILE
 from vajra_py.metrics.steps_table import STEP_COLUMNS, expand_steps
 from vajra_py.metrics.tables import write_parquet
-from vajra_py.runtime.decision_log import DecisionLog
-from vajra_py.runtime.decision_reader import read_decisions, step_row
+from vajra_py.runtime.records.decision_log import DecisionLog
+from vajra_py.runtime.records.decision_reader import read_decisions, step_row
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing import Harness
 from vajra_py.testing.harness import PolicySource
@@ -118,7 +118,7 @@ def test_a_run_of_steps_is_one_record(tmp_path: Path) -> None:
 def test_a_log_in_several_parts_is_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logs = []
     for records_at_once in (7, 1 << 20):
-        monkeypatch.setattr("vajra_py.runtime.decision_log.RECORDS_AT_ONCE", records_at_once)
+        monkeypatch.setattr("vajra_py.runtime.records.decision_log.RECORDS_AT_ONCE", records_at_once)
         log = DecisionLog(tmp_path / f"{records_at_once}.parquet")
         run(STARVED, "fixed_chunk", [log], runs_ahead=True)
         log.close()

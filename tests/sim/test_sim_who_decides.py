@@ -10,7 +10,7 @@ import pytest
 from vajra_py.contract import Observer, StepEnd
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing import Harness, HarnessOptions
-from vajra_py.testing.partners import PlainChunks
+from vajra_py.testing.reference_policies import PlainChunks
 from vajra_py.workload import RequestSpec
 
 

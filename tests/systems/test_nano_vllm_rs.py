@@ -117,7 +117,7 @@ def test_no_more_run_at_once_than_the_limit_prompts_in_progress_included() -> No
     for name in ("a", "b", "c"):
         harness.submit(name, 10, 3)
     harness.step()
-    assert harness.replica().residents.num_running == 2
+    assert harness.replica().running_set.num_running == 2
     assert harness.waiting() == ["c"]
 
 

@@ -11,8 +11,8 @@ from vajra_py.config import config_from_mapping
 from vajra_py.latency import AffineModel
 from vajra_py.latency.output_length import NoLengths
 from vajra_py.plugins import load_registry
-from vajra_py.runtime.assembly import ModelFacts, Services, build_controller
-from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
+from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.sim.executor import PredictedTimer, SimulatedExecutor
 from vajra_py.sim.simulator import SimulationOptions, Simulator
 from vajra_py.workload.request import RequestSpec

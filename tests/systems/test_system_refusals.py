@@ -13,7 +13,7 @@ import pytest
 from vajra_py.contract import EndReason
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv import PrefixCacheOptions
-from vajra_py.runtime.request import Request
+from vajra_py.runtime.requests.request import Request
 from vajra_py.testing.harness import Harness, HarnessOptions
 from vajra_py.workload.request import PromptContent, RequestSpec
 

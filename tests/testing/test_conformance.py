@@ -15,7 +15,7 @@ import pytest
 
 from vajra_py.contract import KeyMotion, Layer, PolicyConfig, PolicyContext, PolicySpec, SteadyState, fill
 from vajra_py.testing import check_policy, conformance_checks, policies_under_test
-from vajra_py.testing.partners import ByArrival, BySlack, InTurn, PlainChunks, Shared
+from vajra_py.testing.reference_policies import ByArrival, BySlack, InTurn, PlainChunks, Shared
 
 PRIORITIZER, CHOOSER, SCHEDULER = Layer.REQUEST_PRIORITIZER, Layer.REPLICASET_SCHEDULER, Layer.REPLICA_SCHEDULER
 

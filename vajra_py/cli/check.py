@@ -54,7 +54,7 @@ def _problems_of_parts(file: Path, points: list[tuple[SweepPoint, ExperimentConf
     from vajra_py.experiment.backend import Run, make_backend
     from vajra_py.experiment.run import load_workload
     from vajra_py.plugins import load_registry
-    from vajra_py.runtime.seeds import SeedTree
+    from vajra_py.runtime.support.seeds import SeedTree
     from vajra_py.workload import Workload
 
     registry = load_registry()

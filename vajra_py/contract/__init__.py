@@ -14,7 +14,7 @@ from vajra_py.contract.hookspecs import (
     hookimpl,
 )
 from vajra_py.contract.latency import (
-    BatchShape,
+    BatchFeatures,
     LatencyModel,
     LengthEstimate,
     OutputLengthPredictor,
@@ -40,11 +40,11 @@ from vajra_py.contract.policies import (
     WorkConserving,
 )
 from vajra_py.contract.requests import ReplicaId, RequestId, RequestView
-from vajra_py.contract.views import PriorityKey, QueueView, ReplicaLimits, ReplicaState, ReplicaView
+from vajra_py.contract.views import LocalReplicaView, PriorityKey, QueueView, ReplicaLimits, ReplicaLoadView
 
 __all__ = [
     "BatchBuilder",
-    "BatchShape",
+    "BatchFeatures",
     "ChunkRule",
     "ChunksLonePrompts",
     "DecodeStop",
@@ -57,6 +57,7 @@ __all__ = [
     "Layer",
     "LengthEstimate",
     "ListensToRequests",
+    "LocalReplicaView",
     "Observer",
     "ObserverSpec",
     "OutputLengthPredictor",
@@ -77,9 +78,8 @@ __all__ = [
     "RepeatsDecodes",
     "ReplicaId",
     "ReplicaLimits",
+    "ReplicaLoadView",
     "ReplicaScheduler",
-    "ReplicaState",
-    "ReplicaView",
     "ReplicasetScheduler",
     "RequestId",
     "RequestPrioritizer",
@@ -97,3 +97,17 @@ __all__ = [
     "fill",
     "hookimpl",
 ]
+
+
+_RENAMED = {
+    "BatchFeatures": "BatchFeatures",
+    "LocalReplicaView": "LocalReplicaView",
+    "ReplicaLoadView": "ReplicaLoadView",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Answer an old name with the present one."""
+    if name in _RENAMED:
+        raise ImportError(f"vajra_py.contract.{name} was renamed. Use {_RENAMED[name]}.", name=name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from vajra_py.contract.latency import BatchShape
+from vajra_py.contract.latency import BatchFeatures
 from vajra_py.contract.requests import RequestView
 
 
@@ -125,7 +125,7 @@ class BatchBuilder(Protocol):
     def max_chunk(self, request: RequestView) -> int:
         """Most tokens that one chunk of the request may have: what remains, cut at its KV-parallel group's boundary."""
 
-    def shape(self) -> BatchShape:
+    def shape(self) -> BatchFeatures:
         """Features of the batch so far (of its slowest KV-parallel group)."""
 
     def predicted_time(self) -> float:

@@ -13,9 +13,9 @@ from typing import TypeAlias
 
 from vajra_py.contract.batch import BatchBuilder, PreemptionMode, Refusal
 from vajra_py.contract.requests import RequestView
-from vajra_py.contract.views import ReplicaState
+from vajra_py.contract.views import LocalReplicaView
 
-ChunkRule: TypeAlias = Callable[[RequestView, BatchBuilder, ReplicaState], int | None]
+ChunkRule: TypeAlias = Callable[[RequestView, BatchBuilder, LocalReplicaView], int | None]
 """Tokens that the next chunk of a prompt gets in this step (at most `batch.max_chunk(request)` and `batch.tokens_left`).
 
 0 passes this prompt over; None says that no further prompt gets anything in this step.
@@ -26,7 +26,7 @@ MAX_SKIPPED = 10
 
 
 def fill(
-    replica: ReplicaState,
+    replica: LocalReplicaView,
     batch: BatchBuilder,
     next_chunk: ChunkRule,
     preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE,
@@ -51,7 +51,7 @@ def fill(
         _free_the_most_urgent(replica, batch, next_chunk, preemption_mode)
 
 
-def add_all_decodes(replica: ReplicaState, batch: BatchBuilder, mode: PreemptionMode) -> None:
+def add_all_decodes(replica: LocalReplicaView, batch: BatchBuilder, mode: PreemptionMode) -> None:
     """Put every decode into the batch, making room for each that lacks a block; stops when the batch is full."""
     while (stop := batch.add_decodes()) is not None:
         if stop.refusal not in (Refusal.KV_BLOCKS, Refusal.GROUP_BUSY):
@@ -60,7 +60,7 @@ def add_all_decodes(replica: ReplicaState, batch: BatchBuilder, mode: Preemption
             return
 
 
-def least_urgent_victim(replica: ReplicaState, needing: RequestView) -> RequestView:
+def least_urgent_victim(replica: LocalReplicaView, needing: RequestView) -> RequestView:
     """Who gives way so that `needing` can decode: the least urgent partial prefill, else the least urgent decode."""
     partial = replica.partial_prefills()
     if partial:
@@ -68,7 +68,7 @@ def least_urgent_victim(replica: ReplicaState, needing: RequestView) -> RequestV
     return max(replica.decodes(), key=replica.urgency, default=needing)
 
 
-def add_prompts(replica: ReplicaState, batch: BatchBuilder, next_chunk: ChunkRule) -> bool:
+def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: ChunkRule) -> bool:
     """Take prompts by urgency until the batch is full or the rule ends the step.
 
     After `MAX_SKIPPED` prompts were passed over, or without any free block, nothing more is admitted; partial prefills
@@ -105,7 +105,7 @@ class PromptsByUrgency:
 
     __slots__ = ("_batch", "_has_looked", "_in_progress", "_partial", "_queued", "_replica", "_waiting")
 
-    def __init__(self, replica: ReplicaState, batch: BatchBuilder) -> None:
+    def __init__(self, replica: LocalReplicaView, batch: BatchBuilder) -> None:
         self._replica = replica
         self._batch = batch
         self._partial = iter(replica.partial_prefills())
@@ -140,7 +140,7 @@ def _give_way(batch: BatchBuilder, victim: RequestView, mode: PreemptionMode) ->
 
 
 def _free_the_most_urgent(
-    replica: ReplicaState, batch: BatchBuilder, next_chunk: ChunkRule, mode: PreemptionMode
+    replica: LocalReplicaView, batch: BatchBuilder, next_chunk: ChunkRule, mode: PreemptionMode
 ) -> None:
     partial = list(replica.partial_prefills())
     if len(partial) < replica.num_running:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 CONTEXT_GRAIN_TOKENS = 64
 
 
-class BatchShape(NamedTuple):
+class BatchFeatures(NamedTuple):
     """Additive features of one step's batch, enough for any latency model to answer in O(1).
 
     Every field is a sum over the batch's entries, so adding a chunk is a constant-time update.
@@ -40,9 +40,9 @@ class BatchShape(NamedTuple):
         """Entries of the batch."""
         return self.num_decodes + self.num_prefills
 
-    def with_decodes(self, num_decodes: int, context_tokens: int) -> BatchShape:
+    def with_decodes(self, num_decodes: int, context_tokens: int) -> BatchFeatures:
         """This batch and `num_decodes` more decodes whose contexts sum to `context_tokens`."""
-        return BatchShape(
+        return BatchFeatures(
             self.num_decodes + num_decodes,
             self.decode_context_tokens + context_tokens,
             self.num_prefills,
@@ -55,10 +55,10 @@ class BatchShape(NamedTuple):
             self.swap_bytes,
         )
 
-    def with_chunk(self, num_tokens: int, context_tokens: int) -> BatchShape:
+    def with_chunk(self, num_tokens: int, context_tokens: int) -> BatchFeatures:
         """This batch and one more prefill chunk of `num_tokens` behind `context_tokens` of context."""
         rounded = -(-context_tokens // CONTEXT_GRAIN_TOKENS) * CONTEXT_GRAIN_TOKENS
-        return BatchShape(
+        return BatchFeatures(
             self.num_decodes,
             self.decode_context_tokens,
             self.num_prefills + 1,
@@ -79,10 +79,10 @@ class LatencyModel(Protocol):
     def num_stages(self) -> int:
         """Pipeline stages that a step passes through; 1 without pipeline parallelism."""
 
-    def stage_time_s(self, shape: BatchShape) -> float:
+    def stage_time_s(self, shape: BatchFeatures) -> float:
         """Seconds that the slowest stage is busy with a batch of this shape; the whole step when there is one stage."""
 
-    def batch_time_s(self, shape: BatchShape) -> float:
+    def batch_time_s(self, shape: BatchFeatures) -> float:
         """Seconds from the batch's entry into the first stage to its tokens leaving the last."""
 
 

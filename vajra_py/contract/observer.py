@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from vajra_py.contract.latency import BatchShape
+from vajra_py.contract.latency import BatchFeatures
 from vajra_py.contract.policies import Layer
 from vajra_py.contract.requests import ReplicaId, RequestView
 
@@ -52,7 +52,7 @@ class StepRecord:
     chunks: Sequence[ScheduledChunk]
     preempted: Sequence[tuple[RequestView, str]]
     """(request, mode) in the order of preemption."""
-    shape: BatchShape
+    shape: BatchFeatures
     free_blocks: int
     """Right after the step was formed."""
     num_waiting: int
@@ -72,7 +72,7 @@ class StepEnd:
     ended_at: float
     finished: Sequence[tuple[RequestView, EndReason]]
     free_blocks: int
-    shape: BatchShape
+    shape: BatchFeatures
     num_waiting: int
     num_running: int
     num_preempted: int
@@ -162,7 +162,7 @@ class Observer:
                     ended_at,
                     (),
                     free_blocks,
-                    BatchShape(num_decodes=run.num_decodes, decode_context_tokens=context),
+                    BatchFeatures(num_decodes=run.num_decodes, decode_context_tokens=context),
                     num_waiting,
                     run.num_running,
                     0,

@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 from vajra_py.contract.batch import BatchBuilder
 from vajra_py.contract.requests import ReplicaId, RequestView
-from vajra_py.contract.views import QueueView, ReplicaState, ReplicaView
+from vajra_py.contract.views import LocalReplicaView, QueueView, ReplicaLoadView
 
 Key: TypeAlias = float | tuple[float, ...]
 """What a prioritizer returns: a finite number, or a tuple of finite numbers of one length. Lower is more urgent."""
@@ -70,13 +70,13 @@ class TimeLinearPrioritizer(RequestPrioritizer, Protocol):
 class ReplicasetScheduler(Protocol):
     """Assigns requests to replicas' queues at arrival, or lets replicas pull them."""
 
-    def assign(self, request: RequestView, replicas: Sequence[ReplicaView], now: float) -> ReplicaId | None:
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """Early binding: the replica (one that is up) whose queue takes the arriving request.
 
         None leaves it in the shared queue, from which replicas pull (late binding).
         """
 
-    def pull(self, replica: ReplicaView, queued: QueueView, now: float) -> Iterable[str]:
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
         """Ids of shared-queue requests that the replica may admit in the step it is about to form, in any lazy form.
 
         Asked each time the replica forms a step while the shared queue is not empty. A request stays in the queue until
@@ -88,7 +88,7 @@ class ReplicasetScheduler(Protocol):
 class ReplicaScheduler(Protocol):
     """Selects the requests of each step with their token counts, and whom to preempt when memory is short."""
 
-    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Fill `batch`. An empty batch means that nothing can run until something changes."""
 
 
@@ -107,7 +107,7 @@ class RefusesRequests(Protocol):
     What can never fit into KV memory, or exceeds the model's length, is refused without asking.
     """
 
-    def refuses(self, request: RequestView, replica: ReplicaView, now: float) -> str | None:
+    def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
         """Why the request, if it were taken in, might wait for ever or keep others waiting for ever; None when it cannot.
 
         Asked before the request is queued anywhere, of the scheduler of one replica that is up after the other until one

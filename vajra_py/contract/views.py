@@ -29,7 +29,7 @@ class ReplicaLimits:
     host_blocks: int = 0
 
 
-class ReplicaState(Protocol):
+class LocalReplicaView(Protocol):
     """A replica as its own replica scheduler sees it while it forms a step. Reading changes nothing."""
 
     @property
@@ -82,7 +82,7 @@ class ReplicaState(Protocol):
         """The prioritizer's key of the request now, ties broken: what orders admission and victims alike."""
 
 
-class ReplicaView(Protocol):
+class ReplicaLoadView(Protocol):
     """A replica as the replicaset scheduler sees it: load signals, perhaps some time old."""
 
     @property

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from vajra_py.engine.compute import Foreseen, StepInput
 from vajra_py.engine.executor import EngineExecutor
-from vajra_py.runtime.executor import StepPlan
-from vajra_py.runtime.replica import Replica
+from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.step.plan import StepPlan
 
 
 class LookAhead:
@@ -47,7 +47,7 @@ class LookAhead:
         self._told = None
 
     def _next(self) -> StepInput | None:
-        memory, pool = self._replica.memory, self._replica.residents.pool
+        memory, pool = self._replica.memory, self._replica.running_set.pool
         growing = pool.needing_blocks()
         blocks = memory.peek_growth(len(growing))
         return None if blocks is None else self._executor.foreseen(pool, dict(zip(growing, blocks, strict=True)))

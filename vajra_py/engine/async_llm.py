@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from vajra_py.contract import EndReason, Layer, PolicySwap
-from vajra_py.engine.assembly import Engine
+from vajra_py.engine.build import Engine
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
 from vajra_py.engine.config import EngineConfig
 from vajra_py.engine.llm import (
@@ -34,8 +34,8 @@ from vajra_py.engine.outputs import Submission
 from vajra_py.engine.services import engine_services
 from vajra_py.errors import ExecutorError, VajraError
 from vajra_py.plugins import load_registry
-from vajra_py.runtime.request import Request
-from vajra_py.runtime.swapping import Swapped
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.serving.policy_swap import Swapped
 
 
 @dataclass(frozen=True, slots=True)

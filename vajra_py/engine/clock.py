@@ -11,7 +11,7 @@ import time
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
-from vajra_py.runtime.clock import NEVER, TICKS_PER_SECOND, to_seconds
+from vajra_py.runtime.support.clock import NEVER, TICKS_PER_SECOND, to_seconds
 
 T = TypeVar("T")
 TICKS_PER_NANOSECOND = TICKS_PER_SECOND // 10**9

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from vajra_py.engine.compute import Chunk, NewRow, StepInput, StepOutput, TableUpdate, TokenLogprobs
 from vajra_py.engine.compute.interface import needs_history
-from vajra_py.engine.outputs import Collected, Submission
-from vajra_py.runtime.executor import PlannedChunk, StepPlan, StepResult
+from vajra_py.engine.outputs import OutputBuffer, Submission
 from vajra_py.runtime.kv import KvMemory
-from vajra_py.runtime.request import Request
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.step.plan import PlannedChunk, StepPlan, StepResult
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class EngineExecutor:
         self._free = list(range(num_slots))
         self._freed: list[int] = []
         self._by_slot: dict[int, Request] = {}
-        self._scored: dict[int, tuple[Collected, int]] = {}
+        self._scored: dict[int, tuple[OutputBuffer, int]] = {}
         """By slot, whose prompt tokens this step scores, and the place of the first of them among the scored ones."""
 
     # What the mechanism asks

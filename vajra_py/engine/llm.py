@@ -22,18 +22,18 @@ from vajra_py.config import ExperimentConfig, config_from_mapping
 from vajra_py.config.nodes import plain
 from vajra_py.config.yaml_file import read_yaml
 from vajra_py.contract import EndReason, Layer, PolicySwap
-from vajra_py.engine.assembly import Engine
+from vajra_py.engine.build import Engine
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
 from vajra_py.engine.config import EngineConfig
-from vajra_py.engine.outputs import Collected, Submission
+from vajra_py.engine.outputs import OutputBuffer, Submission
 from vajra_py.engine.params import check_prompt, check_sampling
 from vajra_py.engine.prompts import request_seed
 from vajra_py.engine.services import engine_services
 from vajra_py.engine.tokenizer import HubTokenizer, TextStream, Tokenizer, has_tokenizer
 from vajra_py.errors import ConfigError, ExecutorError, Problem, VajraError, did_you_mean
 from vajra_py.plugins import load_registry
-from vajra_py.runtime.request import Request, RequestFacts
-from vajra_py.runtime.swapping import Swapped
+from vajra_py.runtime.requests.request import Request, RequestFacts
+from vajra_py.runtime.serving.policy_swap import Swapped
 
 Prompt: TypeAlias = str | Sequence[int]
 """Text, or token ids."""
@@ -194,7 +194,7 @@ class RequestMaker:
             ),
             prompt_token_ids=tokens,
             seed=request_seed(self._seed, name) if params.seed is None else params.seed,
-            collected=Collected(params, frozenset((*eos, *params.stop_token_ids)), stream),
+            collected=OutputBuffer(params, frozenset((*eos, *params.stop_token_ids)), stream),
             shares=params.prompt_logprobs is None,
         )
 

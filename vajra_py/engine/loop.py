@@ -24,17 +24,17 @@ from vajra_py.engine.units import LoopOptions, Message, Stop, SwapPolicy, TakeBa
 from vajra_py.engine.worker import Finished, ReplicaKey, lost
 from vajra_py.errors import ExecutorError, PolicyError, VajraError
 from vajra_py.plugins.watchdog import no_endless_calls
-from vajra_py.runtime.clock import NEVER, to_seconds, to_ticks
-from vajra_py.runtime.collector import what_exists_left_out
-from vajra_py.runtime.controller import Controller
-from vajra_py.runtime.executor import StepPlan, StepResult
-from vajra_py.runtime.input_log import Abandonment, Failure, Input, Restart
-from vajra_py.runtime.replica import Replica
-from vajra_py.runtime.request import Request
+from vajra_py.runtime.records.input_log import Abandonment, Failure, Input, PolicyChange, Restart
+from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.backend import Backend
+from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.driver import Driver, DriverOptions
 from vajra_py.runtime.serving.events import Phase
-from vajra_py.runtime.swapping import PolicyChange, Swapped
+from vajra_py.runtime.serving.policy_swap import Swapped
+from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.step.plan import StepPlan, StepResult
+from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
+from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
 _log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class EngineLoop(Backend[Unit]):
         Raises `PolicyError` when a policy breaks the contract or leaves requests standing for ever.
         """
         try:
-            with what_exists_left_out(), no_endless_calls(self._options.policy_timeout_s):
+            with existing_objects_frozen(), no_endless_calls(self._options.policy_timeout_s):
                 while self._wait():
                     self._turn()
         finally:

@@ -13,14 +13,14 @@ from typing import TypeAlias
 from vajra_py.contract import EndReason
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
 from vajra_py.engine.tokenizer import TextStream
-from vajra_py.runtime.input_log import Arrival
 from vajra_py.runtime.kv import BlockKeys, PrivateKeys, SegmentKeys, TokenKeys
-from vajra_py.runtime.request import Request, RequestFacts
+from vajra_py.runtime.records.input_log import Arrival
+from vajra_py.runtime.requests.request import Request, RequestFacts
 from vajra_py.workload import SegmentId
 
 
 @dataclass(slots=True)
-class Collected:
+class OutputBuffer:
     """The output of one request.
 
     Attributes:
@@ -118,7 +118,7 @@ class Submission:
     facts: RequestFacts
     prompt_token_ids: Sequence[int]
     seed: int
-    collected: Collected
+    collected: OutputBuffer
     content: tuple[tuple[SegmentId, int], ...] | None = None
     shares: bool = True
     num_output_tokens: int | None = None

@@ -23,7 +23,7 @@ from typing import Any
 from vajra_py.engine.compute import Foreseen, ModelFacts, ModelRunner, RunnerOptions, StepInput, load_runner
 from vajra_py.engine.worker import Deliver, Finished, LoadRunner, ReplicaKey, calm_threads, placed, said
 from vajra_py.errors import ExecutorError
-from vajra_py.runtime.collector import what_exists_left_out
+from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
 _JOIN_S = 10.0
 
@@ -38,7 +38,7 @@ def serve_steps(pipe: Connection, options: RunnerOptions, ordinal: int, load: Lo
         return
     _send(pipe, runner.facts)
     try:
-        with what_exists_left_out():
+        with existing_objects_frozen():
             _answer(pipe, runner)
     except (EOFError, KeyboardInterrupt):
         pass

@@ -7,11 +7,11 @@ from typing import Any
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract import LatencyModel, OutputLengthPredictor
-from vajra_py.engine.assembly import EngineServices
+from vajra_py.engine.build import EngineServices
 from vajra_py.engine.config import EngineConfig
 from vajra_py.latency.unknown import NoPredictions
 from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
-from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.support.seeds import SeedTree
 
 
 def predictions(settings: EngineConfig, registry: Registry) -> LatencyModel:

@@ -13,9 +13,10 @@ from vajra_py.engine.outputs import Submission
 from vajra_py.engine.supervision import GivenUp, Restarted
 from vajra_py.engine.worker import Finished, Worker
 from vajra_py.errors import VajraError
-from vajra_py.runtime.executor import StepPlan
+from vajra_py.runtime.records.input_log import PolicyChange
 from vajra_py.runtime.serving.backend import BackendReplica
-from vajra_py.runtime.swapping import PolicyChange, Swapped
+from vajra_py.runtime.serving.policy_swap import Swapped
+from vajra_py.runtime.step.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

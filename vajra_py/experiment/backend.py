@@ -11,8 +11,8 @@ from vajra_py.config import ExperimentConfig
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency import StepTimes
 from vajra_py.plugins import Registry
-from vajra_py.runtime.controller import Controller
-from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.workload import Workload
 
 Progress = Callable[[int, int, float], None]

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from vajra_py.contract import BatchShape
+from vajra_py.contract import BatchFeatures
 from vajra_py.engine.compute import Chunk, ModelRunner, NewRow, RunnerOptions, SamplingParams, StepInput, TableUpdate
 from vajra_py.runtime.kv import BlockCopy, CopyDirection
-from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.support.seeds import SeedTree
 
 GREEDY = SamplingParams(temperature=0.0)
 _REFERENCE_ROWS, _REFERENCE_CONTEXT = 8, 16
@@ -27,9 +27,9 @@ class Batch:
     chunks: tuple[tuple[int, int], ...] = ()
     num_swapped: int = 0
 
-    def shape(self, bytes_per_block: int) -> BatchShape:
+    def shape(self, bytes_per_block: int) -> BatchFeatures:
         """Its features."""
-        shape = BatchShape(swap_bytes=self.num_swapped * bytes_per_block)
+        shape = BatchFeatures(swap_bytes=self.num_swapped * bytes_per_block)
         shape = shape.with_decodes(len(self.decodes), sum(self.decodes))
         for num_tokens, context in self.chunks:
             shape = shape.with_chunk(num_tokens, context)

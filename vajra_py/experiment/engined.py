@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from vajra_py.contract import EndReason
-from vajra_py.engine.assembly import Engine
+from vajra_py.engine.build import Engine
 from vajra_py.engine.config import EngineConfig
 from vajra_py.engine.loop import EngineLoop
-from vajra_py.engine.outputs import Collected, Submission
+from vajra_py.engine.outputs import OutputBuffer, Submission
 from vajra_py.engine.prompts import PromptMaker, request_seed
 from vajra_py.engine.services import engine_services, length_predictor, predictions
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.experiment.backend import Outcome, Run
 from vajra_py.latency import REAL, StepTimes
-from vajra_py.runtime.clock import to_seconds, to_ticks
-from vajra_py.runtime.content_of import facts_of
-from vajra_py.runtime.input_log import INPUTS_FILE, InputLog
-from vajra_py.runtime.request import Request
+from vajra_py.runtime.records.input_log import INPUTS_FILE, InputLog
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.serving.workload_adapter import facts_of
+from vajra_py.runtime.support.clock import to_seconds, to_ticks
 from vajra_py.workload import RequestSpec, Workload
 from vajra_py.workload.followers import Followers
 
@@ -111,7 +111,7 @@ class EngineRun:
             facts=facts,
             prompt_token_ids=prompt.token_ids,
             seed=request_seed(self._run.config.seed, spec.request_id),
-            collected=Collected(sampling, stops),
+            collected=OutputBuffer(sampling, stops),
             content=prompt.content,
             shares=prompt.shares,
             num_output_tokens=spec.num_output_tokens,

@@ -24,7 +24,7 @@ import numpy as np
 
 from vajra_py import __version__
 from vajra_py.config import AdmissionConfig, ExperimentConfig, SchedulingConfig
-from vajra_py.contract import BatchShape
+from vajra_py.contract import BatchFeatures
 from vajra_py.engine.compute import ModelFacts, RunnerOptions, load_runner
 from vajra_py.engine.compute.inspect import inspect_model
 from vajra_py.engine.config import EngineConfig
@@ -34,12 +34,12 @@ from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.bench import Batch, Bench, Reference, paces
 from vajra_py.experiment.other_load import OtherLoad
 from vajra_py.experiment.profiling_live import LiveStep, serve_a_while
-from vajra_py.experiment.steady import SteadyClock
+from vajra_py.experiment.steady import NormalizedClock
 from vajra_py.latency.fitting import Measured, errors_of, fit_steps, held_out_errors
 from vajra_py.latency.profiled import Profile
 from vajra_py.latency.variation import Variation, factors_among
-from vajra_py.runtime.collector import what_exists_left_out
-from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.support.gc_control import existing_objects_frozen
+from vajra_py.runtime.support.seeds import SeedTree
 
 _HOST_BLOCKS = 64
 _FARTHEST = 10.0
@@ -143,11 +143,11 @@ def profile_model(
         total = len(batches) * settings.passes
         bench = Bench(runner, options.block_size, num_blocks)
         reference = Reference(runner, options, num_blocks)
-        with what_exists_left_out():
+        with existing_objects_frozen():
             _measure_grid(settings, batches, (bench, reference), journal, report)
         reference.frees(bench)
         typical_s = settings.reference_s or journal.typical_reference_s
-        clock = SteadyClock(reference.time_s, typical_s)
+        clock = NormalizedClock(reference.time_s, typical_s)
         live = serve_a_while(config, num_blocks, runner, clock)
     finally:
         runner.close()
@@ -192,8 +192,8 @@ def _fitted(steady: _Steady, live: Sequence[LiveStep], facts: Mapping[str, Any],
     return Profile(fit, facts, errors, len(whole), steady.variation)
 
 
-def _counts_only(shape: BatchShape) -> BatchShape:
-    return BatchShape(num_decodes=shape.num_decodes, num_prefills=shape.num_prefills)
+def _counts_only(shape: BatchFeatures) -> BatchFeatures:
+    return BatchFeatures(num_decodes=shape.num_decodes, num_prefills=shape.num_prefills)
 
 
 # Which batches
@@ -368,7 +368,7 @@ class _Steady:
     variation: Variation | None
 
     @classmethod
-    def of(cls, shapes: Sequence[BatchShape], passes: int, journal: _Journal, typical_s: float) -> _Steady:
+    def of(cls, shapes: Sequence[BatchFeatures], passes: int, journal: _Journal, typical_s: float) -> _Steady:
         """From a whole journal."""
         steady_s = journal.steady_s(typical_s)
         times_s = [[steady_s[turn, index] for turn in range(passes)] for index in range(len(shapes))]

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vajra_py.config import ExperimentConfig
-from vajra_py.contract import BatchShape, Observer, StepEnd
-from vajra_py.engine.assembly import Engine
+from vajra_py.contract import BatchFeatures, Observer, StepEnd
+from vajra_py.engine.build import Engine
 from vajra_py.engine.compute import ModelRunner
-from vajra_py.engine.outputs import Collected, Submission
+from vajra_py.engine.outputs import OutputBuffer, Submission
 from vajra_py.engine.prompts import request_seed
 from vajra_py.engine.services import engine_services
 from vajra_py.experiment.bench import GREEDY
-from vajra_py.experiment.steady import SteadyClock, SteadyRunner
+from vajra_py.experiment.steady import NormalizedClock, SteadyRunner
 from vajra_py.plugins import load_registry
-from vajra_py.runtime.request import RequestFacts
-from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.requests.request import RequestFacts
+from vajra_py.runtime.support.seeds import SeedTree
 
 _LIVE_WAVES = (1, 1, 2, 4, 8, 16, 32)
 _MAX_LIVE_STEPS = 600
@@ -25,7 +25,7 @@ _MAX_LIVE_STEPS = 600
 class LiveStep:
     """A step of the running engine: from forming it to taking its tokens in, and how much of that was not computing."""
 
-    shape: BatchShape
+    shape: BatchFeatures
     time_s: float
     overhead_s: float
 
@@ -46,7 +46,9 @@ class _Watch(Observer):
         self._compute_s = compute_s
 
 
-def serve_a_while(config: ExperimentConfig, num_blocks: int, runner: ModelRunner, clock: SteadyClock) -> list[LiveStep]:
+def serve_a_while(
+    config: ExperimentConfig, num_blocks: int, runner: ModelRunner, clock: NormalizedClock
+) -> list[LiveStep]:
     """Serve requests in waves, so that steps of few and of many come by; times are those of a machine of steady pace."""
     memory = config.replica.memory.model_copy(update={"num_blocks": num_blocks})
     replica = config.replica.model_copy(update={"memory": memory})
@@ -73,7 +75,7 @@ def serve_a_while(config: ExperimentConfig, num_blocks: int, runner: ModelRunner
             name = f"live-{number}"
             number += 1
             facts = RequestFacts(name, num_tokens, num_outputs)
-            loop.submit(Submission(facts, prompt, request_seed(0, name), Collected(GREEDY, ()), shares=False))
+            loop.submit(Submission(facts, prompt, request_seed(0, name), OutputBuffer(GREEDY, ()), shares=False))
         loop.run()
     steps = watch.steps
     if len(steps) > _MAX_LIVE_STEPS:

@@ -24,13 +24,9 @@ from vajra_py.experiment.engined import ENGINE_FILE, OUTPUTS_FILE, length_predic
 from vajra_py.metrics.recorder import Recorder
 from vajra_py.metrics.run_data import RunData
 from vajra_py.plugins import Registry, load_registry
-from vajra_py.runtime.assembly import ModelFacts, ReplicasetModel, Services, build_controller
-from vajra_py.runtime.clock import TICKS_PER_SECOND, to_seconds
-from vajra_py.runtime.controller import Controller
-from vajra_py.runtime.decision_log import DecisionLog
-from vajra_py.runtime.decision_reader import read_decisions
-from vajra_py.runtime.executor import StepPlan, StepResult
-from vajra_py.runtime.input_log import (
+from vajra_py.runtime.records.decision_log import DecisionLog
+from vajra_py.runtime.records.decision_reader import read_decisions
+from vajra_py.runtime.records.input_log import (
     INPUTS_FILE,
     Abort,
     Arrival,
@@ -42,10 +38,14 @@ from vajra_py.runtime.input_log import (
     read_inputs,
     read_rows,
 )
-from vajra_py.runtime.replica import Replica
-from vajra_py.runtime.request import Request
-from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.serving.build import ModelFacts, ReplicasetModel, Services, build_controller
+from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.step.plan import StepPlan, StepResult
+from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds
+from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.sim.executor import SimulatedExecutor
 from vajra_py.sim.simulator import Acceptance, SimulationOptions, Simulator
 

@@ -21,9 +21,9 @@ from vajra_py.metrics.run_warnings import rate_warnings
 from vajra_py.metrics.summary import summarise
 from vajra_py.metrics.tables import write_parquet
 from vajra_py.plugins import Registry, build_observer, load_registry
-from vajra_py.runtime.controller import Controller
-from vajra_py.runtime.decision_log import DecisionLog
-from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.records.decision_log import DecisionLog
+from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.workload import Workload, build_workload
 
 WARMUP_OFF = (0.0, 0)

@@ -21,10 +21,10 @@ from vajra_py.latency import (
     step_times_of,
 )
 from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
-from vajra_py.runtime.assembly import ModelFacts, ReplicasetModel, Services, build_controller
-from vajra_py.runtime.clock import to_seconds
-from vajra_py.runtime.replica import Replica
-from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.serving.build import ModelFacts, ReplicasetModel, Services, build_controller
+from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.support.clock import to_seconds
+from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.sim.executor import RecordedTimer, SimulatedExecutor, StepTimer, predicted_timers
 from vajra_py.sim.simulator import SimulationOptions, Simulator
 

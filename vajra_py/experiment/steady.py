@@ -20,14 +20,14 @@ from typing import TypeVar
 from vajra_py.engine.clock import TICKS_PER_NANOSECOND, WallClock
 from vajra_py.engine.compute import DoneStep, ModelFacts, ModelRunner, PendingStep, StepInput, StepOutput
 from vajra_py.experiment.bench import Pace
-from vajra_py.runtime.clock import TICKS_PER_SECOND
+from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
 T = TypeVar("T")
 _LONG_AGO = TICKS_PER_SECOND // 20
 """After an idle time of so many ticks, a machine that others use too may have another pace."""
 
 
-class SteadyClock(WallClock):
+class NormalizedClock(WallClock):
     """An `EngineClock` that goes as much slower as the machine does.
 
     Attributes:
@@ -43,7 +43,7 @@ class SteadyClock(WallClock):
         self._told = 0
         self.start()
 
-    def start(self) -> SteadyClock:
+    def start(self) -> NormalizedClock:
         """It is zero now."""
         self._base = self._told = 0
         self._since_ns = time.perf_counter_ns()
@@ -95,7 +95,7 @@ class SteadyClock(WallClock):
 class SteadyRunner:
     """A `ModelRunner` after each of whose steps the clock is set."""
 
-    def __init__(self, runner: ModelRunner, clock: SteadyClock) -> None:
+    def __init__(self, runner: ModelRunner, clock: NormalizedClock) -> None:
         self._runner = runner
         self._clock = clock
 

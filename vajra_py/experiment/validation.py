@@ -22,8 +22,8 @@ from vajra_py.experiment.run import run_experiment
 from vajra_py.experiment.simulated import SimulatedRun
 from vajra_py.metrics.run_data import RunData
 from vajra_py.plugins import Registry
-from vajra_py.runtime.input_log import read_rows
-from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.records.input_log import read_rows
+from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.workload import Workload
 
 METRICS = ("ttft_s", "tbt_s", "e2e_s")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.contract.latency import BatchShape
+from vajra_py.contract.latency import BatchFeatures
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +17,11 @@ class ConstantModel:
     step_time_s: float
     num_stages: int = 1
 
-    def stage_time_s(self, shape: BatchShape) -> float:
+    def stage_time_s(self, shape: BatchFeatures) -> float:
         """Seconds in each stage."""
         return self.step_time_s / self.num_stages
 
-    def batch_time_s(self, shape: BatchShape) -> float:
+    def batch_time_s(self, shape: BatchFeatures) -> float:
         """Seconds in all stages."""
         return self.step_time_s
 
@@ -45,11 +45,11 @@ class AffineModel:
     per_swap_byte_s: float = 0.0
     num_stages: int = 1
 
-    def stage_time_s(self, shape: BatchShape) -> float:
+    def stage_time_s(self, shape: BatchFeatures) -> float:
         """Seconds in each stage: all stages are alike."""
         return self.batch_time_s(shape) / self.num_stages
 
-    def batch_time_s(self, shape: BatchShape) -> float:
+    def batch_time_s(self, shape: BatchFeatures) -> float:
         """Seconds in all stages."""
         fixed = self.base_s + shape.num_tokens * self.per_token_s + shape.num_requests * self.per_request_s
         fixed += shape.prefill_attention_pairs * self.per_prefill_pair_s + shape.swap_bytes * self.per_swap_byte_s
@@ -59,7 +59,7 @@ class AffineModel:
         self, num_decodes: int, first_context_tokens: int, num_steps: int
     ) -> npt.NDArray[np.float64]:
         """Seconds of each step of a run of decodes; see `PredictsDecodeRuns`."""
-        fixed = self.batch_time_s(BatchShape(num_decodes=num_decodes))
+        fixed = self.batch_time_s(BatchFeatures(num_decodes=num_decodes))
         contexts = (first_context_tokens + num_decodes * np.arange(num_steps)).astype(np.float64)
         times: npt.NDArray[np.float64] = fixed + contexts * self.per_decode_context_token_s
         return times

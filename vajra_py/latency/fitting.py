@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.contract.latency import BatchShape
+from vajra_py.contract.latency import BatchFeatures
 from vajra_py.latency.profiled import COEFFICIENTS, CURVES, Curve, StepFit
 
 Floats = npt.NDArray[np.float64]
@@ -32,7 +32,7 @@ _HELD_OUT_PART = 5
 class Measured:
     """A step's shape and how long it took, in seconds."""
 
-    shape: BatchShape
+    shape: BatchFeatures
     time_s: float
 
     @property
@@ -78,7 +78,7 @@ def held_out_errors(measured: Sequence[Measured], stream: np.random.Generator) -
     return errors_of(fit.time_s, held_out)
 
 
-def errors_of(predict: Callable[[BatchShape], float], measured: Sequence[Measured]) -> dict[str, dict[str, float]]:
+def errors_of(predict: Callable[[BatchFeatures], float], measured: Sequence[Measured]) -> dict[str, dict[str, float]]:
     """Relative errors of predictions; see `held_out_errors`."""
     found: dict[str, dict[str, float]] = {}
     for kind in ("all", "decode", "prefill", "mixed"):

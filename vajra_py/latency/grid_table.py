@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.contract.latency import BatchShape
+from vajra_py.contract.latency import BatchFeatures
 from vajra_py.errors import ConfigError, ExecutorError, Problem, did_you_mean
 from vajra_py.latency.tabular import Columns, read_columns, read_npz
 
@@ -24,16 +24,16 @@ TIME_COLUMN = "time_s"
 MAX_FEATURES = 4
 
 
-def _mean_decode_context(shape: BatchShape) -> float:
+def _mean_decode_context(shape: BatchFeatures) -> float:
     return shape.decode_context_tokens / shape.num_decodes if shape.num_decodes else 0.0
 
 
-def _field(name: str) -> Callable[[BatchShape], float]:
+def _field(name: str) -> Callable[[BatchFeatures], float]:
     return lambda shape: float(getattr(shape, name))
 
 
-FEATURES: dict[str, Callable[[BatchShape], float]] = {
-    **{name: _field(name) for name in BatchShape._fields},
+FEATURES: dict[str, Callable[[BatchFeatures], float]] = {
+    **{name: _field(name) for name in BatchFeatures._fields},
     "num_tokens": _field("num_tokens"),
     "num_requests": _field("num_requests"),
     "mean_decode_context_tokens": _mean_decode_context,
@@ -91,11 +91,11 @@ class GridTableModel:
         axes, times = _grid(columns, str(path))
         return cls(axes, times, beyond=beyond, source=str(path))
 
-    def stage_time_s(self, shape: BatchShape) -> float:
+    def stage_time_s(self, shape: BatchFeatures) -> float:
         """The same as `batch_time_s`: a table knows no stages."""
         return self.batch_time_s(shape)
 
-    def batch_time_s(self, shape: BatchShape) -> float:
+    def batch_time_s(self, shape: BatchFeatures) -> float:
         """Seconds, interpolated.
 
         Raises:

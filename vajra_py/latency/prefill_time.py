@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vajra_py.contract.latency import BatchShape, LatencyModel
+from vajra_py.contract.latency import BatchFeatures, LatencyModel
 from vajra_py.errors import ExecutorError
 
 GRAIN_TOKENS = 256
@@ -85,4 +85,4 @@ class PrefillTimeTable:
             self._chunk = 0
 
     def _chunk_s(self, num_context_tokens: int, num_tokens: int) -> float:
-        return self._latency.batch_time_s(BatchShape().with_chunk(num_tokens, num_context_tokens))
+        return self._latency.batch_time_s(BatchFeatures().with_chunk(num_tokens, num_context_tokens))

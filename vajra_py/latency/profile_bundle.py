@@ -15,7 +15,7 @@ from math import sqrt
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.contract.latency import BatchShape
+from vajra_py.contract.latency import BatchFeatures
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.latency.attention_grid import AttentionGrid, DecodeRow
 from vajra_py.latency.bundle_files import ONCE_A_STEP, TWICE_A_LAYER, Bundle, Samples, SkewSample
@@ -188,7 +188,7 @@ class ProfileBundleModel:
         """What the engine's host adds to steps and requests."""
         return self.options.host
 
-    def batch_time_s(self, shape: BatchShape) -> float:
+    def batch_time_s(self, shape: BatchFeatures) -> float:
         """Seconds of the step; 0 for an empty batch.
 
         Raises:
@@ -202,7 +202,7 @@ class ProfileBundleModel:
         mean, batch = shape.decode_context_tokens / num_decodes, self._decodes(num_decodes)
         return batch.time_s(mean) if mean <= batch.longest_context else self._beyond(shape)
 
-    def stage_time_s(self, shape: BatchShape) -> float:
+    def stage_time_s(self, shape: BatchFeatures) -> float:
         """Seconds of the step: there is one stage."""
         return self.batch_time_s(shape)
 
@@ -215,12 +215,12 @@ class ProfileBundleModel:
             return [0.0] * num_steps
         batch, contexts = self._decodes(num_decodes), range(first_context_tokens, last + 1, num_decodes)
         if last / num_decodes > batch.longest_context:
-            return [self.batch_time_s(BatchShape(num_decodes, context)) for context in contexts]
+            return [self.batch_time_s(BatchFeatures(num_decodes, context)) for context in contexts]
         if num_steps <= FEW_STEPS:
             return batch.run_times_s(contexts, num_decodes)
         return batch.times_s(np.array(contexts, dtype=np.float64) / num_decodes)
 
-    def breakdown_s(self, shape: BatchShape) -> dict[str, float]:
+    def breakdown_s(self, shape: BatchFeatures) -> dict[str, float]:
         """Seconds of a step by what they are spent on; they add up to `batch_time_s` but for rounding."""
         if not shape.num_tokens:
             return {"swap": self.batch_time_s(shape)}
@@ -230,7 +230,7 @@ class ProfileBundleModel:
         gpu, (added, least) = sum(parts.values()), self._host_s(shape.num_requests)
         return {**parts, "host": max(gpu + added, least) - gpu}
 
-    def covers(self, shape: BatchShape) -> bool:
+    def covers(self, shape: BatchFeatures) -> bool:
         """Whether every size of the step is within `reach` times the largest that was measured."""
         reach, largest = self.options.reach, self._attention.largest
         mean = shape.decode_context_tokens / max(1, shape.num_decodes)
@@ -256,7 +256,7 @@ class ProfileBundleModel:
 
     # Parts
 
-    def _beyond(self, shape: BatchShape) -> float:
+    def _beyond(self, shape: BatchFeatures) -> float:
         if self.options.fallback is not None:
             self.num_fallback += 1
             return self.options.fallback.batch_time_s(shape)
@@ -294,7 +294,7 @@ class ProfileBundleModel:
             )
         return batch
 
-    def _mixed_s(self, shape: BatchShape) -> float:
+    def _mixed_s(self, shape: BatchFeatures) -> float:
         """Seconds of a step with prompts, or with KV blocks to swap."""
         decodes, context, prefills, tokens, _, _, _, pairs, merged, swap_bytes = shape
         if merged or swap_bytes or self._ranks > 1 or tokens > self._attention.largest["prefill_chunk"]:
@@ -319,7 +319,7 @@ class ProfileBundleModel:
         found = self._of_sequences_s[sequences] = (self._head_s(sequences) + added, least)
         return found
 
-    def _parts(self, shape: BatchShape) -> dict[str, float]:
+    def _parts(self, shape: BatchFeatures) -> dict[str, float]:
         """Seconds of the GPU's work, by part."""
         if shape.num_merged_tokens:
             raise ExecutorError(

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.contract.latency import BatchShape
+from vajra_py.contract.latency import BatchFeatures
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency.catalog import read_json_file
 from vajra_py.latency.variation import Variation
@@ -64,16 +64,16 @@ class StepFit:
     curves: Mapping[str, Curve]
     coefficients: Mapping[str, float]
 
-    def time_s(self, shape: BatchShape) -> float:
+    def time_s(self, shape: BatchFeatures) -> float:
         """Seconds of one step."""
         return self._fixed_s(shape) + self.curves["decode_context_tokens"].at(float(shape.decode_context_tokens))
 
     def decode_times_s(self, num_decodes: int, contexts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Seconds of steps of so many decodes, whose contexts sum to each of these."""
-        fixed = self._fixed_s(BatchShape(num_decodes=num_decodes))
+        fixed = self._fixed_s(BatchFeatures(num_decodes=num_decodes))
         return fixed + self.curves["decode_context_tokens"].at_each(contexts)
 
-    def _fixed_s(self, shape: BatchShape) -> float:
+    def _fixed_s(self, shape: BatchFeatures) -> float:
         """Everything that does not depend on the decodes' context."""
         curves, per = self.curves, self.coefficients
         seconds = self.base_s + curves["num_tokens"].at(float(shape.num_tokens))
@@ -176,11 +176,11 @@ class ProfiledModel:
         self.variation = profile.variation if varies else None
         self._fit = profile.fit
 
-    def stage_time_s(self, shape: BatchShape) -> float:
+    def stage_time_s(self, shape: BatchFeatures) -> float:
         """Seconds of the step: there is one stage."""
         return self._fit.time_s(shape)
 
-    def batch_time_s(self, shape: BatchShape) -> float:
+    def batch_time_s(self, shape: BatchFeatures) -> float:
         """Seconds of the step."""
         return self._fit.time_s(shape)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.contract.latency import BatchShape
+from vajra_py.contract.latency import BatchFeatures
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.latency.packed_times import RECORD_COLUMNS, steps_of_records
 from vajra_py.latency.tabular import read_columns
@@ -139,7 +139,7 @@ class RecordedModel:
     def __init__(self, durations: RecordedDurations) -> None:
         self.durations = durations
 
-    def stage_time_s(self, shape: BatchShape) -> float:
+    def stage_time_s(self, shape: BatchFeatures) -> float:
         """Raises `ExecutorError`: a recording knows what was, not what would be."""
         raise ExecutorError(
             "recorded latency: a policy asked for a prediction, which a recording cannot give. "

@@ -15,7 +15,7 @@ from math import sqrt
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.contract.latency import BatchShape
+from vajra_py.contract.latency import BatchFeatures
 from vajra_py.latency.deployment import Deployment, Parallelism
 from vajra_py.latency.devices import DeviceSpec
 from vajra_py.latency.model_spec import DTYPE_BYTES, ModelSpec
@@ -113,7 +113,7 @@ class RooflineModel:
         self._first_share = self.deployment.num_first_layers / model.num_layers
         self._last_share = self.deployment.num_last_layers / model.num_layers
 
-    def batch_time_s(self, shape: BatchShape) -> float:
+    def batch_time_s(self, shape: BatchFeatures) -> float:
         """Seconds from the batch's entry into the first stage to its tokens leaving the last; 0 for an empty batch."""
         num_tokens = shape.num_decodes + shape.prefill_tokens
         if not num_tokens:
@@ -123,7 +123,7 @@ class RooflineModel:
             layers += self._decode_s(shape.num_decodes, shape.decode_context_tokens)
         return layers + self._outside_s(shape, num_tokens)
 
-    def stage_time_s(self, shape: BatchShape) -> float:
+    def stage_time_s(self, shape: BatchFeatures) -> float:
         """Seconds that the slowest stage is busy with a batch of this shape; the whole step when there is one stage."""
         num_tokens = shape.num_decodes + shape.prefill_tokens
         if self.num_stages == 1 or not num_tokens:
@@ -143,7 +143,7 @@ class RooflineModel:
 
         Equal, bit for bit, to asking `batch_time_s` step by step while every context grows by one token a step.
         """
-        shape = BatchShape(num_decodes=num_decodes, decode_context_tokens=first_context_tokens)
+        shape = BatchFeatures(num_decodes=num_decodes, decode_context_tokens=first_context_tokens)
         if not num_decodes:
             return np.full(num_steps, self.batch_time_s(shape))
         step = self._step
@@ -164,7 +164,7 @@ class RooflineModel:
         """KV blocks that fit; see `Deployment.kv_blocks`."""
         return self.deployment.kv_blocks(block_size, memory_fraction)
 
-    def breakdown_s(self, shape: BatchShape) -> dict[str, float]:
+    def breakdown_s(self, shape: BatchFeatures) -> dict[str, float]:
         """Seconds of a step by what they are spent on; they add up to `batch_time_s` but for rounding.
 
         `weights` is what the products of the layers take (arithmetic or memory), `kernels` latencies and element-wise work.
@@ -189,7 +189,7 @@ class RooflineModel:
             "swap": shape.swap_bytes * step.swap_byte_s,
         }
 
-    def _layers_s(self, shape: BatchShape, num_tokens: int) -> float:
+    def _layers_s(self, shape: BatchFeatures, num_tokens: int) -> float:
         """All layers, decode attention left out."""
         time = self._products.get(num_tokens)
         if time is None:
@@ -216,7 +216,7 @@ class RooflineModel:
             time += sqrt(memory * memory + flops * flops)
         return time + (fixed_s + num_tokens * elementwise_s)
 
-    def _prefill_s(self, shape: BatchShape) -> float:
+    def _prefill_s(self, shape: BatchFeatures) -> float:
         """Attention of the prefill chunks over all layers."""
         pair_s, key_s, window_pair_s, window_key_s = self._prefill
         window = self._window
@@ -244,7 +244,7 @@ class RooflineModel:
         memory, flops = step.head_weights_s + num_rows * step.head_row_s, num_rows * step.head_flops_s
         return sqrt(memory * memory + flops * flops)
 
-    def _outside_s(self, shape: BatchShape, num_tokens: int) -> float:
+    def _outside_s(self, shape: BatchFeatures, num_tokens: int) -> float:
         """Head, transfers between stages, overhead and swapping."""
         num_rows = shape.num_decodes + shape.num_prefills
         time = self._rows.get(num_rows)

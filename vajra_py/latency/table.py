@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.contract.latency import BatchShape
+from vajra_py.contract.latency import BatchFeatures
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.latency.tabular import Columns, check_names, read_columns, read_npz
 
@@ -104,11 +104,11 @@ class OperatorTableModel:
         check_names(attention, arrays, ("kv", "decode", "prefill"))
         return cls(columns, arrays, options, source=str(folder))
 
-    def stage_time_s(self, shape: BatchShape) -> float:
+    def stage_time_s(self, shape: BatchFeatures) -> float:
         """The same as `batch_time_s`: the tables know no stages."""
         return self.batch_time_s(shape)
 
-    def batch_time_s(self, shape: BatchShape) -> float:
+    def batch_time_s(self, shape: BatchFeatures) -> float:
         """Seconds of the step; 0 for an empty batch.
 
         Raises:
@@ -163,7 +163,7 @@ class OperatorTableModel:
         self._check("decode", self._decode, num_decodes, column)
         return self._decode.item(num_decodes - 1, column) * (options.attention_overhead if num_decodes > 1 else 1.0)
 
-    def _prefill_ms(self, shape: BatchShape) -> float:
+    def _prefill_ms(self, shape: BatchFeatures) -> float:
         options = self.options
         row = round(sqrt(shape.prefill_tokens_squared))
         column = -(-shape.prefill_context_rounded_tokens // options.context_grain)

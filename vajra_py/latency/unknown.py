@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from vajra_py.contract.latency import BatchShape
+from vajra_py.contract.latency import BatchFeatures
 from vajra_py.errors import ConfigError, Problem
 
 
@@ -16,11 +16,11 @@ class NoPredictions:
     def __init__(self, setting: str) -> None:
         self._setting = setting
 
-    def stage_time_s(self, shape: BatchShape) -> float:
+    def stage_time_s(self, shape: BatchFeatures) -> float:
         """Raises `ConfigError`."""
         self._refuse()
 
-    def batch_time_s(self, shape: BatchShape) -> float:
+    def batch_time_s(self, shape: BatchFeatures) -> float:
         """Raises `ConfigError`."""
         self._refuse()
 

@@ -18,12 +18,12 @@ from vajra_py.contract import EndReason, Observer, RequestView
 from vajra_py.metrics.definitions import UNFINISHED, Floats, Ints, nearest_ranks
 from vajra_py.metrics.steps_table import StepRunRecord, StepsBuilder
 from vajra_py.metrics.tables import RequestsBuilder, TbtBuilder
-from vajra_py.runtime.clock import TICKS_PER_SECOND
-from vajra_py.runtime.executor import StepPlan
-from vajra_py.runtime.step_log import PoolChanges
+from vajra_py.runtime.requests.running_set import PoolChanges
+from vajra_py.runtime.step.plan import StepPlan
+from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
 if TYPE_CHECKING:
-    from vajra_py.runtime.request import Request
+    from vajra_py.runtime.requests.request import Request
 
 _FACTS = (
     *("request_id", "index", "replicaset", "replica_id", "tenant", "slo_class", "session_id", "priority"),

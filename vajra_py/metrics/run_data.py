@@ -21,7 +21,7 @@ from vajra_py.metrics.definitions import Window
 from vajra_py.metrics.steps_table import STEP_COLUMNS, expand_steps
 from vajra_py.metrics.summary import Summary, covering_window, summarise
 from vajra_py.metrics.tables import REQUEST_COLUMNS, TBT_COLUMNS
-from vajra_py.runtime.decision_reader import read_decisions
+from vajra_py.runtime.records.decision_reader import read_decisions
 
 if TYPE_CHECKING:
     import pandas as pd

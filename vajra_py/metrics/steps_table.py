@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from vajra_py.latency.packed_times import PackedTimes, seconds_of
 from vajra_py.metrics.columnar import NameColumn, PackedRows
-from vajra_py.runtime.clock import TICKS_PER_SECOND, to_seconds, to_ticks
-from vajra_py.runtime.executor import StepPlan
-from vajra_py.runtime.record_lists import list_array, reordered
+from vajra_py.runtime.records.record_lists import list_array, reordered
+from vajra_py.runtime.step.plan import StepPlan
+from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds, to_ticks
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, PolicyError, Problem, VajraError
-from vajra_py.runtime.swapping import Swapped
+from vajra_py.runtime.serving.policy_swap import Swapped
 from vajra_py.serve import schema_answers as answers
 from vajra_py.serve.errors import ApiError, bad_request
 from vajra_py.serve.session import EngineSession, Unavailable

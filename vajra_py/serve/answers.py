@@ -12,12 +12,12 @@ from typing import Any
 
 from vajra_py.contract import EndReason
 from vajra_py.engine.tokenizer import Tokenizer
-from vajra_py.runtime.controller import OUT_OF_SERVICE
-from vajra_py.runtime.replicaset import ALL_FAILED, QUEUE_FULL
+from vajra_py.runtime.serving.controller import OUT_OF_SERVICE
+from vajra_py.runtime.serving.replicaset import ALL_FAILED, QUEUE_FULL
 from vajra_py.serve.errors import ApiError
 from vajra_py.serve.logprobs import LogprobWriter, TextOffsets
+from vajra_py.serve.output_streams import End, OutputStream, ResponseState
 from vajra_py.serve.schema import ChatBody, GenerationBody
-from vajra_py.serve.tickets import End, Reply, Ticket
 
 _FINISHED = {EndReason.STOP: "stop", EndReason.LENGTH: "length"}
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
@@ -54,7 +54,7 @@ def failure(end: End, retry_after_s: float) -> ApiError | None:
     return ApiError(503, end.detail, code="replica_failed", retry_after_s=retry_after_s)
 
 
-def usage(tickets: Sequence[Ticket], num_per_prompt: int) -> dict[str, Any]:
+def usage(tickets: Sequence[OutputStream], num_per_prompt: int) -> dict[str, Any]:
     """Tokens that a request took; a prompt with several outputs counts once."""
     prompt_tokens = sum(ticket.num_prompt_tokens for ticket in tickets[::num_per_prompt])
     output_tokens = sum(ticket.num_tokens for ticket in tickets)
@@ -92,7 +92,7 @@ class Answer:
     created: int
     model: str
     body: GenerationBody
-    reply: Reply
+    reply: ResponseState
     tokenizer: Tokenizer | None
     echoes: Sequence[str] = ()
     """Texts of the prompts, where answers begin with them."""
@@ -112,7 +112,7 @@ class Answer:
         kind = "chat.completion" if self._is_chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": usage(self.reply.tickets, self.body.n)}
 
-    def events(self, changed: Collection[Ticket]) -> list[bytes]:
+    def events(self, changed: Collection[OutputStream]) -> list[bytes]:
         """What is new about these outputs, as server-sent events."""
         found: list[bytes] = []
         for ticket in changed:
@@ -142,7 +142,7 @@ class Answer:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.name, "object": kind, "created": self.created, "model": self.model}
 
-    def _begun(self, ticket: Ticket) -> _Said:
+    def _begun(self, ticket: OutputStream) -> _Said:
         """An output of which nothing was said yet."""
         body, options = self.body, self.body.stream_options
         counts = options is not None and options.continuous_usage_stats
@@ -162,21 +162,21 @@ class Answer:
             body["usage"] = None
         return event(body)
 
-    def _role_choice(self, ticket: Ticket) -> dict[str, Any]:
+    def _role_choice(self, ticket: OutputStream) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
         return {"index": ticket.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def _echo_choice(self, ticket: Ticket, said: _Said) -> dict[str, Any]:
+    def _echo_choice(self, ticket: OutputStream, said: _Said) -> dict[str, Any]:
         """The prompt, as the first piece of an output that begins with it."""
         choice = self._text_choice(ticket.index, self._echo(ticket))
         choice["logprobs"] = self._prompt_logprobs(ticket, said)
         return choice
 
-    def _echo(self, ticket: Ticket) -> str:
+    def _echo(self, ticket: OutputStream) -> str:
         """The text that the output begins with."""
         return self.echoes[ticket.index // self.body.n] if self.echoes else ""
 
-    def _choice(self, ticket: Ticket) -> dict[str, Any]:
+    def _choice(self, ticket: OutputStream) -> dict[str, Any]:
         said = _Said()
         choice: dict[str, Any] = {"index": ticket.index}
         if self._is_chat:
@@ -197,7 +197,7 @@ class Answer:
             return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
-    def _piece(self, ticket: Ticket, said: _Said) -> dict[str, Any] | None:
+    def _piece(self, ticket: OutputStream, said: _Said) -> dict[str, Any] | None:
         """An output's news; None when nothing of it shows yet (half a character, or what may become a stop string)."""
         text = ticket.text[said.num_characters :]
         is_shown = text or ticket.end is not None or self.body.num_logprobs is not None or self.body.return_token_ids
@@ -208,7 +208,7 @@ class Answer:
         start, said.num_tokens, said.num_characters = said.num_tokens, ticket.num_tokens, len(ticket.text)
         return self._ended(choice, ticket, start)
 
-    def _ended(self, choice: dict[str, Any], ticket: Ticket, start: int) -> dict[str, Any]:
+    def _ended(self, choice: dict[str, Any], ticket: OutputStream, start: int) -> dict[str, Any]:
         end = ticket.end
         choice["finish_reason"] = None if end is None else _FINISHED.get(end.reason)
         if end is not None:
@@ -223,7 +223,7 @@ class Answer:
 
     # Log-probabilities
 
-    def _prompt_logprobs(self, ticket: Ticket, said: _Said) -> dict[str, Any] | None:
+    def _prompt_logprobs(self, ticket: OutputStream, said: _Said) -> dict[str, Any] | None:
         """Those of the prompt's tokens; the first has none, as nothing goes before it."""
         if self.body.num_logprobs is None:
             return None
@@ -233,7 +233,7 @@ class Answer:
         said.offsets = TextOffsets(len(self._echo(ticket)))
         return found
 
-    def _logprobs(self, ticket: Ticket, said: _Said) -> dict[str, Any] | None:
+    def _logprobs(self, ticket: OutputStream, said: _Said) -> dict[str, Any] | None:
         if self.body.num_logprobs is None:
             return None
         token_ids, logprobs = ticket.token_ids(said.num_tokens), ticket.logprobs(said.num_tokens)

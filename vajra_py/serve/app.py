@@ -16,15 +16,15 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from vajra_py import __version__
 from vajra_py.contract import Observer
-from vajra_py.runtime.controller import Controller
+from vajra_py.runtime.serving.controller import Controller
 from vajra_py.serve import errors as api_errors
 from vajra_py.serve import schema_answers as answers
 from vajra_py.serve.admin import add_admin
 from vajra_py.serve.answers import Answer
+from vajra_py.serve.auth import AuthMiddleware, open_paths
 from vajra_py.serve.catalogue import Catalogue
 from vajra_py.serve.errors import ApiError, bad_request
 from vajra_py.serve.exposition import Exposition
-from vajra_py.serve.gate import Gate, open_paths
 from vajra_py.serve.history import History
 from vajra_py.serve.live import live, server_health, totals
 from vajra_py.serve.openapi import true_document
@@ -203,7 +203,7 @@ def create_app(service: Service) -> FastAPI:
     _add_numbers(app, service)
     if service.options.admin:
         add_admin(app, session)
-    app.add_middleware(Gate, options=service.options)
+    app.add_middleware(AuthMiddleware, options=service.options)
     needs_no_key = None if service.options.api_key is None else open_paths(service.options)
     app.openapi = lambda: true_document(app, service.names, open_paths=needs_no_key)  # type: ignore[method-assign]
     return app

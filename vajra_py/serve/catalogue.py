@@ -15,7 +15,7 @@ from typing import Any, cast
 from vajra_py.config import ExperimentConfig, ReplicasetConfig
 from vajra_py.engine.config import EngineConfig
 from vajra_py.errors import ConfigError, Problem
-from vajra_py.runtime.request import RequestFacts
+from vajra_py.runtime.requests.request import RequestFacts
 
 
 class Catalogue:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vajra_py.runtime.controller import Controller
+from vajra_py.runtime.serving.controller import Controller
 from vajra_py.serve.catalogue import Catalogue
 from vajra_py.serve.options import MetricNames
 from vajra_py.serve.stats import Histogram, ServerStats, SetStats
@@ -145,7 +145,7 @@ class Exposition(Collector):
         for name, replicaset in controller.replicasets.items():
             for replica in replicaset.replicas:
                 at = (*self._at(name), str(replica.replica_id))
-                running.add_metric(at, replica.residents.num_running)
+                running.add_metric(at, replica.running_set.num_running)
                 waiting.add_metric(at, len(replica.queue))
                 used = 1.0 - replica.memory.free_blocks / replica.memory.num_blocks
                 usage.add_metric(at, used)

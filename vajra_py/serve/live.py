@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vajra_py.runtime.controller import Controller
-from vajra_py.runtime.replica import Replica
-from vajra_py.runtime.replicaset import Replicaset
+from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.serve.catalogue import Catalogue
 from vajra_py.serve.session import EngineSession, SessionState
 from vajra_py.serve.stats import ServerStats, SetStats
@@ -48,7 +48,7 @@ def totals(controller: Controller, stats: ServerStats) -> dict[str, float]:
     num_blocks = sum(one.memory.num_blocks for one in replicas)
     queued = sum(len(one.queue) for one in replicas) + sum(len(one.shared) for one in controller.replicasets.values())
     return {
-        "running": sum(one.residents.num_running for one in replicas),
+        "running": sum(one.running_set.num_running for one in replicas),
         "waiting": queued,
         "kv_used": 1.0 - sum(one.memory.free_blocks for one in replicas) / num_blocks,
         "steps": sum(sum(one.step.counts) for one in sets),
@@ -83,7 +83,7 @@ def _replicaset(one: Replicaset, stats: SetStats) -> dict[str, Any]:
 
 
 def _replica(replicaset: Replicaset, replica: Replica, stats: SetStats) -> dict[str, Any]:
-    running = replica.residents.num_running
+    running = replica.running_set.num_running
     num_decodes, num_prefills, prefill_tokens = (
         stats.last_steps.get(replica.replica_id, (0, 0, 0)) if running else (0, 0, 0)
     )

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from vajra_py.serve.gate import BROWSER_PATHS
+from vajra_py.serve.auth import BROWSER_PATHS
 from vajra_py.serve.schema import ChatBody, CompletionBody
 
 BODIES = (CompletionBody, ChatBody)

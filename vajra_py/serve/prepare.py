@@ -11,17 +11,17 @@ from itertools import count
 from uuid import uuid4
 
 from vajra_py.config import ExperimentConfig
-from vajra_py.engine.outputs import Collected, Submission
+from vajra_py.engine.outputs import OutputBuffer, Submission
 from vajra_py.engine.params import PromptLimits, check_prompt, check_sampling
 from vajra_py.engine.prompts import request_seed
 from vajra_py.engine.tokenizer import TextStream, Tokenizer
 from vajra_py.errors import ConfigError
-from vajra_py.runtime.request import RequestFacts
+from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.serve.catalogue import Catalogue
 from vajra_py.serve.errors import ApiError, bad_request, of_config_error
+from vajra_py.serve.output_streams import OutputStream, ResponseState
 from vajra_py.serve.schema import ChatBody, CompletionBody, GenerationBody, SchedulingHeaders
 from vajra_py.serve.session import EngineSession
-from vajra_py.serve.tickets import Reply, Ticket
 from vajra_py.serve.tokenizing import Tokenizing
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Wanted:
 class Prepared:
     """A reply whose outputs may be handed to the engine, and what turns their tokens into text."""
 
-    reply: Reply
+    reply: ResponseState
     tokenizer: Tokenizer | None
     echoes: Sequence[str] = ()
     """The prompts' texts, where answers begin with them."""
@@ -111,7 +111,7 @@ class Preparer:
         echoes: Sequence[str] = (),
     ) -> Prepared:
         body = wanted.body
-        reply = Reply(streams=body.stream)
+        reply = ResponseState(streams=body.stream)
         drawn = request_seed(self._run_seed, str(next(self._numbers)))
         queued: Counter[str] = Counter()
         queued_tokens: Counter[str] = Counter()
@@ -129,7 +129,7 @@ class Preparer:
                 elif submission.collected.sampling.stop:
                     message = "the model has no tokenizer, so that no string can end an output"
                     raise bad_request(message, "stop", "no_tokenizer")
-                reply.tickets.append(Ticket(index, submission, reply, hides_output=body.wanted_tokens() == 0))
+                reply.tickets.append(OutputStream(index, submission, reply, hides_output=body.wanted_tokens() == 0))
         return Prepared(reply, tokenizer, echoes)
 
     def _check_queues(self, replicaset: str, num_outputs: int, num_tokens: int) -> None:
@@ -167,7 +167,7 @@ class Preparer:
             facts=facts,
             prompt_token_ids=prompt,
             seed=seed,
-            collected=Collected(sampling, frozenset((*eos, *sampling.stop_token_ids))),
+            collected=OutputBuffer(sampling, frozenset((*eos, *sampling.stop_token_ids))),
             shares=sampling.prompt_logprobs is None,
         )
 

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, cast
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract import EndReason, Observer
-from vajra_py.engine.assembly import Engine
+from vajra_py.engine.build import Engine
 from vajra_py.engine.loop import EngineLoop
 from vajra_py.engine.outputs import Submission
 from vajra_py.errors import ConfigError, Problem, VajraError
@@ -31,10 +31,10 @@ from vajra_py.metrics.recorder import Recorder
 from vajra_py.metrics.summary import summarise
 from vajra_py.metrics.tables import write_parquet
 from vajra_py.plugins import Registry
-from vajra_py.runtime.clock import to_seconds
-from vajra_py.runtime.decision_log import DecisionLog
-from vajra_py.runtime.input_log import INPUTS_FILE, Input, InputLog
-from vajra_py.runtime.request import Request
+from vajra_py.runtime.records.decision_log import DecisionLog
+from vajra_py.runtime.records.input_log import INPUTS_FILE, Input, InputLog
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.support.clock import to_seconds
 
 _log = logging.getLogger(__name__)
 _RESERVE = "reserve.partial"

@@ -20,8 +20,8 @@ from vajra_py.serve.access import ANSWER_ID, DIRECT_SEND
 from vajra_py.serve.answers import Answer, encoded, event, failure
 from vajra_py.serve.eager import begin
 from vajra_py.serve.errors import ApiError
+from vajra_py.serve.output_streams import OutputStream, ResponseState
 from vajra_py.serve.session import EngineSession, Unavailable
-from vajra_py.serve.tickets import Reply, Ticket
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -58,13 +58,13 @@ class Exchange:
                 client.let_go()
                 self.finish()
 
-    def _submit(self, reply: Reply) -> None:
+    def _submit(self, reply: ResponseState) -> None:
         try:
             self.session.submit(reply.tickets)
         except Unavailable as error:
             raise ApiError(503, str(error), code="unavailable", retry_after_s=self.retry_after_s) from None
 
-    def _check(self, tickets: list[Ticket]) -> None:
+    def _check(self, tickets: list[OutputStream]) -> None:
         for ticket in tickets:
             error = None if ticket.end is None else failure(ticket.end, self.retry_after_s)
             if error is not None:
@@ -197,7 +197,7 @@ class _Writer:
         else:
             self._ended.set_exception(error)
 
-    def _events(self, changed: Collection[Ticket]) -> tuple[list[bytes], bool]:
+    def _events(self, changed: Collection[OutputStream]) -> tuple[list[bytes], bool]:
         """Events about these outputs, and whether nothing follows."""
         answer = self._exchange.answer
         events = answer.events(changed)

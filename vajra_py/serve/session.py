@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract import EndReason, Observer
-from vajra_py.engine.assembly import Engine
+from vajra_py.engine.build import Engine
 from vajra_py.engine.clock import WallClock
 from vajra_py.engine.compute import ModelFacts
 from vajra_py.engine.config import EngineConfig
@@ -33,12 +33,12 @@ from vajra_py.engine.tokenizer import Tokenizer
 from vajra_py.engine.worker import calm_threads
 from vajra_py.errors import ConfigError, ExecutorError, Problem, VajraError
 from vajra_py.plugins import Registry
-from vajra_py.runtime.controller import Controller
-from vajra_py.runtime.input_log import Input
-from vajra_py.runtime.replicaset import AdmissionLimits
-from vajra_py.runtime.request import Request
-from vajra_py.runtime.swapping import PolicyChange, Swapped
-from vajra_py.serve.tickets import End, Mailbox, Ticket
+from vajra_py.runtime.records.input_log import Input, PolicyChange
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.serving.policy_swap import Swapped
+from vajra_py.runtime.serving.replicaset import AdmissionLimits
+from vajra_py.serve.output_streams import End, LoopBridge, OutputStream
 
 _log = logging.getLogger(__name__)
 
@@ -117,8 +117,8 @@ class EngineSession:
         """When the engine's clock began, nanoseconds since 1970."""
         self._parts = parts
         self._loop: EngineLoop | None = None
-        self._tickets: dict[Ticket, None] = {}
-        self._mailbox: Mailbox | None = None
+        self._tickets: dict[OutputStream, None] = {}
+        self._mailbox: LoopBridge | None = None
         self._gate = threading.Lock()
         self._takes = False
         self._changed: asyncio.Event | None = None
@@ -131,7 +131,7 @@ class EngineSession:
     def start(self) -> None:
         """Begin to load; returns at once."""
         loop = asyncio.get_running_loop()
-        self._mailbox = Mailbox(loop)
+        self._mailbox = LoopBridge(loop)
         self._changed = asyncio.Event()
         self._thread.start()
 
@@ -205,7 +205,7 @@ class EngineSession:
         assert self.controller is not None
         return self.controller.replicasets[replicaset].admission
 
-    def submit(self, tickets: Sequence[Ticket]) -> None:
+    def submit(self, tickets: Sequence[OutputStream]) -> None:
         """Hand outputs over to the engine, all or none. Raises `Unavailable`."""
         assert self._mailbox is not None
         for ticket in tickets:
@@ -218,7 +218,7 @@ class EngineSession:
                 self._tickets[ticket] = None
                 self._loop.submit(ticket.submission)
 
-    def abort(self, tickets: Sequence[Ticket]) -> None:
+    def abort(self, tickets: Sequence[OutputStream]) -> None:
         """Take outputs back; those that have ended already stay as they are."""
         if self._loop is not None:
             for ticket in tickets:
@@ -375,7 +375,7 @@ class EngineSession:
             self._mailbox.post(ticket, (len(collected.token_ids), collected.text, end))
         self._tickets.clear()
 
-    def _forget(self, ticket: Ticket) -> None:
+    def _forget(self, ticket: OutputStream) -> None:
         self._tickets.pop(ticket, None)
 
     def _set_state(self, state: SessionState) -> None:

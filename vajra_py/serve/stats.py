@@ -28,8 +28,8 @@ from vajra_py.contract import (
 )
 from vajra_py.errors import VajraError
 from vajra_py.metrics.recorder import token_times
-from vajra_py.runtime.controller import Controller
-from vajra_py.runtime.request import Request
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.serving.controller import Controller
 
 OTHER = "other"
 NUM_EVENTS = 200

@@ -26,11 +26,11 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from vajra_py import __version__
 from vajra_py.engine.llm import RequestMetrics
 from vajra_py.errors import ConfigError, Problem
-from vajra_py.runtime.request import RequestFacts
+from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.serve.answers import usage
 from vajra_py.serve.errors import ApiError
+from vajra_py.serve.output_streams import OutputStream
 from vajra_py.serve.schema import ChatBody, GenerationBody
-from vajra_py.serve.tickets import Ticket
 
 _SAMPLING = {
     names.GEN_AI_REQUEST_TEMPERATURE: "temperature",
@@ -76,7 +76,7 @@ class Tracing:
         """Send what has not been sent."""
         self._provider.shutdown()
 
-    def _outputs(self, parent: Span, tickets: Sequence[Ticket]) -> None:
+    def _outputs(self, parent: Span, tickets: Sequence[OutputStream]) -> None:
         zero = self.zero_ns()
         context = set_span_in_context(parent)
         for ticket in tickets:
@@ -95,7 +95,7 @@ class Tracing:
 class RequestTrace:
     """The span of one HTTP request; ended exactly once, by `end` or `fail`."""
 
-    def __init__(self, span: Span, outputs: Callable[[Span, Sequence[Ticket]], None]) -> None:
+    def __init__(self, span: Span, outputs: Callable[[Span, Sequence[OutputStream]], None]) -> None:
         self._span = span
         self._outputs = outputs
 
@@ -104,7 +104,7 @@ class RequestTrace:
         self._error(error.code or str(error.status) if isinstance(error, ApiError) else type(error).__name__)
         self._span.end()
 
-    def end(self, name: str, tickets: Sequence[Ticket], num_per_prompt: int) -> None:
+    def end(self, name: str, tickets: Sequence[OutputStream], num_per_prompt: int) -> None:
         """Nothing of it is left; an output without an end was taken back by its client."""
         span = self._span
         if not span.is_recording():

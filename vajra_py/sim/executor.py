@@ -9,13 +9,13 @@ import numpy as np
 
 from vajra_py.contract import LatencyModel
 from vajra_py.latency import VariesSteps
-from vajra_py.runtime.clock import TICKS_PER_SECOND, to_ticks
-from vajra_py.runtime.executor import StepPlan, StepResult
-from vajra_py.runtime.replica import Replica
-from vajra_py.runtime.request import Request
-from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.step.plan import StepPlan, StepResult
+from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_ticks
+from vajra_py.runtime.support.seeds import SeedTree
+from vajra_py.sim.decode_runs import decode_run_times_s, run_ends_of
 from vajra_py.sim.factors import StepFactors
-from vajra_py.sim.runs import decode_run_times_s, run_ends_of
 
 
 class StepTimer(Protocol):

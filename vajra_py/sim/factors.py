@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vajra_py.latency import Variation
-from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.support.seeds import SeedTree
 
 _BLOCK = 1024
 

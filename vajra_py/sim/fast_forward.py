@@ -1,6 +1,6 @@
 """Decode fast-forward: launches all repetitions of a steady decode step as one event, and applies them when somebody looks.
 
-How many repetitions are sure is the mechanism's to say (`vajra_py.runtime.repeats`). The results are those of single steps.
+How many repetitions are sure is the mechanism's to say (`vajra_py.runtime.step.fast_forward`). The results are those of single steps.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 
-from vajra_py.runtime.executor import StepPlan
 from vajra_py.runtime.serving.driver import Driver
 from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.step.plan import StepPlan
+from vajra_py.sim.decode_runs import FIRST_STEPS, MAX_STEPS
 from vajra_py.sim.replica import SimReplica
-from vajra_py.sim.runs import FIRST_STEPS, MAX_STEPS
 
 _STEP_END = Phase.STEP_END
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vajra_py.runtime.executor import StepPlan
 from vajra_py.runtime.serving.backend import BackendReplica
+from vajra_py.runtime.step.plan import StepPlan
+from vajra_py.sim.decode_runs import FIRST_STEPS, TimesRuns
 from vajra_py.sim.executor import StepTimer
-from vajra_py.sim.runs import FIRST_STEPS, TimesRuns
 
 
 @dataclass(eq=False, slots=True)

@@ -12,22 +12,21 @@ from typing import TypeAlias
 from vajra_py.contract import EndReason
 from vajra_py.errors import PolicyError
 from vajra_py.plugins.watchdog import no_endless_calls
-from vajra_py.runtime.clock import NEVER, to_seconds, to_ticks
-from vajra_py.runtime.collector import rare_collections
-from vajra_py.runtime.content_of import facts_of, keys_of
-from vajra_py.runtime.controller import Controller
-from vajra_py.runtime.executor import StepPlan
-from vajra_py.runtime.input_log import Abandonment, Failure, Restart
-from vajra_py.runtime.replica import Replica
-from vajra_py.runtime.request import Request
+from vajra_py.runtime.records.input_log import Abandonment, Failure, PolicyChange, Restart
+from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.backend import Backend
+from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.driver import Driver, DriverOptions
 from vajra_py.runtime.serving.events import Phase
-from vajra_py.runtime.swapping import PolicyChange
+from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.serving.workload_adapter import facts_of, keys_of
+from vajra_py.runtime.step.plan import StepPlan
+from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
+from vajra_py.runtime.support.gc_control import infrequent_collections
+from vajra_py.sim.decode_runs import TimesRuns
 from vajra_py.sim.executor import SimulatedExecutor, StepTimer
 from vajra_py.sim.fast_forward import DecodeFastForward
 from vajra_py.sim.replica import SimReplica
-from vajra_py.sim.runs import TimesRuns
 from vajra_py.workload import RequestSpec, Workload
 from vajra_py.workload.followers import Followers
 
@@ -123,7 +122,7 @@ class Simulator(Backend[SimReplica]):
 
     def run(self, workload: Iterable[RequestSpec]) -> None:
         """Simulate to the end (or the horizon). Raises `PolicyError` when a policy leaves requests standing for ever."""
-        with rare_collections(), no_endless_calls(self._options.policy_timeout_s):
+        with infrequent_collections(), no_endless_calls(self._options.policy_timeout_s):
             self._arrivals = self._timed(workload)
             self._next_arrival()
             self._run(NEVER if self._options.drain else self._horizon)

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vajra_py.testing.conformance import Check, check_policy, conformance_checks, policies_under_test
     from vajra_py.testing.harness import Harness, HarnessOptions, PolicySource, Step, StepEntry
-    from vajra_py.testing.partners import ByArrival, BySlack, InTurn, PlainChunks, Shared
+    from vajra_py.testing.reference_policies import ByArrival, BySlack, InTurn, PlainChunks, Shared
     from vajra_py.testing.scenarios import SCENARIOS, Scenario
     from vajra_py.testing.strict import StrictViews
 
 _HOMES = {
-    "ByArrival": "partners",
-    "BySlack": "partners",
+    "ByArrival": "reference_policies",
+    "BySlack": "reference_policies",
     "Check": "conformance",
     "Harness": "harness",
     "HarnessOptions": "harness",
-    "InTurn": "partners",
-    "PlainChunks": "partners",
+    "InTurn": "reference_policies",
+    "PlainChunks": "reference_policies",
     "PolicySource": "harness",
     "SCENARIOS": "scenarios",
     "Scenario": "scenarios",
-    "Shared": "partners",
+    "Shared": "reference_policies",
     "Step": "harness",
     "StepEntry": "harness",
     "StrictViews": "strict",

@@ -36,8 +36,8 @@ from vajra_py.plugins import check_policy_shape, load_registry
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.testing import scenarios
 from vajra_py.testing.harness import Harness, PolicySource
-from vajra_py.testing.partners import ByArrival, InTurn, PlainChunks, Shared, by_slack
 from vajra_py.testing.purity import only_pure
+from vajra_py.testing.reference_policies import ByArrival, InTurn, PlainChunks, Shared, by_slack
 from vajra_py.testing.scenarios import Outcome, Policies, Rules, Scenario, StuckError, simulate
 from vajra_py.testing.strict import StrictViews, interpose
 

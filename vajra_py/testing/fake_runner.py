@@ -33,8 +33,8 @@ from vajra_py.engine.compute import (
 from vajra_py.engine.supervision import Outcome, Restarted, RestartLimits
 from vajra_py.engine.worker import Deliver, InlineWorker, ReplicaKey, Worker
 from vajra_py.errors import ConfigError, ExecutorError, Problem
-from vajra_py.runtime.clock import NEVER
 from vajra_py.runtime.kv import CopyDirection
+from vajra_py.runtime.support.clock import NEVER
 
 T = TypeVar("T")
 VOCAB_SIZE = 997

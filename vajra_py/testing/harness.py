@@ -31,20 +31,20 @@ from vajra_py.latency import AffineModel, PrefillTimeTable
 from vajra_py.latency.output_length import NoLengths
 from vajra_py.plugins import build_policy, check_policy_shape
 from vajra_py.plugins.watchdog import no_endless_calls
-from vajra_py.runtime.builder_options import BuilderOptions
-from vajra_py.runtime.clock import to_seconds, to_ticks
-from vajra_py.runtime.content_of import facts_of, keys_of
-from vajra_py.runtime.controller import Controller
-from vajra_py.runtime.executor import StepResult
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
-from vajra_py.runtime.listening import Listeners, listeners_among
-from vajra_py.runtime.policies import LatePrefillTime, lone_chunk_rule
 from vajra_py.runtime.queues import make_queue
-from vajra_py.runtime.replica import Replica, ReplicaParts
-from vajra_py.runtime.replicaset import AdmissionLimits, Replicaset
-from vajra_py.runtime.request import Request, RequestState
-from vajra_py.runtime.seeds import SeedTree
-from vajra_py.runtime.shared_queue import SharedAccess
+from vajra_py.runtime.queues.shared import SharedAccess
+from vajra_py.runtime.requests.listeners import Listeners, listeners_among
+from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.serving.policy_binding import LatePrefillTime, lone_chunk_rule
+from vajra_py.runtime.serving.replica import Replica, ReplicaParts
+from vajra_py.runtime.serving.replicaset import AdmissionLimits, Replicaset
+from vajra_py.runtime.serving.workload_adapter import facts_of, keys_of
+from vajra_py.runtime.step.builder_options import BuilderOptions
+from vajra_py.runtime.step.plan import StepResult
+from vajra_py.runtime.support.clock import to_seconds, to_ticks
+from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.sim.executor import SimulatedExecutor, predicted_timers
 from vajra_py.sim.simulator import SimulationOptions, Simulator
 from vajra_py.workload.request import RequestSpec
@@ -323,9 +323,9 @@ class Harness:
 
     def waiting(self, replica_id: int = 0) -> list[str]:
         """What the replica could admit now, most urgent first."""
-        residents = self.replica(replica_id).residents
-        own = [request.request_id for request in residents.queue.ordered(self.now)]
-        return [*own, *(request.request_id for request in residents.shared.pulled(self.now))]
+        running_set = self.replica(replica_id).running_set
+        own = [request.request_id for request in running_set.queue.ordered(self.now)]
+        return [*own, *(request.request_id for request in running_set.shared.pulled(self.now))]
 
     # Driven by hand
 

@@ -15,9 +15,9 @@ import numpy as np
 from vajra_py.contract import EndReason, Observer, RequestView, StepEnd, StepRecord
 from vajra_py.latency import AffineModel
 from vajra_py.metrics.recorder import token_times
-from vajra_py.runtime.decision_reader import step_row
 from vajra_py.runtime.kv import PrefixCacheOptions
-from vajra_py.runtime.request import Request
+from vajra_py.runtime.records.decision_reader import step_row
+from vajra_py.runtime.requests.request import Request
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing.harness import Harness, HarnessOptions, PolicySource
 from vajra_py.workload.request import PromptContent, RequestSpec

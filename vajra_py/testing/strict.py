@@ -13,13 +13,13 @@ from typing import Any, cast
 from vajra_py.contract import (
     BatchBuilder,
     DecodeStop,
+    LocalReplicaView,
     PreemptionMode,
     PriorityKey,
     QueueView,
     Refusal,
     ReplicaId,
-    ReplicaState,
-    ReplicaView,
+    ReplicaLoadView,
     RequestView,
 )
 
@@ -88,15 +88,15 @@ class StrictViews:
         """The policy, behind strict views in every method that is shown requests or replicas."""
         loadless = getattr(policy, "reads_load", True) is False
 
-        def assign(request: RequestView, replicas: Sequence[ReplicaView], now: float) -> Any:
+        def assign(request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Any:
             names = LOADLESS if loadless else None
             views = [StrictReplicaView(self, replica, names) for replica in replicas]
             return policy.assign(self.request(request), views, now)
 
-        def pull(replica: ReplicaView, queued: QueueView, now: float) -> Any:
+        def pull(replica: ReplicaLoadView, queued: QueueView, now: float) -> Any:
             return policy.pull(StrictReplicaView(self, replica), StrictQueue(self, queued), now)
 
-        def schedule(replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+        def schedule(replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
             policy.schedule(StrictReplicaState(self, replica), StrictBatch(self, batch), now)
 
         def batched(name: str) -> Callable[[Sequence[RequestView], float], None]:
@@ -160,14 +160,14 @@ class StrictRequest(_View):
 
 
 class StrictReplicaView(_View):
-    """A `ReplicaView` and nothing more."""
+    """A `ReplicaLoadView` and nothing more."""
 
     __slots__ = ()
     _what = "replica view"
-    _public = public_names(ReplicaView)
+    _public = public_names(ReplicaLoadView)
 
     def prefix_hit_tokens(self, request: RequestView) -> int:
-        """See `ReplicaView.prefix_hit_tokens`."""
+        """See `ReplicaLoadView.prefix_hit_tokens`."""
         self._check("prefix_hit_tokens")
         hit: int = self._target.prefix_hit_tokens(self._views.real(request))
         return hit
@@ -190,30 +190,30 @@ class StrictQueue:
 
 
 class StrictReplicaState(_View):
-    """A `ReplicaState` and nothing more."""
+    """A `LocalReplicaView` and nothing more."""
 
     __slots__ = ()
     _what = "replica"
-    _public = public_names(ReplicaState)
+    _public = public_names(LocalReplicaView)
 
     def running(self) -> Sequence[RequestView]:
-        """See `ReplicaState.running`."""
+        """See `LocalReplicaView.running`."""
         return cast(Sequence[RequestView], self._views.requests(self._target.running()))
 
     def decodes(self) -> Sequence[RequestView]:
-        """See `ReplicaState.decodes`."""
+        """See `LocalReplicaView.decodes`."""
         return cast(Sequence[RequestView], self._views.requests(self._target.decodes()))
 
     def partial_prefills(self) -> Sequence[RequestView]:
-        """See `ReplicaState.partial_prefills`."""
+        """See `LocalReplicaView.partial_prefills`."""
         return cast(Sequence[RequestView], self._views.requests(self._target.partial_prefills()))
 
     def waiting(self) -> Iterator[RequestView]:
-        """See `ReplicaState.waiting`."""
+        """See `LocalReplicaView.waiting`."""
         return map(self._views.request, self._target.waiting())
 
     def urgency(self, request: RequestView) -> PriorityKey:
-        """See `ReplicaState.urgency`."""
+        """See `LocalReplicaView.urgency`."""
         return cast(PriorityKey, self._target.urgency(self._views.real(request)))
 
 

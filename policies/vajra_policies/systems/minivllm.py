@@ -6,11 +6,11 @@ from vajra_policies.systems.prefill_first import decode_in_order, needs_whole_pr
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
+    LocalReplicaView,
     PolicyConfig,
     PolicyContext,
     PolicySpec,
-    ReplicaState,
-    ReplicaView,
+    ReplicaLoadView,
     RequestView,
     SteadyState,
 )
@@ -47,18 +47,18 @@ class Minivllm:
         """Prompts are computed in one piece."""
         return num_remaining_tokens
 
-    def refuses(self, request: RequestView, replica: ReplicaView, now: float) -> str | None:
+    def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
         """What outgrows the budget can never be (re-)admitted and blocks everyone behind it."""
         return outgrows(request, self._budget)
 
-    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Prefill, or else decode."""
         if replica.num_waiting:
             self._prefill(replica, batch)
         if not batch.num_requests:
             decode_in_order(replica, batch, looks_past_the_limit=True)
 
-    def _prefill(self, replica: ReplicaState, batch: BatchBuilder) -> None:
+    def _prefill(self, replica: LocalReplicaView, batch: BatchBuilder) -> None:
         num_charged = 0
         for request in replica.waiting():
             num_charged += request.num_known_tokens

@@ -10,11 +10,11 @@ from vajra_policies.systems.prefill_first import decode_in_order, needs_whole_pr
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
+    LocalReplicaView,
     PolicyConfig,
     PolicyContext,
     PolicySpec,
-    ReplicaState,
-    ReplicaView,
+    ReplicaLoadView,
     RequestView,
     SteadyState,
 )
@@ -68,11 +68,11 @@ class NanoVllm:
         """A prompt that is alone has the whole budget."""
         return min(num_remaining_tokens, self._budget) if self._chunks_first else num_remaining_tokens
 
-    def refuses(self, request: RequestView, replica: ReplicaView, now: float) -> str | None:
+    def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
         """Without chunks, what outgrows the budget can never be (re-)admitted and blocks everyone behind it."""
         return None if self._chunks_first else outgrows(request, self._budget)
 
-    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Prefill, or else decode."""
         if replica.num_partial_prefills or replica.num_waiting:
             if self._chunks_first:
@@ -82,7 +82,7 @@ class NanoVllm:
         if not batch.num_requests:
             decode_in_order(replica, batch)
 
-    def _prefill_whole(self, replica: ReplicaState, batch: BatchBuilder) -> None:
+    def _prefill_whole(self, replica: LocalReplicaView, batch: BatchBuilder) -> None:
         num_charged = 0
         for request in replica.waiting():
             known = request.num_known_tokens
@@ -93,7 +93,7 @@ class NanoVllm:
                 return
             num_charged += num_tokens
 
-    def _prefill_in_chunks(self, replica: ReplicaState, batch: BatchBuilder) -> None:
+    def _prefill_in_chunks(self, replica: LocalReplicaView, batch: BatchBuilder) -> None:
         for request in replica.partial_prefills():
             left = min(self._budget - batch.num_tokens, batch.tokens_left)
             if left <= 0 or batch.add(request, min(batch.max_chunk(request), left)) is not None:

@@ -7,13 +7,13 @@ from pydantic import Field
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
+    LocalReplicaView,
     PolicyConfig,
     PolicyContext,
     PolicySpec,
     PreemptionMode,
     Refusal,
-    ReplicaState,
-    ReplicaView,
+    ReplicaLoadView,
     RequestView,
     SteadyState,
 )
@@ -81,7 +81,7 @@ class NanoVllmRs:
         """A prompt that is alone is cut into chunks all the same."""
         return num_remaining_tokens if self._chunk_size is None else self._cut(num_remaining_tokens, self._budget)
 
-    def refuses(self, request: RequestView, replica: ReplicaView, now: float) -> str | None:
+    def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
         """Without chunks, a sequence that outgrows the budget could wait at the head for ever."""
         longest = request.num_prompt_tokens + request.max_tokens - 1
         if self._chunk_size is not None or longest <= self._budget:
@@ -91,7 +91,7 @@ class NanoVllmRs:
             f"step, which takes at most {self._budget} prompt tokens"
         )
 
-    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Decodes, prompts in progress, admissions."""
         self._decode(replica, batch)
         left = self._budget
@@ -100,12 +100,12 @@ class NanoVllmRs:
         if replica.num_waiting:
             self._admit(replica, batch, left)
 
-    def _decode(self, replica: ReplicaState, batch: BatchBuilder) -> None:
+    def _decode(self, replica: LocalReplicaView, batch: BatchBuilder) -> None:
         while (stop := batch.add_decodes()) is not None and stop.refusal is Refusal.KV_BLOCKS:
             if not _swap_out(batch, max(replica.running(), key=_may_give_way)):
                 return
 
-    def _continue_prompts(self, replica: ReplicaState, batch: BatchBuilder, budget: int) -> int:
+    def _continue_prompts(self, replica: LocalReplicaView, batch: BatchBuilder, budget: int) -> int:
         """Next chunks of prompts in progress; tokens that they got."""
         num_added = 0
         for request in replica.partial_prefills():
@@ -115,7 +115,7 @@ class NanoVllmRs:
             num_added += num_tokens
         return num_added
 
-    def _admit(self, replica: ReplicaState, batch: BatchBuilder, budget: int) -> None:
+    def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, budget: int) -> None:
         for request in replica.waiting():
             if replica.num_running >= self._max_running:
                 return
@@ -144,7 +144,7 @@ class NanoVllmRs:
         assert self._chunk_size is not None
         return min(num_tokens, self._chunk_size, budget)
 
-    def _make_room(self, replica: ReplicaState, batch: BatchBuilder, request: RequestView) -> None:
+    def _make_room(self, replica: LocalReplicaView, batch: BatchBuilder, request: RequestView) -> None:
         """Let requests of lower priority give way to one that waits, if together they make enough room."""
         victims = sorted((one for one in replica.running() if one.priority > request.priority), key=_may_give_way)
         needed = batch.blocks_needed(request, request.num_known_tokens)
@@ -160,7 +160,7 @@ def _may_give_way(request: RequestView) -> tuple[int, int]:
     return request.priority, request.admitted_index
 
 
-def _held_blocks(replica: ReplicaState, batch: BatchBuilder, request: RequestView) -> int:
+def _held_blocks(replica: LocalReplicaView, batch: BatchBuilder, request: RequestView) -> int:
     """Blocks of a running request: of its whole known sequence, but for a decode that has not grown in this step."""
     has_all = request in batch or request.num_remaining_tokens > 1
     return replica.blocks_for(request.num_known_tokens if has_all else request.num_computed_tokens)

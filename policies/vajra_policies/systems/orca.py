@@ -6,11 +6,11 @@ from vajra_policies.systems.prefill_first import needs_whole_prompts
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
+    LocalReplicaView,
     PolicyConfig,
     PolicyContext,
     PolicySpec,
-    ReplicaState,
-    ReplicaView,
+    ReplicaLoadView,
     RequestView,
     SteadyState,
 )
@@ -45,14 +45,14 @@ class Orca:
         """Prompts are computed in one piece."""
         return num_remaining_tokens
 
-    def refuses(self, request: RequestView, replica: ReplicaView, now: float) -> str | None:
+    def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
         """A prompt that no step can hold would wait at the head for ever."""
         limit = self._token_limit
         if limit is None or request.num_prompt_tokens <= limit:
             return None
         return f"the prompt ({request.num_prompt_tokens} tokens) is computed in one step, which takes at most {limit} tokens"
 
-    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Everything that runs, then waiting requests while slots and memory last."""
         if batch.add_decodes() is not None or not replica.num_waiting or batch.slots_left <= 0:
             return

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vajra_py.contract import BatchBuilder, PolicyContext, Refusal, ReplicaState, RequestView
+from vajra_py.contract import BatchBuilder, LocalReplicaView, PolicyContext, Refusal, RequestView
 
 
-def decode_in_order(replica: ReplicaState, batch: BatchBuilder, *, looks_past_the_limit: bool = False) -> None:
+def decode_in_order(replica: LocalReplicaView, batch: BatchBuilder, *, looks_past_the_limit: bool = False) -> None:
     """One token for each decode, earliest admission first, up to the batch limit.
 
     A decode that needs a block where none is free takes it from the decode admitted last, which may be itself; those
@@ -23,7 +23,7 @@ def decode_in_order(replica: ReplicaState, batch: BatchBuilder, *, looks_past_th
         return
 
 
-def _make_room_for_next(replica: ReplicaState, batch: BatchBuilder, request: RequestView) -> None:
+def _make_room_for_next(replica: LocalReplicaView, batch: BatchBuilder, request: RequestView) -> None:
     next_length = request.num_computed_tokens + 1
     while batch.blocks_needed(request, next_length) > batch.free_blocks:
         victim = replica.decodes()[-1]

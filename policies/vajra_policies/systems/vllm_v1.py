@@ -10,12 +10,12 @@ from vajra_py.contract import (
     BatchBuilder,
     DecodeStop,
     Layer,
+    LocalReplicaView,
     PolicyConfig,
     PolicyContext,
     PolicySpec,
     Refusal,
-    ReplicaState,
-    ReplicaView,
+    ReplicaLoadView,
     RequestView,
     SteadyState,
 )
@@ -99,7 +99,7 @@ class VllmV1:
         """A prompt that is alone has the whole budget; the threshold is off."""
         return num_remaining_tokens if self._budget is None else min(num_remaining_tokens, self._budget)
 
-    def refuses(self, request: RequestView, replica: ReplicaView, now: float) -> str | None:
+    def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
         """Without chunked prefill a sequence that outgrows the budget could wait at the head for ever."""
         longest = request.num_prompt_tokens + request.max_tokens - 1
         if self._config.chunked_prefill or self._budget is None or longest <= self._budget:
@@ -109,7 +109,7 @@ class VllmV1:
             f"step, which takes at most {self._budget} tokens without chunked prefill"
         )
 
-    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Running requests, then waiting ones."""
         cap = self._cap(replica, batch)
         if self._interval == 1:
@@ -129,7 +129,7 @@ class VllmV1:
             if has_prefill:
                 self._last_prefill_step = self._num_steps
 
-    def _cap(self, replica: ReplicaState, batch: BatchBuilder) -> int | None:
+    def _cap(self, replica: LocalReplicaView, batch: BatchBuilder) -> int | None:
         threshold = self._config.long_prefill_threshold_tokens
         num_requests = replica.num_running + replica.num_waiting
         if not threshold or num_requests <= 1:
@@ -138,7 +138,7 @@ class VllmV1:
             return max(threshold, batch.tokens_left // num_requests)
         return threshold
 
-    def _holds(self, replica: ReplicaState) -> bool:
+    def _holds(self, replica: LocalReplicaView) -> bool:
         """Whether prompts wait in this step so that decodes have it to themselves."""
         if self._is_backed_up or self._num_steps + 1 - self._last_prefill_step >= self._interval:
             return False
@@ -146,12 +146,12 @@ class VllmV1:
 
     # Running requests
 
-    def _add_running(self, replica: ReplicaState, batch: BatchBuilder, cap: int | None, *, holds: bool) -> None:
+    def _add_running(self, replica: LocalReplicaView, batch: BatchBuilder, cap: int | None, *, holds: bool) -> None:
         while (stop := batch.add_decodes() if holds else batch.add_running(cap)) is not None:
             if stop.refusal is not Refusal.KV_BLOCKS or not self._make_room(replica, batch, stop, cap):
                 return
 
-    def _make_room(self, replica: ReplicaState, batch: BatchBuilder, stop: DecodeStop, cap: int | None) -> bool:
+    def _make_room(self, replica: LocalReplicaView, batch: BatchBuilder, stop: DecodeStop, cap: int | None) -> bool:
         """Preempt until the request fits or has given way itself; False when that is impossible."""
         request = stop.request
         num_tokens = min(batch.max_chunk(request), batch.tokens_left)
@@ -164,7 +164,7 @@ class VllmV1:
             if victim is request or batch.add(request, num_tokens) is None:
                 return True
 
-    def _victim(self, replica: ReplicaState) -> RequestView:
+    def _victim(self, replica: LocalReplicaView) -> RequestView:
         running = replica.running()
         if self._config.victim == "latest_admitted":
             return running[-1]
@@ -172,7 +172,7 @@ class VllmV1:
 
     # Waiting requests
 
-    def _admit(self, replica: ReplicaState, batch: BatchBuilder, cap: int | None, *, holds: bool) -> bool:
+    def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, cap: int | None, *, holds: bool) -> bool:
         """Take waiting requests from the head; whether any of them has more than its last token to compute."""
         has_prefill = False
         for request in replica.waiting():

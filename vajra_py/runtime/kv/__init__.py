@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from vajra_py.runtime.kv.content import BlockKeys, PrivateKeys, SegmentId, SegmentKeys, TokenKeys, output_segment
+from vajra_py.runtime.kv.block_hashes import BlockKeys, PrivateKeys, SegmentId, SegmentKeys, TokenKeys, output_segment
+from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions
 from vajra_py.runtime.kv.host import BlockCopy, CopyDirection
 from vajra_py.runtime.kv.interface import KvMemory, KvRequest, KvStats
-from vajra_py.runtime.kv.kv_parallel import KvGroups, KvParallelMemory
 from vajra_py.runtime.kv.paged import PagedKvMemory
-from vajra_py.runtime.kv.pool import BlockPool, PrefixCacheOptions
+from vajra_py.runtime.kv.sharded import KvGroups, KvParallelMemory
 
 __all__ = [
     "BlockCopy",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vajra_py.runtime.kv.content import BlockKeys, PrivateKeys
+from vajra_py.runtime.kv.block_hashes import BlockKeys, PrivateKeys
 from vajra_py.runtime.kv.prefix_lookup import PrefixLookup
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from vajra_py.runtime.kv.pool import BlockPool
+from vajra_py.runtime.kv.block_pool import BlockPool
 
 
 class CopyDirection(Enum):

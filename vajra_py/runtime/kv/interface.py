@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from vajra_py.runtime.kv.content import BlockKeys
+from vajra_py.runtime.kv.block_hashes import BlockKeys
 from vajra_py.runtime.kv.host import BlockCopy
 
 

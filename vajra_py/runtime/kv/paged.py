@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import repeat
 
+from vajra_py.runtime.kv.block_hashes import BlockKeys
+from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions
 from vajra_py.runtime.kv.block_table import BlockTable
-from vajra_py.runtime.kv.content import BlockKeys
 from vajra_py.runtime.kv.host import BlockCopy, HostSpace
 from vajra_py.runtime.kv.interface import KvRequest, KvStats
-from vajra_py.runtime.kv.pool import BlockPool, PrefixCacheOptions
 from vajra_py.runtime.kv.prefix_lookup import PrefixLookup
 
 _FIRST_LOOKUP_BLOCKS = 32
@@ -312,7 +312,7 @@ class PagedKvMemory:
 
     def peek_growth(self, count: int) -> list[int] | None:
         """The blocks that so many growing requests would get now; None when they would overwrite content or are lacking."""
-        return self._pool.foresee(count)
+        return self._pool.peek_free(count)
 
     def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
         """The request gives its device blocks back (end, abort, or preemption by recompute).

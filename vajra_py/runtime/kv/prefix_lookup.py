@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vajra_py.runtime.kv.pool import BlockPool
+from vajra_py.runtime.kv.block_pool import BlockPool
 
 
 class PrefixLookup:

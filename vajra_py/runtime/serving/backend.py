@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeVar
 
 from vajra_py.contract import EndReason
 from vajra_py.errors import PolicyError
-from vajra_py.runtime.executor import StepPlan
-from vajra_py.runtime.replica import Replica
-from vajra_py.runtime.request import Request
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.step.plan import StepPlan
 
 
 @dataclass(eq=False, slots=True)

@@ -17,17 +17,27 @@ from sortedcontainers import SortedDict
 
 from vajra_py.contract import EndReason, ReadsNoLoad
 from vajra_py.errors import PolicyError
-from vajra_py.runtime.clock import NEVER, to_ticks
-from vajra_py.runtime.controller import EXPIRED, TAKEN_BACK, Controller
-from vajra_py.runtime.executor import StepPlan, StepResult
-from vajra_py.runtime.input_log import Abandonment, Abort, Breach, Expiry, Failure, Input, Restart, Swap
 from vajra_py.runtime.kv import BlockKeys
-from vajra_py.runtime.replica import Replica
-from vajra_py.runtime.replicaset import Replicaset
-from vajra_py.runtime.request import Request, RequestFacts, RequestState
+from vajra_py.runtime.records.input_log import (
+    Abandonment,
+    Abort,
+    Breach,
+    Expiry,
+    Failure,
+    Input,
+    PolicyChange,
+    Restart,
+    Swap,
+)
+from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.backend import Backend, FastForward, R
+from vajra_py.runtime.serving.controller import EXPIRED, TAKEN_BACK, Controller
 from vajra_py.runtime.serving.events import EventQueue, Phase
-from vajra_py.runtime.swapping import PolicyChange, Swapped
+from vajra_py.runtime.serving.policy_swap import Swapped
+from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.serving.replicaset import Replicaset
+from vajra_py.runtime.step.plan import StepPlan, StepResult
+from vajra_py.runtime.support.clock import NEVER, to_ticks
 
 # Looking a member of an enumeration up costs more than a call, and these are looked up for every event.
 _STEP_END, _FORM, _WAITING = Phase.STEP_END, Phase.FORM, RequestState.WAITING

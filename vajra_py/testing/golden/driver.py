@@ -15,12 +15,12 @@ from vajra_py.contract import EndReason
 from vajra_py.latency import AffineModel
 from vajra_py.latency.output_length import NoLengths
 from vajra_py.plugins import load_registry
-from vajra_py.runtime.assembly import ModelFacts, Services, build_controller
-from vajra_py.runtime.clock import TICKS_PER_SECOND
-from vajra_py.runtime.executor import PlannedChunk, StepPlan, StepResult
 from vajra_py.runtime.kv import TokenKeys
-from vajra_py.runtime.request import Request, RequestFacts, RequestState
-from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
+from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
+from vajra_py.runtime.step.plan import PlannedChunk, StepPlan, StepResult
+from vajra_py.runtime.support.clock import TICKS_PER_SECOND
+from vajra_py.runtime.support.seeds import SeedTree
 
 NextToken = Callable[[Request], tuple[int, bool]]
 """The token that a request samples next, and whether it ends the request (an end of sequence, not a length)."""
@@ -151,7 +151,7 @@ class Driver:
 
     def running(self) -> list[Request]:
         """Requests that hold blocks, in order of admission."""
-        return list(self.replica.residents.running())
+        return list(self.replica.running_set.running())
 
     def waiting(self) -> list[Request]:
         """Requests that wait, most urgent first."""

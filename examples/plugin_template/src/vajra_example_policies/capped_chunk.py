@@ -8,10 +8,10 @@ from pydantic import Field, model_validator
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
+    LocalReplicaView,
     PolicyConfig,
     PolicyContext,
     PolicySpec,
-    ReplicaState,
     RequestView,
     SteadyState,
     fill,
@@ -44,7 +44,7 @@ class CappedChunkPolicy:
     def __init__(self, config: CappedChunkConfig) -> None:
         self._config = config
 
-    def schedule(self, replica: ReplicaState, batch: BatchBuilder, now: float) -> None:
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Form a step."""
         fill(replica, batch, self._next_chunk)
 
@@ -52,7 +52,7 @@ class CappedChunkPolicy:
         """The next chunk of a prompt that has the replica to itself: what predictions of prefill times are made from."""
         return min(self._config.chunk_tokens, num_remaining_tokens)
 
-    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: ReplicaState) -> int:
+    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int:
         cap = self._config.capped_chunk_tokens if replica.num_decodes else self._config.chunk_tokens
         room = min(cap - batch.shape().prefill_tokens, batch.tokens_left)
         return max(0, min(batch.max_chunk(request), room))

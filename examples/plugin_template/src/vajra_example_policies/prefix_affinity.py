@@ -12,7 +12,7 @@ from vajra_py.contract import (
     PolicySpec,
     QueueView,
     ReplicaId,
-    ReplicaView,
+    ReplicaLoadView,
     RequestView,
 )
 
@@ -37,7 +37,7 @@ class PrefixAffinityPolicy:
     def __init__(self, config: PrefixAffinityConfig) -> None:
         self._config = config
 
-    def assign(self, request: RequestView, replicas: Sequence[ReplicaView], now: float) -> ReplicaId | None:
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """Bind the request on arrival; ties go to fewer pending tokens, then to the lower id. None while no replica is up."""
         up = [replica for replica in replicas if replica.is_up]
         if not up:
@@ -52,16 +52,16 @@ class PrefixAffinityPolicy:
             up = [replica for replica in up if hits.get(replica.replica_id) == longest]
         return min(up, key=_load).replica_id
 
-    def pull(self, replica: ReplicaView, queued: QueueView, now: float) -> Iterable[str]:
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
         """Whatever arrived while no replica was up goes to the first that asks."""
         return (request.request_id for request in queued)
 
 
-def _kv_fraction(replica: ReplicaView) -> float:
+def _kv_fraction(replica: ReplicaLoadView) -> float:
     return 1.0 - replica.free_blocks / replica.num_blocks
 
 
-def _load(replica: ReplicaView) -> tuple[float, int, ReplicaId]:
+def _load(replica: ReplicaLoadView) -> tuple[float, int, ReplicaId]:
     return _kv_fraction(replica), replica.num_pending_tokens, replica.replica_id
 
 

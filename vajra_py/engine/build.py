@@ -1,0 +1,410 @@
+"""Build loaded workers and a controller over them from an experiment's settings.
+
+What can be wrong without a model (settings, policies, files) is found before one is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vajra_py.config import ExperimentConfig, ReplicasetConfig, config_from_mapping
+from vajra_py.contract import LatencyModel, Layer, OutputLengthPredictor
+from vajra_py.engine.ahead import LookAhead
+from vajra_py.engine.clock import EngineClock, WallClock
+from vajra_py.engine.compute import ModelFacts, RunnerOptions, load_runner
+from vajra_py.engine.compute.inspect import inspect_model
+from vajra_py.engine.config import EngineConfig, check_replica
+from vajra_py.engine.executor import EngineExecutor
+from vajra_py.engine.loop import EngineLoop
+from vajra_py.engine.params import PromptLimits
+from vajra_py.engine.processes import ProcessWorker
+from vajra_py.engine.supervision import MakeRestarter, Restarter, RestartLimits, Supervisor
+from vajra_py.engine.units import LoopOptions, Unit
+from vajra_py.engine.worker import LoadRunner, ReplicaKey, Worker, checked_facts, close_all, load_in_process
+from vajra_py.errors import ConfigError, Problem, VajraError, did_you_mean
+from vajra_py.plugins import Registry
+from vajra_py.runtime.kv import PrivateKeys
+from vajra_py.runtime.records.input_log import Input, PolicyChange
+from vajra_py.runtime.requests.request import Request, RequestFacts
+from vajra_py.runtime.serving import build as mechanism
+from vajra_py.runtime.serving.build import ReplicasetModel, Services, build_controller
+from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.serving.replicaset import max_request_tokens
+from vajra_py.runtime.support.seeds import SeedTree
+
+_DRY_RUN_BLOCKS = 1 << 20
+_PROBE_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class EngineServices:
+    """What a run brings along.
+
+    Attributes:
+        registry: installed policies.
+        latency: what policies ask for predictions.
+        latencies: the same for replicasets that have another one.
+        output_lengths: likewise for output lengths.
+        seeds: of the policies' random streams.
+        load: how a worker's runner is made.
+        make_clock: how time is kept; called when everything is loaded.
+        threaded: whether every in-process replica computes in a thread of its own, even a lone one.
+        make_worker: makes a replica's worker in place of all that.
+        make_restarter: makes who replaces lost workers; None: a `Supervisor`.
+    """
+
+    registry: Registry
+    latency: LatencyModel
+    output_lengths: OutputLengthPredictor
+    seeds: SeedTree
+    load: LoadRunner = load_runner
+    make_clock: Callable[[], EngineClock] = WallClock
+    threaded: bool = False
+    make_worker: Callable[[ReplicaKey, RunnerOptions], Worker] | None = None
+    make_restarter: MakeRestarter | None = None
+    latencies: Mapping[str, LatencyModel] = field(default_factory=dict)
+
+    def latency_of(self, replicaset: str) -> LatencyModel:
+        """What a replicaset's policies ask."""
+        return self.latencies.get(replicaset, self.latency)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMaker:
+    """Makes workers: all of an engine's at its start, and one again when it is lost.
+
+    Attributes:
+        ordinals: by replica, the first of the devices that it takes.
+    """
+
+    services: EngineServices
+    options: Mapping[str, RunnerOptions]
+    ordinals: Mapping[ReplicaKey, int]
+    in_process: bool
+
+    @classmethod
+    def of(
+        cls, settings: EngineConfig, replicasets: Mapping[str, ReplicasetConfig], services: EngineServices
+    ) -> WorkerMaker:
+        """The maker for these settings."""
+        options = _options_by_replicaset(settings, replicasets)
+        ordinals: dict[ReplicaKey, int] = {}
+        ordinal = 0
+        for name, one in replicasets.items():
+            for replica_id in range(one.num_replicas):
+                ordinals[name, replica_id] = ordinal
+                ordinal += options[name].tensor_parallel_size
+        return cls(services, options, ordinals, settings.workers == "in_process")
+
+    def begin(self, replica: ReplicaKey) -> Worker:
+        """A worker that is loaded, or loads in processes of its own; to be waited for."""
+        services, options, ordinal = self.services, self.options[replica[0]], self.ordinals[replica]
+        if services.make_worker is not None:
+            return services.make_worker(replica, options)
+        if self.in_process and options.tensor_parallel_size == 1:
+            threaded = services.threaded or len(self.ordinals) > 1
+            return load_in_process(replica, options, ordinal, threaded, services.load)
+        return ProcessWorker(replica, options, ordinal, services.load)
+
+
+@dataclass(slots=True)
+class Engine:
+    """Loaded workers and the controller over them; `close` gives everything back.
+
+    Attributes:
+        models: what each replicaset loaded.
+    """
+
+    controller: Controller
+    units: Mapping[ReplicaKey, Unit]
+    models: Mapping[str, ModelFacts]
+    tenant_salt: bool
+    config: ExperimentConfig
+    maker: WorkerMaker
+    restarter: Restarter | None = None
+    _is_closed: bool = False
+
+    @classmethod
+    def load(cls, config: ExperimentConfig, services: EngineServices) -> Engine:
+        """Check, load, build.
+
+        Raises `ConfigError` for what is wrong with settings or model, `ExecutorError` when a worker fails.
+        """
+        settings: EngineConfig = config.backend.settings
+        replicasets = config.effective_replicasets
+        _check(settings, replicasets)
+        dry = {
+            name: mechanism.ModelFacts(num_blocks=lambda block_size, fraction: _DRY_RUN_BLOCKS) for name in replicasets
+        }
+        _probe(_dry_controller(config, services, dry))
+        maker = WorkerMaker.of(settings, replicasets, services)
+        workers = _load_workers(maker)
+        try:
+            return cls._built(config, maker, workers)
+        except BaseException:
+            close_all(workers.values())
+            raise
+
+    @classmethod
+    def _built(cls, config: ExperimentConfig, maker: WorkerMaker, workers: Mapping[ReplicaKey, Worker]) -> Engine:
+        services = maker.services
+        replicasets = config.effective_replicasets
+        models = {
+            name: checked_facts([workers[key].facts for key in workers if key[0] == name]) for name in replicasets
+        }
+        sizes = {name: _sizes(name, facts, workers) for name, facts in models.items()}
+        executors = {key: EngineExecutor(maker.options[key[0]].max_requests) for key in workers}
+        all_services = _services(services, sizes, lambda name, replica_id: executors[name, replica_id])
+        controller = build_controller(config, replace(all_services, records_copies=True))
+        units = {
+            key: Unit(controller.replicasets[key[0]].replicas[key[1]], executor, workers[key])
+            for key, executor in executors.items()
+        }
+        asked: bool | None = config.backend.settings.look_ahead
+        for (name, _), unit in units.items():
+            if asked or (asked is None and maker.options[name].device.startswith("cuda")):
+                unit.ahead = LookAhead(unit.replica, unit.executor)
+        salted = any(one.replica.memory.tenant_salt for one in replicasets.values())
+        return cls(controller, units, models, salted, config, maker)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The model, where there is only one."""
+        return next(iter(self.models.values()))
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that every model knows."""
+        return min(facts.vocab_size for facts in self.models.values())
+
+    def model_of(self, request: RequestFacts) -> ModelFacts:
+        """The model of the replicaset that takes this request. Raises `ConfigError` when none does."""
+        return self.models[self.controller.select(request)]
+
+    def check_change(self, replicaset: str, layer: Layer, policy: str, params: Mapping[str, Any]) -> PolicyChange:
+        """A change of policy that the loop can be asked for: names and parameters are right, what is left out is filled in.
+
+        Raises `ConfigError`, or what the policy raises when it is built or asked about a request. From any thread.
+        """
+        if replicaset not in self.models:
+            message = f"there is no such replicaset ({replicaset!r})"
+            raise ConfigError(Problem("replicaset", message, did_you_mean(replicaset, self.models)))
+        settings = self.config.model_dump(mode="json", by_alias=True, exclude={"sweep"})
+        scheduling = {}
+        for name, one in self.controller.replicasets.items():
+            assert one.policies is not None
+            scheduling[name] = {other.value: choice.model_dump() for other, choice in one.policies.choices.items()}
+        scheduling[replicaset][layer.value] = {"policy": policy, "params": dict(params)}
+        for name, each in scheduling.items():
+            (settings["replicasets"][name] if settings.get("replicasets") else settings)["scheduling"] = each
+        config = config_from_mapping(settings, (), self.maker.services.registry)
+        sizes = {
+            name: _sizes_of(facts, self.controller.replicasets[name].replicas[0].limits.num_blocks)
+            for name, facts in self.models.items()
+        }
+        _probe(_dry_controller(config, self.maker.services, sizes), strict=True)
+        return PolicyChange(replicaset, layer, config.effective_replicasets[replicaset].scheduling.choice(layer))
+
+    def start(
+        self,
+        *,
+        serves: bool = False,
+        note: Callable[[Input], None] | None = None,
+        check_every_steps: int = 0,
+        contains_breaches: bool = False,
+    ) -> EngineLoop:
+        """Make KV memory and the loop; its clock starts now. Once."""
+        settings: EngineConfig = self.config.backend.settings
+        recovery = settings.recovery.when(serves=serves)
+        options = LoopOptions(
+            serves=serves,
+            tenant_salt=self.tenant_salt,
+            check_every_steps=check_every_steps,
+            max_reruns=recovery.max_reruns,
+            wait_s=recovery.wait_s,
+            contains_breaches=contains_breaches,
+            policy_timeout_s=self.config.policy_timeout_s,
+        )
+        loop = EngineLoop(self.controller, self.units, self.maker.services.make_clock(), options, note)
+        for key, unit in self.units.items():
+            self._allocate(key, unit.worker, loop)
+        make_restarter = self.maker.services.make_restarter or Supervisor
+        limits = RestartLimits(recovery.max_restarts, recovery.backoff_s, recovery.settled_s)
+
+        def finish(replica: ReplicaKey, worker: Worker) -> None:
+            worker.wait_loaded()
+            checked_facts([self.models[replica[0]], worker.facts])
+            self._allocate(replica, worker, loop)
+
+        loop.restarter = self.restarter = make_restarter(limits, self.maker.begin, finish, loop.inbox.put)
+        return loop
+
+    def _allocate(self, replica: ReplicaKey, worker: Worker, loop: EngineLoop) -> None:
+        limits = self.units[replica].replica.limits
+        worker.start(limits.num_blocks, limits.host_blocks, loop.inbox.put)
+
+    def prompt_limits(self) -> PromptLimits:
+        """What a prompt may be, on the replicaset that takes the shortest ones."""
+        return min(map(self.prompt_limits_of, self.models), key=lambda limits: limits.max_request_tokens)
+
+    def prompt_limits_of(self, replicaset: str) -> PromptLimits:
+        """What a prompt may be there."""
+        facts = self.models[replicaset]
+        longest = max_request_tokens(self.controller.replicasets[replicaset].replicas[0])
+        return PromptLimits(facts.vocab_size, facts.max_model_len, longest)
+
+    def description(self) -> dict[str, object]:
+        """By replicaset, sizes and names that a replay and a reader of the results need."""
+        return {
+            name: {
+                "model_type": facts.model_type,
+                "num_parameters": facts.num_parameters,
+                "dtype": facts.dtype,
+                "device": facts.device,
+                "forward": facts.forward,
+                "max_model_len": facts.max_model_len,
+                "kv_bytes_per_token": facts.kv_bytes_per_token,
+                "vocab_size": facts.vocab_size,
+                "num_blocks": self.controller.replicasets[name].replicas[0].limits.num_blocks,
+            }
+            for name, facts in self.models.items()
+        }
+
+    def close(self) -> None:
+        """Give back memory and processes; may be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self.restarter is not None:
+            self.restarter.close()
+        close_all([unit.worker for unit in self.units.values()])
+
+
+def _check(settings: EngineConfig, replicasets: Mapping[str, ReplicasetConfig]) -> None:
+    problems = [
+        Problem("backend.engine.replicasets", f"names no replicaset ({name!r})", did_you_mean(name, replicasets))
+        for name in settings.replicasets
+        if name not in replicasets
+    ]
+    models: dict[tuple[str, bool], None] = {}
+    for name, one in replicasets.items():
+        where = "replica" if len(replicasets) == 1 else f"replicasets.{name}.replica"
+        problems += check_replica(where, one.replica)
+        own = settings.of(name)
+        models[own.model, own.random_weights] = None
+    for model, random_weights in models:
+        try:
+            inspect_model(model, random_weights)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+
+
+def _dry_controller(
+    config: ExperimentConfig, services: EngineServices, sizes: Mapping[str, mechanism.ModelFacts]
+) -> Controller:
+    """Everything but what computes."""
+    executor = EngineExecutor(1)
+    return build_controller(config, _services(services, sizes, lambda name, replica_id: executor))
+
+
+def _probe(controller: Controller, *, strict: bool = False) -> None:
+    """Let every policy decide about one request, on nothing: a setting that one of them lacks shows now.
+
+    Raises the `ConfigError` that a policy met; what else it may raise is the run's business, unless it is `strict`.
+    """
+    for name, replicaset in controller.replicasets.items():
+        num_tokens = max(1, min(_PROBE_TOKENS, replicaset.replicas[0].limits.max_model_len - 1))
+        request = Request(RequestFacts("probe", num_tokens), 0, 0.0, 1)
+        request.replicaset = name
+        request.keys = PrivateKeys("probe")
+        try:
+            replicaset.accept(request, 0)
+            for replica in replicaset.replicas:
+                replica.next_plan(0)
+        except VajraError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, ConfigError):
+                cause = cause.__cause__
+            if cause is not None:
+                raise cause from None
+            if strict:
+                raise
+
+
+def _services(
+    services: EngineServices,
+    sizes: Mapping[str, mechanism.ModelFacts],
+    executor_of: Callable[[str, int], EngineExecutor],
+) -> Services:
+    return Services(
+        registry=services.registry,
+        latency=services.latency,
+        output_lengths=services.output_lengths,
+        seeds=services.seeds,
+        facts=next(iter(sizes.values())),
+        executor_of=executor_of,
+        models={name: ReplicasetModel(services.latency_of(name), facts) for name, facts in sizes.items()},
+    )
+
+
+def _sizes_of(facts: ModelFacts, num_blocks: int) -> mechanism.ModelFacts:
+    return mechanism.ModelFacts(
+        num_blocks=lambda block_size, fraction: num_blocks,
+        max_model_len=facts.max_model_len,
+        kv_bytes_per_token=facts.kv_bytes_per_token,
+    )
+
+
+def _sizes(replicaset: str, facts: ModelFacts, workers: Mapping[ReplicaKey, Worker]) -> mechanism.ModelFacts:
+    return mechanism.ModelFacts(
+        num_blocks=lambda block_size, fraction: _profiled_blocks(replicaset, workers, fraction),
+        max_model_len=facts.max_model_len,
+        kv_bytes_per_token=facts.kv_bytes_per_token,
+    )
+
+
+def _options_by_replicaset(
+    settings: EngineConfig, replicasets: Mapping[str, ReplicasetConfig]
+) -> dict[str, RunnerOptions]:
+    own = {name: settings.of(name) for name in replicasets}
+    num_workers = sum(one.num_replicas * own[name].tensor_parallel for name, one in replicasets.items())
+    num_threads = max(1, _usable_cores() // num_workers) if num_workers > 1 else None
+    return {
+        name: own[name].runner_options(one.replica, own[name].num_threads or num_threads)
+        for name, one in replicasets.items()
+    }
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _load_workers(maker: WorkerMaker) -> dict[ReplicaKey, Worker]:
+    workers: dict[ReplicaKey, Worker] = {}
+    try:
+        for key in maker.ordinals:
+            workers[key] = maker.begin(key)
+        for worker in workers.values():
+            worker.wait_loaded()
+    except BaseException:
+        close_all(workers.values())
+        raise
+    return workers
+
+
+def _profiled_blocks(replicaset: str, workers: Mapping[ReplicaKey, Worker], fraction: float) -> int:
+    """Blocks that every replica of a replicaset has room for; replicas on one device share its memory."""
+    sharing = Counter(worker.facts.device for worker in workers.values())
+    return min(
+        worker.profile_num_blocks(fraction / sharing[worker.facts.device])
+        for (name, _), worker in workers.items()
+        if name == replicaset
+    )

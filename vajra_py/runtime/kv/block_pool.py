@@ -1,0 +1,351 @@
+"""Pool of KV blocks: free list, reference counts, cached contents.
+
+Invariants (`check`): every block is either free or used; a used block has a reference from each table that lists it;
+only blocks that carry a key are shared; a key leads only to blocks that still hold its content. A free block keeps its
+key until it is handed out again.
+
+The order of reuse is kept in three parts, so that handing out blocks without keys is a slice: blocks that came back
+without a key (a stack), blocks never handed out (a counter), and idle blocks in order of return. Blocks whose content
+nobody can ask for again keep their place among the idle ones, but as one entry, a run, that is handed out by slices: for
+them no block costs anything of its own. vLLM's order of reuse is called `lru` here, nano-vLLM's `fifo`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Literal, get_args
+
+ReuseOrder = Literal["lru", "fifo"]
+ReleaseOrder = Literal["tail_first", "head_first"]
+Duplicates = Literal["keep_first", "keep_last"]
+Unscheduled = Literal["withdraw", "keep"]
+
+_REMOVED_LOG_BLOCKS = 1 << 16
+_FRESH_BLOCKS = 256
+"""How many blocks go to the bottom of the stack at once when it does not suffice."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheOptions:
+    """How a prefix cache orders reuse and finds content; the defaults are vLLM's."""
+
+    reuse_order: ReuseOrder = "lru"
+    """lru: blocks without a key are reused first (latest release first), those with one last, longest idle first.
+    fifo: one queue for all, in order of release."""
+    release_order: ReleaseOrder = "tail_first"
+    """Whether a request's last or first block is given back first, and so is reused first among its equals."""
+    retain_freed: bool = True
+    """Whether a block can be found after its last user gave it back; if not, only blocks in use are shared."""
+    duplicates: Duplicates = "keep_first"
+    """Which of several blocks of equal content is found: the first entered that is still there, or the last entered
+    (then the others are never found again)."""
+    unscheduled: Unscheduled = "withdraw"
+    """What becomes of blocks that were entered when a step was being formed and that a victim then did not compute.
+    keep: they stay, as in vLLM, and whoever finds them reads what was never written; for comparison with it alone."""
+
+    def __post_init__(self) -> None:
+        """Refuse misspelt options: a wrong word must not silently mean the other choice."""
+        for name, allowed in (
+            ("reuse_order", get_args(ReuseOrder)),
+            ("release_order", get_args(ReleaseOrder)),
+            ("duplicates", get_args(Duplicates)),
+            ("unscheduled", get_args(Unscheduled)),
+        ):
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name}: unknown choice ({value!r}). Allowed: {', '.join(allowed)}.")
+
+
+_IDS: list[int] = []
+"""The first ids, as objects that all pools share: a thousand replicas have as many ids as one."""
+_IDS_GROW = Lock()
+
+
+def _block_ids(start: int, stop: int) -> list[int]:
+    if len(_IDS) < stop:
+        with _IDS_GROW:
+            _IDS.extend(range(len(_IDS), stop))
+    return _IDS[start:stop]
+
+
+class BlockPool:
+    """`num_blocks` blocks with ids from 0, handed out in order of id at first; with options, also a prefix cache."""
+
+    __slots__ = (
+        "_entries",
+        "_extra_references",
+        "_freed",
+        "_idle",
+        "_is_fifo",
+        "_is_tail_first",
+        "_keeps_last",
+        "_key_of",
+        "_next_fresh",
+        "idle_version",
+        "num_blocks",
+        "num_cached",
+        "num_evicted",
+        "num_free",
+        "options",
+        "removed",
+        "removed_epoch",
+    )
+
+    def __init__(self, num_blocks: int, options: PrefixCacheOptions | None = None) -> None:
+        if num_blocks < 0:
+            raise ValueError(f"num_blocks: negative ({num_blocks}). At least 0 is allowed.")
+        self.num_blocks = num_blocks
+        self.options = options
+        self.num_free = num_blocks
+        """Free blocks, idle ones with content included."""
+        self.num_evicted = 0
+        """Blocks that lost their content by being handed out again; those of a run are counted together."""
+        self.num_cached = 0
+        """Blocks entered so far; unchanged means that nothing new can be found."""
+        self.idle_version = 0
+        """Changes when a block with content becomes idle or is taken up again (not when it is evicted)."""
+        self.removed: list[int] = []
+        """Blocks that a lookup returned before and no longer does, in order; emptied when long (`removed_epoch`)."""
+        self.removed_epoch = 0
+        self._is_fifo = options is not None and options.reuse_order == "fifo"
+        self._is_tail_first = options is None or options.release_order == "tail_first"
+        self._keeps_last = options is not None and options.duplicates == "keep_last"
+        self._freed: list[int] = []
+        """lru: free blocks without a key; either order: fresh ones, the rest of a run. The end is handed out first."""
+        self._next_fresh = 0
+        """Blocks from this id on were never handed out, nor put on the stack for it."""
+        self._idle: OrderedDict[int, list[int] | None] = OrderedDict()
+        """lru: free blocks with a key; fifo: every free block that was used before. The front is handed out first.
+        A run stands under its first block, which has no key."""
+        self._key_of: dict[int, Hashable] = {}
+        self._entries: dict[Hashable, int | dict[int, None]] = {}
+        """The block of a key, or several (keep_first) in order of entry."""
+        self._extra_references: dict[int, int] = {}
+        """References beyond the first; blocks with one reference are not listed."""
+
+    # Handing out and giving back
+
+    def take(self, count: int) -> list[int]:
+        """Hand out `count` free blocks, first in order of reuse first. ValueError if there are fewer."""
+        freed = self._freed
+        if count <= 0:
+            if count < 0:
+                raise ValueError(f"BlockPool.take: negative number of blocks ({count}). At least 0 is allowed.")
+            return []
+        if count <= len(freed):
+            taken = freed[: -count - 1 : -1]
+            del freed[-count:]
+            self.num_free -= count
+            return taken
+        return self._take_any(count)
+
+    def _take_any(self, count: int) -> list[int]:
+        if count > self.num_free:
+            raise ValueError(f"BlockPool.take: cannot hand out that many blocks ({count}). Free: {self.num_free}.")
+        taken = self._freed[::-1]
+        num_fresh = min(max(count - len(taken), _FRESH_BLOCKS), self.num_blocks - self._next_fresh)
+        if num_fresh:
+            taken += _block_ids(self._next_fresh, self._next_fresh + num_fresh)
+            self._next_fresh += num_fresh
+        pop = self._idle.popitem
+        keyed = self._key_of
+        while len(taken) < count:
+            block, run = pop(False)
+            if run is not None:
+                taken += run
+                self.num_evicted += len(run)
+                continue
+            if block in keyed:
+                self._forget(block)
+                self.num_evicted += 1
+            taken.append(block)
+        self._freed = taken[: count - 1 : -1]
+        del taken[count:]
+        self.num_free -= count
+        return taken
+
+    def peek_free(self, count: int) -> list[int] | None:
+        """What `take` would hand out now; None when that would overwrite content, or is more than there is."""
+        missing = count - len(self._freed)
+        if missing <= 0:
+            return self._freed[: -count - 1 : -1] if count > 0 else []
+        fresh = range(self._next_fresh, min(self._next_fresh + missing, self.num_blocks))
+        return [*self._freed[::-1], *fresh] if len(fresh) == missing else None
+
+    def release(self, blocks: list[int], num_keyed: int = 0) -> None:
+        """Give back one table's references, its first `num_keyed` blocks carrying keys; what has no user is free."""
+        keyed = self._without_users(blocks[:num_keyed]) if num_keyed else []
+        plain = blocks[num_keyed:] if num_keyed else blocks
+        self.num_free += len(keyed) + len(plain)
+        if keyed and self.options is not None and not self.options.retain_freed:
+            for block in keyed:
+                self._forget(block)
+            plain = keyed + plain
+            keyed = []
+        if self._is_fifo:
+            back = keyed + plain
+        else:
+            self._freed.extend(plain if self._is_tail_first else reversed(plain))
+            back = keyed
+        if back:
+            self._idle.update(dict.fromkeys(reversed(back) if self._is_tail_first else back))
+        if keyed:
+            self.idle_version += 1
+
+    def retire(self, blocks: list[int], num_filled: int) -> None:
+        """Give back one table that nobody shares, its first `num_filled` blocks full of what nobody will ask for again.
+
+        They are reused as if they had keys.
+        """
+        if not num_filled or self.options is None or not self.options.retain_freed:
+            self.release(blocks)
+            return
+        run = blocks[:num_filled]
+        if self._is_tail_first:
+            run.reverse()
+            self.release(blocks[num_filled:])
+        self._idle[run[0]] = run
+        self.num_free += num_filled
+        if not self._is_tail_first:
+            self.release(blocks[num_filled:])
+
+    def _without_users(self, blocks: list[int]) -> list[int]:
+        """Take one reference from each; those that have none left."""
+        extra = self._extra_references
+        if not extra:
+            return blocks
+        unused = []
+        for block in blocks:
+            num_extra = extra.get(block)
+            if num_extra is None:
+                unused.append(block)
+            elif num_extra == 1:
+                del extra[block]
+            else:
+                extra[block] = num_extra - 1
+        return unused
+
+    # Content
+
+    def cache(self, blocks: Sequence[int], keys: Sequence[Hashable]) -> None:
+        """Enter blocks in use, none of which has a key yet, under their keys."""
+        self._key_of.update(zip(blocks, keys, strict=True))
+        self.num_cached += len(blocks)
+        entries = self._entries
+        for block, key in zip(blocks, keys, strict=True):
+            present = entries.setdefault(key, block)
+            if present == block:
+                continue
+            if self._keeps_last:
+                entries[key] = block
+                if isinstance(present, int):
+                    self._note_removed(present)
+            elif isinstance(present, int):
+                entries[key] = {present: None, block: None}
+            else:
+                present[block] = None
+
+    def uncache(self, blocks: Sequence[int]) -> bool:
+        """Take the keys of these blocks in use away; False, and nothing changed, if someone shares one of them."""
+        if not self._extra_references.keys().isdisjoint(blocks):
+            return False
+        for block in blocks:
+            self._forget(block)
+        return True
+
+    def match(self, keys: Iterable[Hashable]) -> list[int]:
+        """The blocks of the leading keys that are found."""
+        get = self._entries.get
+        found: list[int] = []
+        for key in keys:
+            entry = get(key)
+            if entry is None:
+                break
+            found.append(entry if isinstance(entry, int) else next(iter(entry)))
+        return found
+
+    def num_idle(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks (found by `match`) are free."""
+        return sum(map(self._idle.__contains__, blocks))
+
+    def attach(self, blocks: Iterable[int]) -> None:
+        """One more reference to each of these blocks (found by `match`); idle ones are free no more."""
+        idle = self._idle
+        extra = self._extra_references
+        num_revived = 0
+        for block in blocks:
+            if block in idle:
+                del idle[block]
+                num_revived += 1
+            else:
+                extra[block] = extra.get(block, 0) + 1
+        if num_revived:
+            self.num_free -= num_revived
+            self.idle_version += 1
+
+    def _forget(self, block: int) -> None:
+        """Take a block's key away, and with it whatever leads to the block."""
+        key = self._key_of.pop(block)
+        entry = self._entries.pop(key, None)
+        if entry == block:
+            self._note_removed(block)
+        elif isinstance(entry, int):
+            self._entries[key] = entry  # a later block took over the key
+        elif entry is not None:
+            was_first = next(iter(entry)) == block
+            del entry[block]
+            self._entries[key] = entry if len(entry) > 1 else next(iter(entry))
+            if was_first:
+                self._note_removed(block)
+
+    def _note_removed(self, block: int) -> None:
+        if len(self.removed) >= _REMOVED_LOG_BLOCKS:
+            self.removed.clear()
+            self.removed_epoch += 1
+        self.removed.append(block)
+
+    # Invariants
+
+    def check(self, references: dict[int, int] | None = None) -> None:
+        """AssertionError if the books do not agree with each other, or with `references` (block to number of users).
+
+        Takes time for every block that was ever used, none for the others.
+        """
+        num_fresh = self.num_blocks - self._next_fresh
+        runs = [block for run in self._idle.values() if run is not None for block in run]
+        singles = [block for block, run in self._idle.items() if run is None]
+        free = [*self._freed, *singles, *runs]
+        _require(
+            len(free) == len(set(free)) == self.num_free - num_fresh,
+            f"free blocks: {self.num_free} counted, {sorted(free)} listed and {num_fresh} never used",
+        )
+        used = [*free, *self._extra_references, *self._key_of, *(references or ())]
+        _require(all(0 <= block < self._next_fresh for block in used), "a block is known that was never taken")
+        _require(all(run is None or run[0] == block for block, run in self._idle.items()), "a run stands elsewhere")
+        unshared = set(free)
+        _require(unshared.isdisjoint(self._extra_references), "a free block has references")
+        _require(all(count > 0 for count in self._extra_references.values()), "an extra reference was left at zero")
+        _require(self._key_of.keys().isdisjoint([*self._freed, *runs]), "a block without content has a key")
+        _require(self._is_fifo or all(block in self._key_of for block in singles), "an idle block has no key")
+        found: set[int] = set()
+        for key, entry in self._entries.items():
+            blocks = [entry] if isinstance(entry, int) else list(entry)
+            _require(len(blocks) > (0 if isinstance(entry, int) else 1), f"key {key!r} leads nowhere")
+            _require(all(self._key_of.get(block) == key for block in blocks), f"key {key!r} leads to other content")
+            found.update(blocks)
+        _require(self._keeps_last or found == self._key_of.keys(), "a block with a key cannot be found")
+        if references is not None:
+            _require(
+                references.keys().isdisjoint(unshared) and len(references) + len(free) + num_fresh == self.num_blocks,
+                f"used {sorted(references)} and free {sorted(free)} do not make up {self.num_blocks} blocks",
+            )
+            for block, count in references.items():
+                held = 1 + self._extra_references.get(block, 0)
+                _require(held == count, f"block {block} has {held} references and {count} users")
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(f"BlockPool: {otherwise}")

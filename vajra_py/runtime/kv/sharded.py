@@ -1,0 +1,486 @@
+"""KV memory spread over KV-parallel groups.
+
+KV parallelism spreads one long request over several groups of workers, each with its own blocks. Token t of a request
+lies in the (t // group_tokens)-th of the request's groups. A request's blocks are reserved whole at admission (several
+long prompts that grow step by step could deadlock one another), all or nothing. Groups are tried in order of pending
+prefill work, measured in squared prompt tokens.
+
+Source: Medha (arXiv 2409.17264) and Vajra's tracker of KV-parallel state. Where that code forgets to take work off
+groups that were not active yet, here a request's work leaves all of its groups as chunks complete, and what is left of
+it leaves with the request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from vajra_py.runtime.kv.block_hashes import BlockKeys
+from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions
+from vajra_py.runtime.kv.host import BlockCopy, HostSpace
+from vajra_py.runtime.kv.interface import KvRequest, KvStats
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroups:
+    """Sizes of KV parallelism."""
+
+    num_groups: int
+    blocks_per_group: int
+    group_tokens: int
+    """Most tokens of one request that one group holds; a multiple of the block size, within the group's blocks."""
+
+
+class _BlockTables:
+    """One registered request: its groups and its blocks in each."""
+
+    __slots__ = ("groups", "host", "num_done_tokens", "num_prefill_tokens", "tables")
+
+    def __init__(self) -> None:
+        self.groups: list[int] = []
+        self.tables: list[list[int]] = []
+        self.host: list[int] = []
+        self.num_prefill_tokens = 0
+        """Tokens known at admission, whose prefill is work."""
+        self.num_done_tokens = 0
+        """Leading tokens computed, as far as `on_chunk_done` tells."""
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(map(len, self.tables))
+
+    @property
+    def work(self) -> int:
+        """Squared tokens left to prefill."""
+        return max(self.num_prefill_tokens**2 - self.num_done_tokens**2, 0)
+
+    def blocks(self) -> list[int]:
+        return list(chain.from_iterable(self.tables))
+
+    def group_of_blocks(self) -> list[int]:
+        return [group for group, table in zip(self.groups, self.tables, strict=True) for _ in table]
+
+
+class KvParallelMemory:
+    """The KV blocks of one replica with KV parallelism; its `KvMemory`.
+
+    Block ids are local to a group. `num_blocks` and `free_blocks` are sums over groups. `excluded_groups` are groups that
+    may not take on new requests now (they carry enough query tokens in the step being formed).
+    """
+
+    __slots__ = (
+        "_group_blocks",
+        "_host",
+        "_pending",
+        "_pools",
+        "_tables_of",
+        "block_size",
+        "group_tokens",
+        "num_groups",
+    )
+
+    def __init__(
+        self,
+        groups: KvGroups,
+        block_size: int,
+        *,
+        prefix_cache: PrefixCacheOptions | None = None,
+        host_blocks: int = 0,
+        records_copies: bool = False,
+    ) -> None:
+        _check_sizes(groups, block_size)
+        if prefix_cache is not None:
+            raise ValueError(
+                "KvParallelMemory: there is no prefix cache with KV parallelism, which would tie requests to groups "
+                f"(got {prefix_cache}). Only None is allowed."
+            )
+        self.num_groups = groups.num_groups
+        self.group_tokens = groups.group_tokens
+        self.block_size = block_size
+        self._group_blocks = groups.group_tokens // block_size
+        self._pools = [BlockPool(groups.blocks_per_group) for _ in range(groups.num_groups)]
+        self._pending = [0] * groups.num_groups
+        self._host = HostSpace(host_blocks, records_copies)
+        self._tables_of: dict[KvRequest, _BlockTables] = {}
+
+    # Sizes
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of all groups."""
+        return sum(pool.num_blocks for pool in self._pools)
+
+    @property
+    def free_blocks(self) -> int:
+        """Free blocks of all groups."""
+        return sum(pool.num_free for pool in self._pools)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that requests hold, over all groups."""
+        return self.num_blocks - self.free_blocks
+
+    @property
+    def group_free_blocks(self) -> Sequence[int]:
+        """Free blocks by group."""
+        return [pool.num_free for pool in self._pools]
+
+    @property
+    def growth_headroom(self) -> int:
+        """How many requests `grow_each` can serve now, whichever they are: the free blocks of the fullest group."""
+        return min(pool.num_free for pool in self._pools)
+
+    @property
+    def free_host_blocks(self) -> int:
+        """Free blocks of the swap space."""
+        return self._host.free_blocks
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens occupy."""
+        return -(-num_tokens // self.block_size)
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens could be held if it were alone."""
+        return num_tokens <= self.num_groups * self.group_tokens
+
+    # Requests
+
+    def register(self, request: KvRequest, keys: BlockKeys | None = None) -> None:
+        """A request arrives; keys have no use here, since nothing is shared."""
+        if request in self._tables_of:
+            raise ValueError(f"KvParallelMemory.register: already registered ({request!r}). Forget it first.")
+        self._tables_of[request] = _BlockTables()
+
+    def forget(self, request: KvRequest) -> None:
+        """A request leaves for good; it must hold nothing."""
+        entry = self._tables_of[request]
+        if entry.groups or entry.host:
+            raise ValueError(
+                f"KvParallelMemory.forget: it still holds blocks ({request!r}). Release or drop them first."
+            )
+        del self._tables_of[request]
+
+    def clear(self) -> None:
+        """The devices have lost everything: no request is known any more, and no block holds anything."""
+        self._pools = [BlockPool(pool.num_blocks) for pool in self._pools]
+        self._pending = [0] * self.num_groups
+        self._host.clear()
+        self._tables_of.clear()
+
+    def is_registered(self, request: KvRequest) -> bool:
+        """Whether the request is known here."""
+        return request in self._tables_of
+
+    def num_held_blocks(self, request: KvRequest) -> int:
+        """Device blocks of the request over all its groups."""
+        return self._tables_of[request].num_blocks
+
+    def block_table(self, request: KvRequest) -> Sequence[int]:
+        """Group-local ids of the request's device blocks in order of tokens; `group_tables` tells groups apart."""
+        return self._tables_of[request].blocks()
+
+    def lookup_prefix(self, keys: BlockKeys, num_known_tokens: int) -> int:
+        """0: nothing is cached."""
+        return 0
+
+    def cached_tokens(self, request: KvRequest) -> int:
+        """0: nothing is cached."""
+        return 0
+
+    def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
+        """Nothing is cached, so nothing is entered."""
+
+    def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
+        """True: nothing was entered."""
+        return True
+
+    # Groups
+
+    @property
+    def pending_prefill_work(self) -> Sequence[int]:
+        """Squared prompt tokens still to prefill, by group: each request's work counts in each of its groups."""
+        return tuple(self._pending)
+
+    def groups_of(self, request: KvRequest) -> Sequence[int]:
+        """Groups that hold the request's KV, first tokens' group first; empty unless it is resident."""
+        return self._tables_of[request].groups
+
+    def group_tables(self, request: KvRequest) -> Sequence[Sequence[int]]:
+        """The request's block ids in each of `groups_of`."""
+        return self._tables_of[request].tables
+
+    def active_groups(self, request: KvRequest, num_done_tokens: int | None = None) -> Sequence[int]:
+        """Groups that take part in computing the token after the first `num_done_tokens`.
+
+        The ones that hold earlier tokens and the one that will hold this one: for a decode, all. Without a number:
+        the progress that `on_chunk_done` told.
+        """
+        entry = self._tables_of[request]
+        if num_done_tokens is None:
+            if entry.num_done_tokens >= entry.num_prefill_tokens:
+                return entry.groups
+            num_done_tokens = entry.num_done_tokens
+        return entry.groups[: num_done_tokens // self.group_tokens + 1]
+
+    def group_context(self, request: KvRequest, num_done_tokens: int) -> list[int]:
+        """Of the first `num_done_tokens` tokens, those in each of `active_groups(request, num_done_tokens)`."""
+        groups = self.active_groups(request, num_done_tokens)
+        return [min(num_done_tokens - i * self.group_tokens, self.group_tokens) for i in range(len(groups))]
+
+    def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
+        """Most tokens that a chunk may have behind `num_done_tokens`: what remains, up to the group's boundary."""
+        return min(num_remaining_tokens, self.group_tokens - num_done_tokens % self.group_tokens)
+
+    def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
+        """A chunk was computed: (a + n)^2 - a^2 of work is done, in each of the request's groups.
+
+        Counts the prefill only, and progress once, so chunks may be told when scheduled or when finished.
+        """
+        entry = self._tables_of[request]
+        before = entry.work
+        entry.num_done_tokens = max(entry.num_done_tokens, num_done_before + num_tokens)
+        self._add_work(entry.groups, entry.work - before)
+
+    def _add_work(self, groups: Iterable[int], work: int) -> None:
+        for group in groups:
+            self._pending[group] += work
+
+    def _place(self, num_blocks: int, excluded_groups: Collection[int]) -> list[tuple[int, int]] | None:
+        """(group, blocks) for so many blocks, full groups first and the remainder last; None if there is no room.
+
+        Groups are tried by pending prefill work, then by number.
+        """
+        num_groups, remainder = divmod(num_blocks, self._group_blocks)
+        allowed = (group for group in range(self.num_groups) if group not in excluded_groups)
+        order = sorted(allowed, key=self._pending.__getitem__)
+        full = self._group_blocks if num_groups else remainder
+        last = remainder or full
+        num_groups += remainder > 0
+        with_room: list[int] = []
+        for_last: list[int] = []
+        for group in order:
+            if len(with_room) + len(for_last) == num_groups:
+                break
+            num_free = self._pools[group].num_free
+            if num_free >= full:
+                with_room.append(group)
+            elif num_free >= last and not for_last:
+                for_last.append(group)
+        chosen = with_room + for_last
+        if len(chosen) < num_groups:
+            return None
+        return [(group, full) for group in chosen[:-1]] + [(group, last) for group in chosen[-1:]]
+
+    def _growth(
+        self, entry: _BlockTables, num_blocks: int, excluded_groups: Collection[int]
+    ) -> list[tuple[int, int]] | None:
+        """(group, blocks) to add so that the request holds `num_blocks`: its last group first, then new groups."""
+        num_new = num_blocks - entry.num_blocks
+        if num_new <= 0:
+            return []
+        if not entry.groups:
+            return self._place(num_new, excluded_groups)
+        last = entry.groups[-1]
+        in_last = min(num_new, self._group_blocks - len(entry.tables[-1]))
+        if in_last > self._pools[last].num_free:
+            return None
+        here = [(last, in_last)] if in_last else []
+        if in_last == num_new:
+            return here
+        elsewhere = self._place(num_new - in_last, {*excluded_groups, *entry.groups})
+        return None if elsewhere is None else here + elsewhere
+
+    def _take(self, entry: _BlockTables, plan: Iterable[tuple[int, int]]) -> None:
+        for group, count in plan:
+            blocks = self._pools[group].take(count)
+            if entry.groups and entry.groups[-1] == group:
+                entry.tables[-1] += blocks
+            else:
+                entry.groups.append(group)
+                entry.tables.append(blocks)
+                self._pending[group] += entry.work
+
+    def _give_back(self, entry: _BlockTables) -> None:
+        self._add_work(entry.groups, -entry.work)
+        for group, table in zip(entry.groups, entry.tables, strict=True):
+            self._pools[group].release(table)
+        entry.groups = []
+        entry.tables = []
+
+    # Taking and giving blocks
+
+    def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:
+        """Free blocks that would be taken if the request came to hold its first `num_tokens` tokens."""
+        entry = self._tables_of[request]
+        return max(self.blocks_for(num_tokens) - entry.num_blocks, len(entry.host), 0)
+
+    def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
+        """Whether `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
+        entry = self._tables_of[request]
+        num_blocks = max(self.blocks_for(num_tokens), len(entry.host))
+        return self._growth(entry, num_blocks, excluded_groups) is not None
+
+    def allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
+        """Reserve blocks for `num_tokens` tokens: 0 (nothing is cached), or None, nothing changed, if there is no room.
+
+        What fits one group goes to the first with room; more goes to as few groups as hold it.
+        """
+        entry = self._tables_of[request]
+        if entry.groups or entry.host or num_tokens < 1:
+            raise ValueError(
+                f"KvParallelMemory.allocate: cannot give {num_tokens} tokens to {request!r}. "
+                "It must hold no blocks, on device or host, and get at least 1 token."
+            )
+        plan = self._place(self.blocks_for(num_tokens), excluded_groups)
+        if plan is None:
+            return None
+        entry.num_prefill_tokens = request.num_known_tokens
+        entry.num_done_tokens = 0
+        self._take(entry, plan)
+        return 0
+
+    def grow(self, request: KvRequest, num_tokens: int) -> bool:
+        """Let a resident request hold `num_tokens` leading tokens; False, and nothing changed, if blocks are lacking.
+
+        Growth goes to its last group, and to another one when that holds `group_tokens` of its tokens.
+        """
+        entry = self._resident(request, "grow")
+        plan = self._growth(entry, self.blocks_for(num_tokens), ())
+        if plan is None:
+            return False
+        self._take(entry, plan)
+        return True
+
+    def grow_each(self, requests: Collection[KvRequest]) -> None:
+        """One more block for each of these resident requests, in this order; ValueError if too few are free."""
+        growing = [self._resident(request, "grow_each") for request in requests]
+        longest = self.num_groups * self._group_blocks
+        crossing = [entry for entry in growing if len(entry.tables[-1]) == self._group_blocks]
+        if len(growing) > self.growth_headroom or any(entry.num_blocks >= longest for entry in crossing):
+            raise ValueError(
+                f"KvParallelMemory.grow_each: cannot serve that many requests ({len(growing)}). "
+                f"Allowed: {self.growth_headroom}, all of them shorter than {longest} blocks."
+            )
+        for entry in growing:
+            if len(entry.tables[-1]) < self._group_blocks:
+                entry.tables[-1] += self._pools[entry.groups[-1]].take(1)
+            else:
+                self._take(entry, self._place(1, entry.groups) or ())
+
+    can_reserve = has_reserved = False
+
+    def reserve_blocks(self, num_blocks: int) -> None:
+        """Refused: which group a request grows in is its own affair."""
+        raise ValueError(
+            f"KvParallelMemory.reserve_blocks: nothing can be reserved ({num_blocks} blocks). `can_reserve` says so."
+        )
+
+    def peek_growth(self, num_requests: int) -> Sequence[int] | None:
+        """None: not worked out over groups."""
+        return None
+
+    def materialize(self, request: KvRequest, num_tokens: int) -> None:
+        """Nothing is reserved: every block is somebody's."""
+
+    def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
+        """The request gives its device blocks back (end, abort, or preemption by recompute)."""
+        entry = self._resident(request, "free")
+        self._give_back(entry)
+        entry.num_prefill_tokens = entry.num_done_tokens = 0
+
+    # Swapping
+
+    def swap_out(self, request: KvRequest, num_computed_tokens: int | None = None) -> int | None:
+        """Move a resident request to host memory: the blocks moved, or None, and nothing changed, if the host is full.
+
+        With `num_computed_tokens` (at least 1) only the blocks that hold these tokens are copied and kept.
+        """
+        entry = self._resident(request, "swap_out")
+        blocks = entry.blocks()
+        if num_computed_tokens is not None:
+            blocks = blocks[: max(self.blocks_for(num_computed_tokens), 1)]
+        stored = self._host.store(blocks, entry.group_of_blocks()[: len(blocks)])
+        if stored is None:
+            return None
+        self._give_back(entry)
+        entry.host = stored
+        return len(stored)
+
+    def swap_in(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
+        """Bring a swapped request back with room for `num_tokens` tokens: the blocks moved; None if it does not fit."""
+        entry = self._swapped(request, "swap_in")
+        stored = entry.host
+        plan = self._place(max(self.blocks_for(num_tokens), len(stored)), excluded_groups)
+        if plan is None:
+            return None
+        self._take(entry, plan)
+        entry.host = []
+        self._host.take_back(stored, entry.blocks(), entry.group_of_blocks())
+        return len(stored)
+
+    def drop_swapped(self, request: KvRequest) -> None:
+        """Give up a swapped request's host blocks: its content is lost."""
+        entry = self._swapped(request, "drop_swapped")
+        self._host.drop(entry.host)
+        entry.host = []
+        entry.num_prefill_tokens = entry.num_done_tokens = 0
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Block copies decided since the last call, in the order to carry them out; needs `records_copies`."""
+        return self._host.take_copies() if self._host.has_copies else []
+
+    def _resident(self, request: KvRequest, what: str) -> _BlockTables:
+        entry = self._tables_of[request]
+        if not entry.groups:
+            raise ValueError(
+                f"KvParallelMemory.{what}: it holds no device blocks ({request!r}). Allocate or swap it in first."
+            )
+        return entry
+
+    def _swapped(self, request: KvRequest, what: str) -> _BlockTables:
+        entry = self._tables_of[request]
+        if not entry.host:
+            raise ValueError(
+                f"KvParallelMemory.{what}: it is not swapped ({request!r}). Only swapped requests are allowed."
+            )
+        return entry
+
+    # Books
+
+    def stats(self) -> KvStats:
+        """Counters so far."""
+        return KvStats(0, 0, 0, self._host.num_stored, self._host.num_taken_back)
+
+    def check(self) -> None:
+        """AssertionError if the books do not agree."""
+        users: list[Counter[int]] = [Counter() for _ in self._pools]
+        work = [0] * self.num_groups
+        for request, entry in self._tables_of.items():
+            if len(set(entry.groups)) != len(entry.groups) or (entry.groups and entry.host):
+                raise AssertionError(f"KvParallelMemory: a group twice, or on device and host at once ({request!r})")
+            if any(len(table) != self._group_blocks for table in entry.tables[:-1]):
+                raise AssertionError(f"KvParallelMemory: a group before the last is not full ({request!r})")
+            for group, table in zip(entry.groups, entry.tables, strict=True):
+                users[group].update(table)
+                work[group] += entry.work
+        for pool, used in zip(self._pools, users, strict=True):
+            pool.check(dict(used))
+        if work != self._pending:
+            raise AssertionError(f"KvParallelMemory: pending work is {self._pending} and should be {work}")
+        self._host.check([entry.host for entry in self._tables_of.values()])
+
+
+def _check_sizes(groups: KvGroups, block_size: int) -> None:
+    if block_size < 1 or groups.num_groups < 1:
+        raise ValueError(
+            f"KvParallelMemory: sizes must be positive (block_size {block_size}, {groups.num_groups} groups). "
+            "At least 1 is allowed."
+        )
+    per_group = groups.blocks_per_group * block_size
+    if groups.group_tokens < 1 or groups.group_tokens % block_size or groups.group_tokens > per_group:
+        raise ValueError(
+            f"KvParallelMemory: group_tokens does not suit the blocks ({groups.group_tokens}). "
+            f"A multiple of the block size {block_size} up to the {per_group} tokens of a group is allowed."
+        )

@@ -1,0 +1,1 @@
+"""Logs of a run: inputs from outside, steps, decisions."""

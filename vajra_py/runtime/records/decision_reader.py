@@ -1,0 +1,243 @@
+"""Read a decision log: one row per step, whatever it was kept in, in the order in which steps came back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import heappop, heappush, merge
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from vajra_py.contract import StepRecord
+from vajra_py.latency.packed_times import PackedTimes
+from vajra_py.runtime.records.decision_log import CAME_BACK, KINDS, LISTS, MODES, NEVER_CAME_BACK, REASONS, SCALARS
+from vajra_py.runtime.support.clock import NEVER, to_seconds
+
+Row: TypeAlias = dict[str, Any]
+_Key: TypeAlias = tuple[int, int, str, int, int]
+"""(tick, 1 for a step that only preempted, replicaset, replica, how many rows the replica had before)."""
+_RUNNING = KINDS[0]
+
+
+def read_decisions(path: Path) -> Iterator[Row]:
+    """The rows of a log; those of steps that never came back are the last. Ties between replicas go by name and id.
+
+    Raises what pyarrow raises when the file is none or is cut off (`OSError`, `pyarrow.ArrowException`), `ValueError` when its
+    records do not go together.
+    """
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        groups = [_Group(file.read_row_group(number)) for number in range(file.num_row_groups)]
+    ids: dict[int, str] = {}
+    replicas: dict[tuple[str, int], list[tuple[_Group, int]]] = {}
+    for group in groups:
+        ids.update(group.ids())
+        for number, key in enumerate(zip(group.column("replicaset"), group.column("replica_id"), strict=True)):
+            replicas.setdefault(key, []).append((group, number))
+    unfinished: list[tuple[_Key, Row]] = []
+    readers = [_ReplicaReader(key, records, ids, unfinished) for key, records in sorted(replicas.items())]
+    for _, row in merge(*(one.rows() for one in readers)):
+        yield row
+    for _, row in sorted(unfinished, key=lambda entry: entry[0]):
+        yield row
+
+
+def step_row(step: StepRecord) -> Row:
+    """A step's decisions as plain values; `ended_at` is null and `finished` empty until it comes back."""
+    chunks = [
+        [chunk.request.request_id, chunk.num_tokens, chunk.num_computed_before, chunk.kind] for chunk in step.chunks
+    ]
+    preempted = [[request.request_id, mode] for request, mode in step.preempted]
+    figures = (step.free_blocks, step.num_waiting, step.num_running)
+    row = _row((step.replicaset, step.replica_id, step.step_index), (step.formed_at, None), chunks, preempted, figures)
+    if step.notes:
+        row["notes"] = {request_id: dict(scores) for request_id, scores in step.notes.items()}
+    return row
+
+
+def _row(
+    place: tuple[str, int, int],
+    times: tuple[float, float | None],
+    chunks: list[Any],
+    preempted: list[Any],
+    figures: tuple[int, int, int],
+) -> Row:
+    return {
+        "replicaset": place[0],
+        "replica_id": place[1],
+        "step": place[2],
+        "formed_at": times[0],
+        "ended_at": times[1],
+        "chunks": chunks,
+        "preempted": preempted,
+        "finished": [],
+        "free_blocks": figures[0],
+        "num_waiting": figures[1],
+        "num_running": figures[2],
+    }
+
+
+class _Group:
+    """Records that were written together."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+        self._columns: dict[str, Any] = {}
+        counts = table.column("num_steps").to_numpy()
+        bends = table.column("bends").combine_chunks().flatten().to_numpy().astype(np.int64)
+        formed, ended = PackedTimes(
+            table.column("gap").to_numpy(),
+            counts,
+            table.column("duration").to_numpy(),
+            table.column("drift").to_numpy(),
+            bends,
+        ).unpack()
+        self._formed, self._ended = formed, ended
+        self._starts = np.cumsum(counts) - counts
+        self.scalars = list(zip(*(table.column(name).to_numpy().tolist() for name in SCALARS), strict=True))
+        self._lists = {name: _Lists(table, columns) for name, columns in LISTS.items()}
+
+    def column(self, name: str) -> list[Any]:
+        """A column's values."""
+        found = self._columns.get(name)
+        if found is None:
+            found = self._columns[name] = list(self._table.column(name).to_pylist())
+        return found
+
+    def ids(self) -> Iterator[tuple[int, str]]:
+        """(index, id) of the requests that arrived."""
+        indices = self._table.column("arrived").combine_chunks().flatten().to_pylist()
+        return zip(indices, self._table.column("arrived_ids").combine_chunks().flatten().to_pylist(), strict=True)
+
+    def first_formed(self, number: int) -> int:
+        """When the first step of a record was formed, a tick."""
+        return int(self._formed[self._starts[number]])
+
+    def times(self, number: int, num_steps: int) -> Iterator[tuple[int, int]]:
+        """(formed, ended) of each step of a record, ticks."""
+        start = int(self._starts[number])
+        part = slice(start, start + num_steps)
+        return zip(self._formed[part].tolist(), self._ended[part].tolist(), strict=True)
+
+    def entries(self, name: str, number: int) -> list[tuple[int, ...]]:
+        """The entries of one of a record's lists."""
+        return self._lists[name].entries(number)
+
+
+class _Lists:
+    """Columns of lists of equal lengths."""
+
+    def __init__(self, table: Any, names: Sequence[str]) -> None:
+        arrays = [table.column(name).combine_chunks() for name in names]
+        self._offsets = arrays[0].offsets.to_numpy().tolist()
+        self._values = [array.values.to_numpy() for array in arrays]
+
+    def entries(self, number: int) -> list[tuple[int, ...]]:
+        start, stop = self._offsets[number], self._offsets[number + 1]
+        return list(zip(*(values[start:stop].tolist() for values in self._values), strict=True))
+
+
+class _ReplicaReader:
+    """Follows one replica from record to record, in the order in which its steps were formed."""
+
+    def __init__(
+        self,
+        place: tuple[str, int],
+        records: list[tuple[_Group, int]],
+        ids: Mapping[int, str],
+        unfinished: list[tuple[_Key, Row]],
+    ) -> None:
+        self._place = place
+        self._ids = ids
+        self._unfinished = unfinished
+        # Groups hold records as steps came back: with several in flight, a later one that only preempts may be in an earlier one.
+        step, status = SCALARS.index("step"), SCALARS.index("status")
+        self._records = sorted(records, key=lambda one: _formation(one[0].scalars[one[1]], step, status))
+        self._decodes: dict[int, tuple[int, int]] = {}
+        """Request to (admission, computed tokens when the replica had run no step of decodes)."""
+        self._ordered: list[tuple[str, int]] = []
+        self._num_decode_steps = 0
+        self._num_rows = 0
+
+    def rows(self) -> Iterator[tuple[_Key, Row]]:
+        """Rows with keys in rising order."""
+        held: list[tuple[_Key, Row]] = []
+        following = [group.first_formed(number) for group, number in self._records[1:]]
+        for (group, number), next_formed in zip(self._records, [*following, NEVER], strict=True):
+            for entry in self._expanded(group, number):
+                heappush(held, entry)
+                while held and held[0][0][0] <= next_formed:  # with several steps in flight, some wait in line
+                    yield heappop(held)
+
+    def _expanded(self, group: _Group, number: int) -> Iterator[tuple[_Key, Row]]:
+        record = dict(zip(SCALARS, group.scalars[number], strict=True))
+        self._apply(group, number)
+        if len(self._decodes) != record["num_decodes"] and record["num_decodes"]:
+            raise ValueError(
+                f"step {record['step']} of replica {self._place[1]} of {self._place[0]}: {record['num_decodes']} decodes "
+                f"are counted, and {len(self._decodes)} are known"
+            )
+        chunks = group.entries("chunks", number)
+        preempted = [[self._ids[one], MODES[mode]] for one, mode in group.entries("preempted", number)]
+        growth = [count for (count,) in group.entries("growth", number)]
+        notes = group.column("notes")[number]
+        free_blocks, num_waiting = record["free_blocks"], record["num_waiting"]
+        for step, (formed, ended) in enumerate(group.times(number, record["num_steps"])):
+            if step:
+                free_blocks -= growth[(step - 1) % len(growth)]
+                num_waiting = record["num_waiting_after"]
+            is_back = record["status"] == CAME_BACK
+            row = _row(
+                (*self._place, record["step"] + step),
+                (to_seconds(formed), to_seconds(ended) if is_back else None),
+                self._entries(chunks, record),
+                preempted,
+                (free_blocks, num_waiting, record["num_running"]),
+            )
+            if notes:
+                row["notes"] = json.loads(notes)
+            for one, reason in group.entries("finished", number) if is_back else ():
+                row["finished"].append([self._ids[one], REASONS[reason]])
+            key = (ended if is_back else formed, int(not is_back), *self._place, self._num_rows)
+            self._num_rows += 1
+            if record["status"] == NEVER_CAME_BACK:
+                self._unfinished.append((key, row))
+            else:
+                yield key, row
+
+    def _apply(self, group: _Group, number: int) -> None:
+        left, joined = group.entries("left", number), group.entries("joined", number)
+        for (one,) in left:
+            del self._decodes[one]
+        for one, order, computed in joined:
+            self._decodes[one] = order, computed - self._num_decode_steps
+        if left or joined:
+            in_order = sorted(self._decodes.items(), key=lambda entry: entry[1])
+            self._ordered = [(self._ids[one], computed) for one, (_, computed) in in_order]
+
+    def _entries(self, chunks: Sequence[tuple[int, ...]], record: Mapping[str, int]) -> list[list[Any]]:
+        """Every entry of the step in batch order."""
+        decodes: list[list[Any]] = []
+        if record["num_decodes"]:
+            done = self._num_decode_steps
+            decodes = [[name, 1, computed + done, _RUNNING] for name, computed in self._ordered]
+            self._num_decode_steps += 1
+        if not chunks:
+            return decodes
+        entries: list[list[Any]] = []
+        num_taken = 0
+        for position, (one, num_tokens, computed, kind, after) in enumerate(chunks):
+            if after < 0:
+                after = 0 if position < record["decodes_at"] else len(decodes)
+            if after > num_taken:
+                entries += decodes[num_taken:after]
+                num_taken = after
+            entries.append([self._ids[one], num_tokens, computed, KINDS[kind]])
+        return entries + decodes[num_taken:]
+
+
+def _formation(scalars: tuple[int, ...], step: int, status: int) -> tuple[int, bool]:
+    return scalars[step], scalars[status] in (CAME_BACK, NEVER_CAME_BACK)

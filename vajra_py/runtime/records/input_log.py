@@ -1,0 +1,252 @@
+"""Log of external inputs to a run with the ticks at which the controller took them in.
+
+One JSON line for each arrival, abort, expiry, failure, restart and swap of a policy, in the order in which they were handled. With the durations of
+the steps (the decision log has them) and the tokens that came out, it is all that a run's decisions depend on besides its
+settings: what is needed to take them again. The log is complete up to the last line that was written.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+from vajra_py.config import PolicyChoice
+from vajra_py.contract import Layer
+from vajra_py.errors import Problem, RunError
+from vajra_py.runtime.records.decision_log import open_binary
+from vajra_py.runtime.requests.request import RequestFacts
+from vajra_py.workload import PromptContent, RequestSpec, SegmentId
+
+INPUTS_FILE = "inputs.jsonl.gz"
+INPUTS_VERSION = 2
+_READABLE = (1, INPUTS_VERSION)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChange:
+    """What is wanted: another policy in one layer of one replicaset."""
+
+    replicaset: str
+    layer: Layer
+    choice: PolicyChoice
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request was taken in.
+
+    Attributes:
+        tick: when.
+        arrived_at: when its client sent it, seconds.
+        facts: what the client said.
+        content: segments that identify its prompt in the prefix cache, where it is known by segments.
+        prompt_token_ids: its prompt, where it is known by tokens. Neither: it shares nothing.
+        num_output_tokens: after how many tokens it was to stop, where that was known beforehand.
+    """
+
+    tick: int
+    arrived_at: float
+    facts: RequestFacts
+    content: tuple[tuple[SegmentId, int], ...] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    num_output_tokens: int | None = None
+
+    def spec(self) -> RequestSpec:
+        """The request as a workload would hold it; an unknown output length is the longest that it may have."""
+        facts = {one.name: getattr(self.facts, one.name) for one in fields(RequestFacts)}
+        return RequestSpec(
+            arrived_at=self.arrived_at,
+            num_output_tokens=self.num_output_tokens or self.facts.max_tokens or 1,
+            content=None if self.content is None else PromptContent(self.content),
+            prompt_token_ids=self.prompt_token_ids,
+            **facts,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """A client took its request back."""
+
+    tick: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expiry:
+    """A request had waited longer than it allows."""
+
+    tick: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A replica was lost.
+
+    Attributes:
+        max_reruns: how often its requests might be computed again elsewhere; None: they ended.
+        guilty: requests that it computed by themselves when it was lost, for which that counts; None: all that it held.
+    """
+
+    tick: int
+    replicaset: str
+    replica_id: int
+    detail: str
+    max_reruns: int | None = None
+    guilty: Sequence[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """A replica that was lost computes again."""
+
+    tick: int
+    replicaset: str
+    replica_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abandonment:
+    """No replica was up, and the requests that waited for one ended."""
+
+    tick: int
+    replicaset: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """A policy took another's place; `layer` as in settings."""
+
+    tick: int
+    replicaset: str
+    layer: str
+    policy: str
+    params: Mapping[str, Any]
+
+    def change(self) -> PolicyChange:
+        """The same for the mechanism."""
+        return PolicyChange(
+            self.replicaset, Layer(self.layer), PolicyChoice(policy=self.policy, params=dict(self.params))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """A policy broke the contract, and its replicaset went out of service. Nothing that reached the run: what it came to."""
+
+    tick: int
+    replicaset: str
+    detail: str
+
+
+Input: TypeAlias = Arrival | Abort | Expiry | Failure | Restart | Abandonment | Swap | Breach
+_KINDS: Mapping[str, type[Abort | Expiry | Failure | Restart | Abandonment | Swap | Breach]] = {
+    "abort": Abort,
+    "expiry": Expiry,
+    "failure": Failure,
+    "restart": Restart,
+    "abandonment": Abandonment,
+    "policy": Swap,
+    "breach": Breach,
+}
+
+
+class InputLog:
+    """Writes `inputs.jsonl.gz` while a run goes on."""
+
+    def __init__(self, path: Path, open_file: Callable[[Path], BinaryIO] = open_binary) -> None:
+        self._raw = open_file(path)
+        self._file = gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=self._raw, mtime=0)
+        self._write({"version": INPUTS_VERSION})
+
+    def note(self, entry: Input) -> None:
+        """One more line."""
+        if isinstance(entry, Arrival):
+            self._write(_arrival_row(entry))
+        else:
+            kind = next(name for name, one in _KINDS.items() if isinstance(entry, one))
+            self._write({"kind": kind, **{one.name: getattr(entry, one.name) for one in fields(entry)}})
+
+    def close(self) -> None:
+        """Finish the file."""
+        self._file.close()
+        self._raw.close()
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+
+
+def _arrival_row(entry: Arrival) -> dict[str, Any]:
+    facts = {one.name: getattr(entry.facts, one.name) for one in fields(RequestFacts)}
+    facts["metadata"] = dict(entry.facts.metadata)
+    row: dict[str, Any] = {"kind": "arrival", "tick": entry.tick, "arrived_at": entry.arrived_at, "facts": facts}
+    if entry.content is not None:
+        row["content"] = entry.content
+    if entry.prompt_token_ids is not None:
+        row["prompt_token_ids"] = list(entry.prompt_token_ids)
+    if entry.num_output_tokens is not None:
+        row["num_output_tokens"] = entry.num_output_tokens
+    return row
+
+
+def read_inputs(path: Path) -> list[Input]:
+    """The log of a run. Raises `RunError` when it is missing, broken, or of another version."""
+    try:
+        rows = list(read_rows(path))
+        header = rows[0] if rows else {}
+        if header.get("version") not in _READABLE:
+            message = f"is of another version ({header.get('version')!r})"
+            raise RunError(str(Problem(str(path), message, f"Allowed: {', '.join(map(str, _READABLE))}")))
+        return [_input_of(row) for row in rows[1:]]
+    except FileNotFoundError:
+        message = "is missing"
+        raise RunError(
+            str(
+                Problem(str(path), message, "Runs of the engine write it; a simulation is repeated by running it again")
+            )
+        ) from None
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise RunError(str(Problem(str(path), f"cannot be read ({error})"))) from error
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a compressed file of JSON lines."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
+
+
+def _input_of(row: dict[str, Any]) -> Input:
+    kind = row.pop("kind")
+    if kind != "arrival":
+        return _KINDS[kind](**row)
+    content, prompt = row.get("content"), row.get("prompt_token_ids")
+    return Arrival(
+        row["tick"],
+        row["arrived_at"],
+        RequestFacts(**row["facts"]),
+        None if content is None else tuple((_segment(name), length) for name, length in content),
+        None if prompt is None else tuple(prompt),
+        row.get("num_output_tokens"),
+    )
+
+
+def _segment(name: Any) -> SegmentId:
+    return tuple(name) if isinstance(name, list) else name
+
+
+@dataclass(slots=True)
+class RecordedOutput:
+    """What came out of one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    reason: str = ""
+    """Why it ended; empty: it did not."""
+    detail: str = ""
+    failed_at: int | None = None
+    """How many of its tokens were computed when it failed by itself; None: it did not."""

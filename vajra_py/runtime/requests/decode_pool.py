@@ -1,0 +1,182 @@
+"""Pool of requests that decode together, with counters shared by all members.
+
+A decode pool keeps the counters of every request that advances by one token a step. A step of the whole pool moves two
+integers; only what changes costs anything: requests that need a block, that finish, that join or leave.
+
+Invariants: between steps `num_committed == num_emitted`; a member's computed tokens are `num_committed + offset`, and
+exactly one of its known tokens is not computed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterator, Sequence
+from operator import attrgetter
+
+from vajra_py.runtime.requests.request import Request
+
+by_admission = attrgetter("admitted_index")
+STEPS_PER_LOG = 1 << 16
+"""After so many steps their ticks go into a new log, so that those that no request refers to any more can go."""
+
+
+class DecodePool:
+    """The decodes of one replica that advance together."""
+
+    __slots__ = (
+        "_block_size",
+        "_ends",
+        "_growing",
+        "_log",
+        "_offset_sum",
+        "_ordered",
+        "joined",
+        "left",
+        "members",
+        "num_committed",
+        "num_emitted",
+        "num_public",
+    )
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.members: dict[Request, None] = {}
+        """In order of joining; not to be changed."""
+        self._ordered: list[Request] | None = None
+        self._growing: list[dict[Request, None]] = [{} for _ in range(block_size)]
+        self._ends: dict[int, list[Request]] = {}
+        self._offset_sum = 0
+        self.num_committed = 0
+        """Pool steps that were put into a plan so far."""
+        self.num_emitted = 0
+        """Pool steps that came back so far."""
+        self.num_public = 0
+        """Members whose generated blocks others may name at once, so that each must be published when it is full."""
+        self.joined: dict[Request, None] | None = None
+        """Who joined since this was last emptied; None: nobody keeps account."""
+        self.left: list[Request] = []
+        self._log = array("q")
+        """Ticks at which the tokens of pool steps came out, one log after the other."""
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.members)
+
+    def __contains__(self, request: object) -> bool:
+        return request in self.members
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens in KV over all members, before the step under construction."""
+        return self._offset_sum + self.num_committed * len(self.members)
+
+    def in_admission_order(self) -> Sequence[Request]:
+        """Members, earliest admission first."""
+        if self._ordered is None:
+            self._ordered = sorted(self.members, key=by_admission)
+        return self._ordered
+
+    def join(self, request: Request, num_steps_to_end: int) -> None:
+        """Add a request whose prompt is done; it ends after `num_steps_to_end` (>= 1) more tokens."""
+        offset = request.join_pool(self)
+        self.num_public += _is_public(request)
+        self.members[request] = None
+        if self.joined is not None:
+            self.joined[request] = None
+        self._ordered = None
+        self._offset_sum += offset
+        self._growing[-offset % self._block_size][request] = None
+        request.end_epoch = end = self.num_emitted + num_steps_to_end
+        request.token_log.append((self._log, len(self._log), -1))
+        due = self._ends.get(end)
+        if due is None:
+            self._ends[end] = [request]
+        else:
+            due.append(request)
+
+    def leave(self, request: Request) -> int:
+        """Take a member out and give it its counters back; returns how many tokens it had to go."""
+        del self.members[request]
+        if self.joined is not None:
+            if request in self.joined:
+                del self.joined[request]
+            else:
+                self.left.append(request)
+        self.num_public -= _is_public(request)
+        self._ordered = None
+        self._close_log_of(request)
+        offset = request.leave_pool()
+        self._offset_sum -= offset
+        del self._growing[-offset % self._block_size][request]
+        num_steps_left = request.end_epoch - self.num_emitted
+        if num_steps_left > 0:
+            self._ends[request.end_epoch].remove(request)
+        return num_steps_left
+
+    def needing_blocks(self) -> Collection[Request]:
+        """Members whose next token is the first of a block."""
+        return self._growing[self.num_committed % self._block_size]
+
+    def filling_blocks(self) -> Collection[Request]:
+        """Members whose next token is the last of a block."""
+        return self._growing[(self.num_committed + 1) % self._block_size]
+
+    def steps_to_next_end(self) -> int:
+        """After how many more steps (from the last that came back) the next member ends."""
+        return min(self._ends) - self.num_emitted
+
+    def growth_cycle(self, num_steps: int) -> list[int]:
+        """How many members take a new block in each of the next `num_steps` steps, until that repeats."""
+        size, start = self._block_size, self.num_committed
+        return [len(self._growing[(start + step) % size]) for step in range(min(num_steps, size))]
+
+    def growth_by_step(self, num_steps: int) -> list[int]:
+        """How many members take a new block in each of the next `num_steps` steps."""
+        cycle = self.growth_cycle(num_steps)
+        return [cycle[step % self._block_size] for step in range(num_steps)]
+
+    def growth(self, num_steps: int) -> int:
+        """How many blocks members take in all within the next `num_steps` steps."""
+        size, start, growing = self._block_size, self.num_committed, self._growing
+        rounds, rest = divmod(num_steps, size)
+        return rounds * len(self.members) + sum([len(growing[step % size]) for step in range(start, start + rest)])
+
+    def advance(self, ended_at: Sequence[int]) -> None:
+        """Several steps of the whole pool came back, and as many more were put into plans; nobody ended."""
+        self.num_emitted += len(ended_at)
+        self.num_committed += len(ended_at)
+        self._log.extend(ended_at)
+        if len(self._log) >= STEPS_PER_LOG:
+            self._start_log()
+
+    def commit(self) -> None:
+        """One step of the whole pool goes into a plan."""
+        self.num_committed += 1
+
+    def emit(self, now: int) -> list[Request]:
+        """The step came back at tick `now`; returns the members whose last token this was (they are members still)."""
+        self.num_emitted += 1
+        self._log.append(now)
+        if len(self._log) >= STEPS_PER_LOG:
+            self._start_log()
+        return self._ends.pop(self.num_emitted, [])
+
+    def _start_log(self) -> None:
+        for request in self.members:
+            self._close_log_of(request)
+        self._log = array("q")
+        for request in self.members:
+            request.token_log.append((self._log, 0, -1))
+
+    def _close_log_of(self, request: Request) -> None:
+        log, first, _ = request.token_log[-1]  # type: ignore[misc]
+        if first == len(self._log):
+            request.token_log.pop()
+        else:
+            request.token_log[-1] = (log, first, len(self._log))
+
+
+def _is_public(request: Request) -> bool:
+    return request.keys is not None and not request.keys.is_private_after_prompt

@@ -1,0 +1,131 @@
+"""Transitions of a request on its replica: admission, preemption, first token, end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vajra_py.contract import EndReason, Observer, PreemptionMode
+from vajra_py.runtime.requests.listeners import NOBODY
+from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.requests.running_set import RunningSet
+from vajra_py.runtime.support.clock import to_seconds
+
+
+class Lifecycle:
+    """The one place where requests of a replica change state; keeps running_set, memory, queues and observers in step."""
+
+    def __init__(self, replica_id: int, running_set: RunningSet) -> None:
+        self.replica_id = replica_id
+        self._residents = running_set
+        self.observers: Sequence[Observer] = ()
+        self.listeners = NOBODY
+
+    def admitted(self, request: Request, num_done_tokens: int, now: float) -> str:
+        """A waiting request has got memory; returns "admitted" or "resumed"."""
+        running_set = self._residents
+        resumed = request.state is not RequestState.WAITING
+        if request in running_set.queue:
+            running_set.queue.remove(request)
+        else:
+            running_set.shared.take(request)
+            request.replica_id = self.replica_id
+        request.move_to(RequestState.RUNNING)
+        running_set.num_admissions += 1
+        request.admitted_index = running_set.num_admissions
+        running_set.partial[request] = None
+        if request.admitted_at is None:
+            request.admitted_at = now
+            request.num_cached_tokens = num_done_tokens
+        for observer in self.observers:
+            observer.on_admitted(request, self.replica_id, now)
+        for tell in self.listeners.admissions:
+            tell(request, self.replica_id, now)
+        if running_set.queue.is_volatile:
+            running_set.read_keys_again()
+        return "resumed" if resumed else "admitted"
+
+    def preempt(self, request: Request, mode: PreemptionMode, now: float) -> int:
+        """A running request gives its device memory up and waits again; returns how many blocks move to the host."""
+        running_set, memory = self._residents, self._residents.memory
+        running_set.drop(request)
+        num_moved = 0
+        if mode is PreemptionMode.SWAP:
+            moved = memory.swap_out(request, request.num_computed_tokens)
+            if moved is None:
+                raise RuntimeError(f"request {request.request_id}: host memory was checked and is full")
+            num_moved = moved
+            request.move_to(RequestState.SWAPPED)
+        else:
+            memory.free(request, request.num_computed_tokens)
+            request.set_computed(0)
+            request.move_to(RequestState.PREEMPTED)
+        running_set.num_preemptions += 1
+        request.num_preemptions += 1
+        request.preempted_index = running_set.num_preemptions
+        running_set.queue.add(request, now)
+        for observer in self.observers:
+            observer.on_preempted(request, mode.value, now)
+        for tell in self.listeners.preemptions:
+            tell(request, self.replica_id, now)
+        if running_set.queue.is_volatile:
+            running_set.read_keys_again()
+        return num_moved
+
+    def first_token(self, request: Request, now: int) -> None:
+        """The request's client sees its first token."""
+        request.first_token_at = seconds = to_seconds(now)
+        for observer in self.observers:
+            observer.on_first_token(request, seconds)
+
+    def finish(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
+        """A resident request ends: its memory is free from now on, its cached blocks stay findable."""
+        running_set, memory = self._residents, self._residents.memory
+        running_set.drop(request)
+        memory.free(request, request.num_computed_tokens, for_good=True)
+        self._end(request, reason, detail, now)
+
+    def requeue(self, request: Request) -> None:
+        """The replica's memory is gone: the request, resident or waiting here, belongs to no replica, with nothing computed."""
+        running_set = self._residents
+        if request in running_set.queue:
+            running_set.queue.remove(request)
+        else:
+            running_set.drop(request)
+        if request.state is not RequestState.WAITING:
+            request.set_computed(0)
+            if request.state is not RequestState.PREEMPTED:
+                request.move_to(RequestState.PREEMPTED)
+        request.replica_id = -1
+        request.preempted_index = 0
+
+    def withdraw(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
+        """A request of this replica's own queue ends before it was (re-)admitted."""
+        running_set = self._residents
+        running_set.queue.remove(request)
+        if request.state is RequestState.SWAPPED:
+            running_set.memory.drop_swapped(request)
+        self._end(request, reason, detail, now)
+
+    def drop(self, request: Request, detail: str, now: float) -> None:
+        """A scheduler ends a request that waits in its replica's own queue or in the shared one."""
+        running_set = self._residents
+        if request not in running_set.queue:
+            running_set.shared.take(request)
+            request.replica_id = self.replica_id
+            self._end(request, EndReason.REJECTED, detail, now)
+        else:
+            self.withdraw(request, EndReason.REJECTED, now, detail)
+
+    def _end(self, request: Request, reason: EndReason, detail: str, now: float) -> None:
+        self._residents.memory.forget(request)
+        end_request(request, reason, detail, now)
+        for observer in self.observers:
+            observer.on_ended(request, reason, detail, now)
+
+
+def end_request(request: Request, reason: EndReason, detail: str, now: float) -> None:
+    """Write a request's end into it."""
+    request.move_to(RequestState.ENDED)
+    request.end_reason = reason
+    request.detail = detail
+    request.ended_at = now

@@ -1,0 +1,275 @@
+"""A request's state as the mechanism keeps it.
+
+A request is a counter of computed tokens that catches up with its known tokens. While it decodes in step with others,
+its counters are kept by the replica's decode pool, so that a steady step touches no request at all.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Protocol
+
+from vajra_py.contract import EndReason
+from vajra_py.runtime.kv import BlockKeys
+from vajra_py.runtime.support.clock import to_seconds
+
+_NO_METADATA: Mapping[str, str | int | float] = MappingProxyType({})
+
+
+class RequestState(Enum):
+    """Where a request stands; `Request.move_to` allows only the moves of the life cycle."""
+
+    CREATED = "created"
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    """Waiting again, its KV given up."""
+    SWAPPED = "swapped"
+    """Waiting again, its KV in host memory."""
+    ENDED = "ended"
+
+    __hash__ = object.__hash__  # there is one object for each, and to hash its name takes ten times as long
+
+
+_MOVES: Mapping[RequestState, frozenset[RequestState]] = {
+    RequestState.CREATED: frozenset({RequestState.WAITING, RequestState.ENDED}),
+    RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
+    RequestState.RUNNING: frozenset({RequestState.PREEMPTED, RequestState.SWAPPED, RequestState.ENDED}),
+    RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.ENDED}),
+    RequestState.SWAPPED: frozenset({RequestState.RUNNING, RequestState.PREEMPTED, RequestState.ENDED}),
+    RequestState.ENDED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """What is fixed about a request when it is submitted."""
+
+    request_id: str
+    num_prompt_tokens: int
+    max_tokens: int | None = None
+    priority: int = 0
+    tenant: str = ""
+    slo_class: str = ""
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+    deadline_s: float | None = None
+    """Relative to arrival."""
+    expires_after_s: float | None = None
+    session_id: str = ""
+    metadata: Mapping[str, str | int | float] = field(default_factory=lambda: _NO_METADATA)
+    tbt_slo_s: float | None = None
+
+
+class SharedCounters(Protocol):
+    """Counters of requests that decode in step: what they have in common."""
+
+    @property
+    def num_committed(self) -> int:
+        """Steps that were put into a plan so far."""
+
+    @property
+    def num_emitted(self) -> int:
+        """Steps that came back so far."""
+
+
+class Request:
+    """One request inside the mechanism; what policies see of it is `vajra_py.contract.RequestView`.
+
+    The true output length is not here: it belongs to whoever executes, so that no policy can read it.
+    """
+
+    __slots__ = (
+        "_computed",
+        "_offset",
+        "_output",
+        "_pool",
+        "admitted_at",
+        "admitted_index",
+        "arrived_at",
+        "deadline_at",
+        "detail",
+        "end_epoch",
+        "end_reason",
+        "ended_at",
+        "expires_at",
+        "first_token_at",
+        "in_flight",
+        "index",
+        "is_parked",
+        "keys",
+        "max_tokens",
+        "metadata",
+        "num_cached_tokens",
+        "num_losses",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "preempted_index",
+        "priority",
+        "replica_id",
+        "replicaset",
+        "request_id",
+        "session_id",
+        "slo_class",
+        "state",
+        "tbt_slo_s",
+        "tenant",
+        "token_log",
+        "tpot_slo_s",
+        "ttft_slo_s",
+    )
+
+    def __init__(self, facts: RequestFacts, index: int, arrived_at: float, max_tokens: int) -> None:
+        self.request_id = facts.request_id
+        self.index = index
+        self.arrived_at = arrived_at
+        self.num_prompt_tokens = facts.num_prompt_tokens
+        self.max_tokens = max_tokens
+        self.priority = facts.priority
+        self.tenant = facts.tenant
+        self.slo_class = facts.slo_class
+        self.ttft_slo_s = facts.ttft_slo_s
+        self.tpot_slo_s = facts.tpot_slo_s
+        self.tbt_slo_s = facts.tbt_slo_s
+        self.deadline_at = None if facts.deadline_s is None else arrived_at + facts.deadline_s
+        self.expires_at = None if facts.expires_after_s is None else arrived_at + facts.expires_after_s
+        self.session_id = facts.session_id
+        self.metadata = facts.metadata
+        self.state = RequestState.CREATED
+        self.keys: BlockKeys | None = None
+        self.replicaset = ""
+        self.replica_id = -1
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.num_losses = 0
+        """Replicas that failed while it ran on them."""
+        self.preempted_index = 0
+        self.admitted_index = 0
+        self.in_flight = False
+        self.is_parked = False
+        self.end_epoch = 0
+        self.admitted_at: float | None = None
+        self.first_token_at: float | None = None
+        self.ended_at: float | None = None
+        self.end_reason: EndReason | None = None
+        self.detail = ""
+        self.token_log: list[int | tuple[array[int], int, int]] = []
+        """When its tokens came: single ticks, and runs (log of a decode pool, first step, end step; -1: still in the pool)."""
+        self._computed = 0
+        self._output = 0
+        self._pool: SharedCounters | None = None
+        self._offset = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.state.value}, computed {self.num_computed_tokens} of "
+            f"{self.num_known_tokens} tokens, {self.num_output_tokens} generated)"
+        )
+
+    def move_to(self, state: RequestState) -> None:
+        """Change state; a move outside the life cycle is a bug of the mechanism and raises."""
+        if state not in _MOVES[self.state]:
+            raise RuntimeError(f"request {self.request_id}: no move from {self.state.value} to {state.value}")
+        self.state = state
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Leading tokens whose KV is in memory or is being written by a step in flight."""
+        pool = self._pool
+        return self._computed if pool is None else pool.num_committed + self._offset
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        pool = self._pool
+        return self._output if pool is None else pool.num_emitted + self._offset + 1 - self.num_prompt_tokens
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt plus generated tokens."""
+        pool = self._pool
+        return self.num_prompt_tokens + self._output if pool is None else pool.num_emitted + self._offset + 1
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Known tokens not computed yet."""
+        pool = self._pool
+        if pool is None:
+            return self.num_prompt_tokens + self._output - self._computed
+        return pool.num_emitted + 1 - pool.num_committed
+
+    @property
+    def num_remaining_prompt_tokens(self) -> int:
+        """Prompt tokens not computed yet."""
+        return max(0, self.num_prompt_tokens - self.num_computed_tokens)
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether it holds KV blocks on its replica."""
+        return self.state is RequestState.RUNNING
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether its KV lies in host memory."""
+        return self.state is RequestState.SWAPPED
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is one of its replica's decodes: prompt done, exactly one token left to compute."""
+        return self._pool is not None or self.is_parked
+
+    @property
+    def is_prefill_complete(self) -> bool:
+        """Whether every known token but the newest one is computed."""
+        return self._pool is not None or (self._output > 0 and self.num_remaining_tokens <= 1)
+
+    @property
+    def last_token_at(self) -> float | None:
+        """When its client saw its newest token."""
+        for entry in reversed(self.token_log):
+            if isinstance(entry, int):
+                return to_seconds(entry)
+            log, first, end = entry
+            stop = len(log) if end < 0 else end
+            if stop > first:
+                return to_seconds(log[stop - 1])
+        return None
+
+    @property
+    def next_token_due_at(self) -> float | None:
+        """When its next token is due by its promises."""
+        if self.num_output_tokens == 0:
+            return None if self.ttft_slo_s is None else self.arrived_at + self.ttft_slo_s
+        last_at = self.last_token_at
+        return None if self.tbt_slo_s is None or last_at is None else last_at + self.tbt_slo_s
+
+    def block_hashes(self) -> Sequence[Hashable]:
+        """Keys of the prompt's full blocks, where others can have the same."""
+        return () if self.keys is None else self.keys.shared_prompt_keys(self.num_prompt_tokens)
+
+    def set_computed(self, num_tokens: int) -> None:
+        """Set the computed counter; only outside a decode pool."""
+        assert self._pool is None
+        self._computed = num_tokens
+
+    def add_output(self) -> None:
+        """Count one generated token; only outside a decode pool."""
+        assert self._pool is None
+        self._output += 1
+
+    def join_pool(self, pool: SharedCounters) -> int:
+        """Let the pool keep the counters from here on; returns by how much the computed tokens exceed its committed steps."""
+        self._offset = self._computed - pool.num_committed
+        self._pool = pool
+        return self._offset
+
+    def leave_pool(self) -> int:
+        """Take the counters back from the pool; returns what `join_pool` did."""
+        computed, output = self.num_computed_tokens, self.num_output_tokens
+        self._pool = None
+        self._computed, self._output = computed, output
+        return self._offset

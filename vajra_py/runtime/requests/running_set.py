@@ -1,0 +1,220 @@
+"""Requests that hold memory on a replica, in the orders in which policies read them.
+
+A resident request is in exactly one of: the decode pool, the skipped decodes (left out of the last step), the partial
+prefills, or in flight (part of a step that has not come back, under pipeline parallelism).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, cast
+
+from vajra_py.contract import PriorityKey, ReplicaLimits, RequestView
+from vajra_py.runtime.kv import KvMemory
+from vajra_py.runtime.queues import RequestQueue
+from vajra_py.runtime.queues.shared import SharedAccess
+from vajra_py.runtime.requests.decode_pool import DecodePool, by_admission
+from vajra_py.runtime.requests.request import Request
+
+
+class PoolChanges(NamedTuple):
+    """Who joined and who left a replica's decode pool since its last plan. One who left and came back is in both."""
+
+    joined: Sequence[Request]
+    left: Sequence[Request]
+
+
+NO_CHANGES = PoolChanges((), ())
+
+
+class RunningSet:
+    """The requests of one replica, by what they are doing."""
+
+    def __init__(self, limits: ReplicaLimits, memory: KvMemory, queue: RequestQueue, shared: SharedAccess) -> None:
+        self.limits = limits
+        self.memory = memory
+        self.queue = queue
+        self.shared = shared
+        self.pool = DecodePool(limits.block_size)
+        self.skipped: dict[Request, None] = {}
+        self.partial: dict[Request, None] = {}
+        self.in_flight: dict[Request, None] = {}
+        self.num_admissions = 0
+        self.num_preemptions = 0
+        self.has_spare_blocks = False
+        """Whether some request may hold more blocks than its known tokens need."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold KV blocks."""
+        return len(self.pool.members) + len(self.skipped) + len(self.partial) + len(self.in_flight)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the own queue and in the shared one."""
+        return self.queue.num_requests + self.shared.queue.num_requests
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody holds KV blocks."""
+        return not (self.pool.members or self.partial or self.skipped or self.in_flight)
+
+    def decodes(self) -> Sequence[Request]:
+        """Pool members and skipped decodes in order of admission."""
+        if not self.skipped:
+            return self.pool.in_admission_order()
+        return sorted([*self.pool, *self.skipped], key=by_admission)
+
+    def read_keys_again(self) -> None:
+        """Keys that may have moved with anything are read anew when they are next asked for."""
+        self.queue.begin_step()
+        self.shared.begin_step()
+
+    def running(self) -> Sequence[Request]:
+        """Everything resident and not in flight, in order of admission."""
+        if not self.partial:
+            return self.decodes()
+        return sorted([*self.pool, *self.skipped, *self.partial], key=by_admission)
+
+    def materialize(self) -> None:
+        """Enter whatever blocks were reserved for decodes into the table of each."""
+        if self.memory.has_reserved:
+            for request in self.pool:
+                self.memory.materialize(request, request.num_computed_tokens)
+
+    def _leave_pool(self, request: Request) -> int:
+        if self.memory.has_reserved:
+            self.memory.materialize(request, request.num_computed_tokens)
+        return self.pool.leave(request)
+
+    def skip(self, request: Request) -> None:
+        """A decode of the pool sits this step out."""
+        request.end_epoch = self._leave_pool(request)
+        request.is_parked = True
+        self.skipped[request] = None
+
+    def unskip(self, request: Request) -> None:
+        """A skipped decode joins the pool again."""
+        del self.skipped[request]
+        request.is_parked = False
+        self.pool.join(request, request.end_epoch)
+
+    def log_pool(self, *, on: bool) -> None:
+        """Keep account of who joins and leaves the decode pool, for `take_pool_changes`."""
+        self.pool.joined = dict(self.pool.members) if on else None
+
+    def take_pool_changes(self) -> PoolChanges:
+        """Who joined and left the pool since this was last asked."""
+        pool = self.pool
+        if not (pool.joined or pool.left):
+            return NO_CHANGES
+        changes = PoolChanges(tuple(pool.joined or ()), tuple(pool.left))
+        pool.joined, pool.left = {}, []
+        return changes
+
+    def clear(self) -> None:
+        """Hold nobody any more."""
+        old, self.pool = self.pool, DecodePool(self.limits.block_size)
+        if old.joined is not None:
+            self.pool.joined = {}
+            self.pool.left = [*old.left, *(one for one in old.members if one not in old.joined)]
+        self.skipped.clear()
+        self.partial.clear()
+        self.in_flight.clear()
+        self.has_spare_blocks = False
+
+    def drop(self, request: Request) -> None:
+        """Take a resident request out of whatever set holds it."""
+        if request in self.pool.members:
+            self._leave_pool(request)
+        elif request.is_parked:
+            del self.skipped[request]
+            request.is_parked = False
+        elif request.in_flight:
+            del self.in_flight[request]
+            request.in_flight = False
+        else:
+            del self.partial[request]
+
+
+class StateView:
+    """`LocalReplicaView` over the running_set: what a replica scheduler reads while it forms a step."""
+
+    __slots__ = ("_residents", "limits", "now", "replica_id")
+
+    def __init__(self, replica_id: int, running_set: RunningSet) -> None:
+        self.replica_id = replica_id
+        self.limits = running_set.limits
+        self._residents = running_set
+        self.now = 0.0
+        """When the step is formed, seconds."""
+
+    @property
+    def free_blocks(self) -> int:
+        """Free KV blocks, cached idle ones included."""
+        return self._residents.memory.free_blocks
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold KV blocks."""
+        return self._residents.num_running
+
+    @property
+    def num_decodes(self) -> int:
+        """Decodes that are not in flight."""
+        return len(self._residents.pool) + len(self._residents.skipped)
+
+    @property
+    def num_partial_prefills(self) -> int:
+        """Partial prefills that are not in flight."""
+        return len(self._residents.partial)
+
+    @property
+    def num_waiting(self) -> int:
+        """Own queue and shared queue."""
+        return self._residents.num_waiting
+
+    def running(self) -> Sequence[RequestView]:
+        """Running requests in order of admission."""
+        return self._residents.running()
+
+    def decodes(self) -> Sequence[RequestView]:
+        """Decodes in order of admission."""
+        return self._residents.decodes()
+
+    def partial_prefills(self) -> Sequence[RequestView]:
+        """Partial prefills, most urgent first."""
+        partial = self._residents.partial
+        if len(partial) < 2:
+            return list(partial)
+        return sorted(partial, key=self.urgency)
+
+    def waiting(self) -> Iterator[RequestView]:
+        """Waiting requests, most urgent first, own and shared queue merged."""
+        running_set, now = self._residents, self.now
+        if not len(running_set.shared):
+            return running_set.queue.ordered(now) if running_set.queue.num_requests else iter(())
+        pulled = running_set.shared.pulled(now)
+        if not len(running_set.queue):
+            return pulled
+        return self._merged(running_set.queue.ordered(now), pulled)
+
+    def _merged(self, own: Iterator[RequestView], pulled: Iterator[RequestView]) -> Iterator[RequestView]:
+        left, right = next(own, None), next(pulled, None)
+        while left is not None or right is not None:
+            if right is None or (left is not None and self.urgency(left) < self.urgency(right)):
+                if left in self._residents.queue:
+                    yield cast(RequestView, left)
+                left = next(own, None)
+            else:
+                if right in self._residents.shared:
+                    yield right
+                right = next(pulled, None)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """KV blocks that `num_tokens` tokens occupy."""
+        return -(-num_tokens // self.limits.block_size)
+
+    def urgency(self, request: RequestView) -> PriorityKey:
+        """The prioritizer's key now, ties broken by arrival and index."""
+        return self._residents.queue.urgency(request, self.now)

@@ -1,0 +1,242 @@
+"""Take requests in and account for each until it ends.
+
+Invariant, at every step: submitted = waiting + running + ended, and every request ends exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from vajra_py.contract import EndReason, Observer
+from vajra_py.errors import PolicyError, place_of_definition
+from vajra_py.runtime.kv import BlockKeys
+from vajra_py.runtime.records.input_log import Failure, PolicyChange
+from vajra_py.runtime.requests.lifecycle import end_request
+from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
+from vajra_py.runtime.serving.policy_swap import Swapped, swap_policy
+from vajra_py.runtime.serving.recovery import Losses, abandon, lose_replica, take_out_of_service
+from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.serving.replicaset import Replicaset, max_request_tokens
+from vajra_py.runtime.support.clock import to_seconds
+
+OUT_OF_SERVICE = "out of service"
+"""How the detail of requests begins whose policies broke the contract."""
+TAKEN_BACK = "taken back by the client"
+EXPIRED = "waited longer than it allows"
+"""Details of requests that end before their time."""
+
+
+class Controller:
+    """Every replicaset of a run, and the count of every request."""
+
+    def __init__(
+        self,
+        replicasets: Mapping[str, Replicaset],
+        select: Callable[[RequestFacts], str],
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self.replicasets = dict(replicasets)
+        self.select = select
+        """Which replicaset takes a request. Raises `ConfigError` when none does."""
+        self._observers = observers
+        self.num_submitted = 0
+        self.num_ended: Counter[EndReason] = Counter()
+        self.on_ended: Callable[[Sequence[tuple[Request, EndReason]]], None] | None = None
+        """Told of accepted requests that have left for good, once each, before any policy is."""
+        self._alive: dict[str, tuple[Request, Replicaset]] = {}
+
+    def watch(self, observers: Sequence[Observer]) -> None:
+        """Let these observers see everything from now on; before the first request."""
+        self._observers = observers
+        for replicaset in self.replicasets.values():
+            replicaset.watch(observers)
+
+    @property
+    def num_alive(self) -> int:
+        """Requests accepted and not ended."""
+        return len(self._alive)
+
+    def alive(self) -> Sequence[Request]:
+        """Requests accepted and not ended, by submission; also when an error came between an end and its settlement."""
+        return [request for request, _ in self._alive.values() if request.state is not RequestState.ENDED]
+
+    def find(self, request_id: str) -> Request | None:
+        """The living request of this id."""
+        entry = self._alive.get(request_id)
+        return None if entry is None else entry[0]
+
+    def replica_of(self, request: Request) -> Replica | None:
+        """The replica that a living request is bound to; None for one in a shared queue."""
+        if request.replica_id < 0:
+            return None
+        _, replicaset = self._alive[request.request_id]
+        return replicaset.replicas[request.replica_id]
+
+    def replicas(self) -> Sequence[Replica]:
+        """Every replica of every replicaset."""
+        return [replica for replicaset in self.replicasets.values() for replica in replicaset.replicas]
+
+    def submit(
+        self,
+        facts: RequestFacts,
+        make_keys: Callable[[int], BlockKeys | None],
+        now: int,
+        arrived_at: float | None = None,
+    ) -> tuple[Request, Replicaset, Replica | None]:
+        """Take a request in; it is queued, or ended at once with the reason (`request.end_reason`, `request.detail`).
+
+        `make_keys` gets the block size and says what identifies the prompt's blocks. `arrived_at` is when the client sent
+        it, in seconds, where that was before now (an engine that was busy takes it in later). Returns the request, its
+        replicaset and the replica that it is bound to (None: shared queue, or refused).
+        """
+        seconds = to_seconds(now)
+        replicaset = self.replicasets[self.select(facts)]
+        replica = replicaset.replicas[0]
+        room = max_request_tokens(replica) - facts.num_prompt_tokens
+        max_tokens = room if facts.max_tokens is None else min(facts.max_tokens, self._length_room(replica, facts))
+        request = Request(facts, self.num_submitted, seconds if arrived_at is None else arrived_at, max_tokens)
+        request.replicaset = replicaset.name
+        self.num_submitted += 1
+        if facts.request_id in self._alive:
+            detail: str | None = "another request with this id is being served"
+        else:  # counted before a policy is asked, whatever that does
+            self._alive[facts.request_id] = (request, replicaset)
+            detail = replicaset.refusal(request, seconds)
+            if detail is not None:
+                del self._alive[facts.request_id]
+        if detail is not None:
+            end_request(request, EndReason.REJECTED, detail, seconds)
+            self.num_ended[EndReason.REJECTED] += 1
+            for observer in self._observers:
+                observer.on_arrival(request, seconds)
+                observer.on_ended(request, EndReason.REJECTED, detail, seconds)
+            return request, replicaset, None
+        request.keys = make_keys(replica.limits.block_size)
+        for observer in self._observers:
+            observer.on_arrival(request, seconds)
+        for tell in replicaset.listeners.arrivals:
+            tell((request,), seconds)
+        return request, replicaset, replicaset.accept(request, now)
+
+    def _length_room(self, replica: Replica, facts: RequestFacts) -> int:
+        return replica.limits.max_model_len - facts.num_prompt_tokens
+
+    def end_early(self, request_id: str, reason: EndReason, now: int, detail: str = "") -> bool:
+        """Abort or expire a request; False when it is unknown, has ended, or ends with the step it is in."""
+        entry = self._alive.get(request_id)
+        if entry is None:
+            return False
+        request, replicaset = entry
+        if replicaset.end_early(request, reason, to_seconds(now), detail):
+            self.settle(((request, reason),), now)
+            return True
+        return False
+
+    def lose_replica(self, replica: Replica, failure: Failure, now: int) -> Losses:
+        """A replica is lost: its requests are computed again elsewhere, or end; see `recovery.lose_replica`."""
+        replicaset = self.replicasets[replica.replicaset]
+        losses = lose_replica(replicaset, replica, failure, now)
+        self.settle(losses.ended, now)
+        return losses
+
+    def restore_replica(self, replica: Replica, now: int) -> None:
+        """A replica that was lost computes again, with nothing in its memory."""
+        self.replicasets[replica.replicaset].restore(replica.replica_id)
+        for observer in self._observers:
+            observer.on_replica_restored(replica.replicaset, replica.replica_id, to_seconds(now))
+
+    def abandon(self, replicaset: Replicaset, why: str, now: int) -> list[tuple[Request, EndReason]]:
+        """No replica of it is up, and none will be in time: what waits for one ends."""
+        ended = abandon(replicaset, why, now)
+        self.settle(ended, now)
+        return ended
+
+    def swap_policy(self, change: PolicyChange, now: int) -> Swapped:
+        """Put another policy in force; see `swapping.swap_policy`."""
+        replicaset = self.replicasets[change.replicaset]
+        swapped = swap_policy(replicaset, change, self._alive_of(replicaset), now)
+        for observer in self._observers:
+            observer.on_policy_swapped(swapped.swap, to_seconds(now))
+        return swapped
+
+    def take_out_of_service(
+        self, replicaset: Replicaset, error: PolicyError, now: int
+    ) -> list[tuple[Request, EndReason]]:
+        """A policy broke the contract: what its replicaset served ends; policies are told nothing of it."""
+        ended = take_out_of_service(replicaset, self._alive_of(replicaset), f"{OUT_OF_SERVICE}: {error}", now)
+        for request, reason in ended:
+            del self._alive[request.request_id]
+            replicaset.forget(request)
+            self.num_ended[reason] += 1
+        if self.on_ended is not None:
+            self.on_ended(ended)
+        return ended
+
+    def _alive_of(self, replicaset: Replicaset) -> list[Request]:
+        return [request for request, one in self._alive.values() if one is replicaset]
+
+    def settle(self, ended: Sequence[tuple[Request, EndReason]], now: int) -> None:
+        """Count requests that have ended, and tell of it: `on_ended`, then the policies that listen."""
+        if not ended:
+            return
+        replicasets = []
+        for request, reason in ended:
+            _, replicaset = self._alive.pop(request.request_id)
+            replicaset.forget(request)
+            self.num_ended[reason] += 1
+            replicasets.append(replicaset)
+        if self.on_ended is not None:
+            self.on_ended(ended)
+        for (request, _), replicaset in zip(ended, replicasets, strict=True):
+            for tell in replicaset.listeners.departures:
+                tell((request,), to_seconds(now))
+
+    def stall(self, now: int) -> PolicyError | None:
+        """Whose policy leaves requests standing when no step runs and none was formed; None when no request is left."""
+        standing = self.alive()
+        if not standing:
+            return None
+        request = standing[0]
+        remain = "although one request remains" if len(standing) == 1 else f"although {len(standing)} requests remain"
+        remain += f" and nothing else will happen (the one named is {request.state.value})"
+        replicaset = self.replicasets[request.replicaset]
+        replica = self.replica_of(request)
+        if replica is None and not any(replicaset.offers(one, now) for one in range(len(replicaset.replicas))):
+            message, name = f"offers no replica anything of the shared queue {remain}", replicaset.scheduler_name
+            place = place_of_definition(replicaset.scheduler.pull)
+            return PolicyError(name, message, request_id=request.request_id, place=place)
+        replica = replica or replicaset.replicas[0]
+        parts = replica.parts
+        message, own = f"scheduled nothing {remain}. {_refused(replica, request)}", parts.policy.schedule
+        where = place_of_definition(own)
+        error = PolicyError(parts.policy_name, message, request_id=request.request_id, place=where)
+        return error.at(replica.replica_id, replica.num_steps)
+
+    def check_conservation(self) -> None:
+        """Raise `RuntimeError` unless every request is accounted for and every block is used or free."""
+        ended = sum(self.num_ended.values())
+        if self.num_submitted != ended + len(self._alive):
+            raise RuntimeError(f"{self.num_submitted} requests submitted, {ended} ended, {len(self._alive)} alive")
+        waiting = sum(replicaset.num_queued for replicaset in self.replicasets.values())
+        running = sum(replica.running_set.num_running for replica in self.replicas())
+        if waiting + running != len(self._alive):
+            raise RuntimeError(f"{waiting} requests wait and {running} run, but {len(self._alive)} are alive")
+        states = Counter(request.state for request in self.alive())
+        if states[RequestState.RUNNING] != running:
+            raise RuntimeError(f"{running} requests run, but {states[RequestState.RUNNING]} say so")
+        for replica in self.replicas():
+            replica.memory.check()
+
+
+def _refused(replica: Replica, request: Request) -> str:
+    """What the batch builder refused in the last step that the replica's policy was asked to form."""
+    refusals = replica.builder.refusals
+    if request in refusals:
+        refusal = refusals[request]
+        return f"The builder had refused it: {refusal.name} ({refusal.value})"
+    if refusals:
+        counted = Counter(refusals.values())
+        others = ", ".join(f"{count} x {refusal.name} ({refusal.value})" for refusal, count in counted.items())
+        return f"The builder was not asked for it, and had refused others: {others}"
+    return "The builder was asked for nothing that it refused"

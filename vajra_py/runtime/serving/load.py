@@ -1,0 +1,111 @@
+"""Load of a replica as the replicaset scheduler sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vajra_py.contract import RequestView
+from vajra_py.runtime.serving.replica import Replica
+
+
+class LiveLoad:
+    """`ReplicaLoadView` that reads the replica as it is."""
+
+    __slots__ = ("_replica", "age_s", "is_up", "max_batch_size", "num_blocks", "replica_id", "role")
+
+    def __init__(self, replica: Replica, role: str = "mixed") -> None:
+        self._replica = replica
+        self.replica_id = replica.replica_id
+        self.role = role
+        self.is_up = True
+        self.num_blocks = replica.memory.num_blocks
+        self.max_batch_size = replica.limits.max_batch_size
+        self.age_s = 0.0
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold KV blocks."""
+        return self._replica.running_set.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests assigned and not admitted."""
+        return len(self._replica.queue)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens left to prefill."""
+        return self._replica.num_pending_tokens
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens whose KV is held for running requests."""
+        return self._replica.num_context_tokens
+
+    @property
+    def free_blocks(self) -> int:
+        """Free KV blocks."""
+        return self._replica.memory.free_blocks
+
+    def prefix_hit_tokens(self, request: RequestView) -> int:
+        """Leading prompt tokens in this replica's prefix cache now."""
+        keys = getattr(request, "keys", None)
+        return 0 if keys is None else self._replica.memory.lookup_prefix(keys, request.num_known_tokens)
+
+
+class LoadOnDemand:
+    """`ReplicaLoadView` that has its replica brought up to date before a figure is read."""
+
+    __slots__ = ("_bring_up_to_date", "_live")
+
+    def __init__(self, live: LiveLoad, bring_up_to_date: Callable[[], None]) -> None:
+        self._live = live
+        self._bring_up_to_date = bring_up_to_date
+
+    def __getattr__(self, name: str) -> Any:
+        self._bring_up_to_date()
+        return getattr(self._live, name)
+
+
+@dataclass(slots=True)
+class SnapshotLoad:
+    """`ReplicaLoadView` of some time ago: what a router sees that polls its replicas. Prefix hits are read live."""
+
+    live: LiveLoad
+    replica_id: int
+    role: str
+    num_blocks: int
+    max_batch_size: int
+    is_up: bool = True
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pending_tokens: int = 0
+    num_context_tokens: int = 0
+    free_blocks: int = 0
+    age_s: float = 0.0
+    taken_at: float = float("-inf")
+
+    @classmethod
+    def of(cls, live: LiveLoad) -> SnapshotLoad:
+        """A snapshot that has not been taken yet."""
+        return cls(live, live.replica_id, live.role, live.num_blocks, live.max_batch_size)
+
+    def look(self, now: float, interval_s: float) -> SnapshotLoad:
+        """Take the figures again if they are older than the interval; the snapshot with its age set."""
+        live = self.live
+        self.is_up = live.is_up  # a request that is sent to a replica that is down comes back at once
+        if now - self.taken_at >= interval_s:
+            self.num_running = live.num_running
+            self.num_waiting = live.num_waiting
+            self.num_pending_tokens = live.num_pending_tokens
+            self.num_context_tokens = live.num_context_tokens
+            self.free_blocks = live.free_blocks
+            self.taken_at = now
+        self.age_s = now - self.taken_at
+        return self
+
+    def prefix_hit_tokens(self, request: RequestView) -> int:
+        """Leading prompt tokens in this replica's prefix cache now."""
+        return self.live.prefix_hit_tokens(request)

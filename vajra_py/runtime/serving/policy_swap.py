@@ -1,0 +1,199 @@
+"""Replace a replicaset's policies while it serves, between steps, all or nothing.
+
+- A request prioritizer: all that waits is queued anew under its keys; what runs goes on.
+- A replicaset scheduler: what waits and has computed nothing is placed anew, in order of arrival; the rest stays where it is.
+- A replica scheduler: every replica gets a new one. Predictions of prefill times follow its chunks, so queues are made anew.
+
+What can be wrong is found before anything is changed, or undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vajra_py.contract import Layer, PolicySwap, RefusesRequests
+from vajra_py.errors import ConfigError, Problem, VajraError
+from vajra_py.plugins import kind_of
+from vajra_py.runtime.queues import RequestQueue
+from vajra_py.runtime.records.input_log import PolicyChange
+from vajra_py.runtime.requests.listeners import listeners_among
+from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.policy_binding import Policies
+from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.serving.replicaset import Replicaset, refusal_by_all
+from vajra_py.runtime.support.clock import to_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """What came of it."""
+
+    swap: PolicySwap
+    moved: Sequence[tuple[Request, Replica | None]] = ()
+    """Requests that were placed anew, and the replica that each is bound to now (None: the shared queue)."""
+
+
+def swap_policy(replicaset: Replicaset, change: PolicyChange, alive: Sequence[Request], now: int) -> Swapped:
+    """Put a policy in force. `alive`: the replicaset's requests that have not ended, by submission.
+
+    A replicaset that is out of service for what a policy did starts again with new policies in all its layers; it must be
+    empty. Raises what building the policy raises, `ConfigError` when it would never run a request that is being served,
+    `PolicyError` when it breaks the contract at once; then everything is as it was.
+    """
+    policies = replicaset.policies
+    if policies is None:
+        raise ConfigError(Problem(f"replicaset {replicaset.name}", "was put together by hand; its policies stay"))
+    layer, old = change.layer, policies.choices[change.layer]
+    if replicaset.out_of_service:  # nobody is left who would rely on it
+        policies.shared.clear()
+    made = policies.make(layer, change.choice)
+    _greet(policies, change, made, alive, to_seconds(now))
+    if replicaset.out_of_service:
+        for other in Layer:
+            if other is not layer:
+                policies.put(other, policies.choices[other], policies.make(other, policies.choices[other]))
+        policies.put(layer, change.choice, made)
+        _start_again(replicaset, policies)
+        moved: Sequence[tuple[Request, Replica | None]] = ()
+        num_requeued = 0
+    else:
+        moved, num_requeued = _SWAPS[layer](replicaset, policies, change, (made, alive, now))
+    swap = PolicySwap(
+        replicaset.name, layer, old.policy, old.params, change.choice.policy, change.choice.params, num_requeued
+    )
+    return Swapped(swap, moved)
+
+
+_Given = tuple[Sequence[Any], Sequence[Request], int]
+"""(policies of the layer, living requests, tick)."""
+_Done = tuple[Sequence[tuple[Request, Replica | None]], int]
+
+
+def _greet(policies: Policies, change: PolicyChange, made: Sequence[Any], alive: Sequence[Request], now: float) -> None:
+    """Tell new listeners of the requests that are there: to them they arrive now."""
+    if alive:
+        for tell in listeners_among((one, change.choice.policy) for one in made).arrivals:
+            tell(alive, now)
+
+
+def _swap_prioritizer(replicaset: Replicaset, policies: Policies, change: PolicyChange, given: _Given) -> _Done:
+    made, _, now = given
+    before = policies.choices[change.layer], [policies.prioritizer]
+    policies.put(change.layer, change.choice, made)
+    try:
+        queues = _queued_anew(replicaset, policies, to_seconds(now))
+    except VajraError:
+        policies.put(change.layer, *before)
+        raise
+    return (), _refit(replicaset, policies, queues)
+
+
+def _swap_schedulers(replicaset: Replicaset, policies: Policies, change: PolicyChange, given: _Given) -> _Done:
+    made, alive, now = given
+    _check_refusals(replicaset, change.choice.policy, made, (alive, to_seconds(now)))
+    before = policies.choices[change.layer], policies.schedulers, policies.prefill_time.table
+    policies.put(change.layer, change.choice, made)
+    policies.prefill_time.table = policies.predict(made)
+    try:
+        queues = _queued_anew(replicaset, policies, to_seconds(now))
+    except VajraError:
+        policies.put(change.layer, before[0], before[1])
+        policies.prefill_time.table = before[2]
+        raise
+    return (), _refit(replicaset, policies, queues)
+
+
+def _swap_chooser(replicaset: Replicaset, policies: Policies, change: PolicyChange, given: _Given) -> _Done:
+    made, alive, now = given
+    before = policies.choices[change.layer], [policies.replicaset_scheduler]
+    waiting = [one for one in alive if one in replicaset.shared or one.state is RequestState.WAITING]
+    places = [one.replica_id for one in waiting]
+    for request in waiting:
+        _take_out(replicaset, request)
+    policies.put(change.layer, change.choice, made)
+    replicaset.bind_policy(policies.replicaset_scheduler, change.choice.policy)
+    try:
+        moved = [(request, replicaset.place(request, now)) for request in waiting]
+    except VajraError:
+        policies.put(change.layer, *before)
+        replicaset.bind_policy(policies.replicaset_scheduler, policies.name(change.layer))
+        for request, replica_id in zip(waiting, places, strict=True):
+            if request in replicaset.shared or request.replica_id >= 0:
+                _take_out(replicaset, request)
+            replicaset.bind(request, replica_id if replica_id >= 0 else None, to_seconds(now))
+        raise
+    _refit(replicaset, policies, None)
+    return moved, len(moved)
+
+
+_SWAPS: dict[Layer, Callable[[Replicaset, Policies, PolicyChange, _Given], _Done]] = {
+    Layer.REQUEST_PRIORITIZER: _swap_prioritizer,
+    Layer.REPLICASET_SCHEDULER: _swap_chooser,
+    Layer.REPLICA_SCHEDULER: _swap_schedulers,
+}
+
+
+def _take_out(replicaset: Replicaset, request: Request) -> None:
+    """Let a request that waits be in no queue."""
+    if request in replicaset.shared:
+        replicaset.shared.remove(request)
+        return
+    replica = replicaset.replicas[request.replica_id]
+    replica.queue.remove(request)
+    replica.memory.forget(request)
+    request.replica_id = -1
+
+
+def _check_refusals(
+    replicaset: Replicaset, name: str, made: Sequence[Any], served: tuple[Sequence[Request], float]
+) -> None:
+    alive, now = served
+    for request in alive:
+        schedulers = made if request.replica_id < 0 else [made[request.replica_id]]
+        if not all(isinstance(one, RefusesRequests) for one in schedulers):
+            continue
+        places = range(len(made)) if request.replica_id < 0 else [request.replica_id]
+        reason = refusal_by_all(zip(schedulers, map(replicaset.load_of, places), strict=True), name, request, now)
+        if reason is not None:
+            what = f"{name!r} would never run request {request.request_id!r}, which is being served ({reason})"
+            raise ConfigError(Problem(kind_of(Layer.REPLICA_SCHEDULER), what, "Try again when it has ended"))
+
+
+def _queued_anew(replicaset: Replicaset, policies: Policies, now: float) -> list[RequestQueue]:
+    """What waits in the shared queue and in each replica's own, in new queues."""
+    queues = []
+    for old in (replicaset.shared, *(replica.queue for replica in replicaset.replicas)):
+        queue = policies.new_queue()
+        for request in old:
+            queue.add(request, now)
+        queues.append(queue)
+    return queues
+
+
+def _refit(replicaset: Replicaset, policies: Policies, queues: Sequence[RequestQueue] | None) -> int:
+    """Let everyone use what is in force now; returns how many requests wait."""
+    if queues is not None:
+        replicaset.share(queues[0])
+    replicaset.listeners = policies.listeners()
+    for replica in replicaset.replicas:
+        replica_id = replica.replica_id
+        replica.bind_policy(
+            replace(
+                replica.parts,
+                queue=replica.queue if queues is None else queues[1 + replica_id],
+                policy=policies.schedulers[replica_id],
+                policy_name=policies.name(Layer.REPLICA_SCHEDULER),
+                listeners=policies.listeners_of(replica_id),
+            )
+        )
+    replicaset.replicas_refitted()
+    return replicaset.num_queued
+
+
+def _start_again(replicaset: Replicaset, policies: Policies) -> None:
+    policies.prefill_time.table = policies.predict(policies.schedulers)
+    replicaset.bind_policy(policies.replicaset_scheduler, policies.name(Layer.REPLICASET_SCHEDULER))
+    _refit(replicaset, policies, [policies.new_queue() for _ in range(1 + len(replicaset.replicas))])
+    replicaset.out_of_service = ""

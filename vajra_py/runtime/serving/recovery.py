@@ -1,0 +1,99 @@
+"""Requeue or end requests whose replica was lost or whose policy broke the contract.
+
+Of a lost replica: they are computed again elsewhere, their tokens so far kept, or they end. Of a replicaset whose policy
+broke the contract: they end, each with the reason, and nobody is asked anything until another policy is put in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from vajra_py.contract import EndReason
+from vajra_py.runtime.records.input_log import Failure
+from vajra_py.runtime.requests.lifecycle import end_request
+from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.serving.replicaset import Replicaset
+from vajra_py.runtime.support.clock import to_seconds
+
+Ended = list[tuple[Request, EndReason]]
+
+
+@dataclass(slots=True)
+class Losses:
+    """What a lost replica's requests came to."""
+
+    ended: Ended = field(default_factory=list)
+    moved: list[tuple[Request, Replica | None]] = field(default_factory=list)
+    """Those that will be computed again, and the replica that each is bound to now (None: whoever takes it)."""
+
+
+def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now: int) -> Losses:
+    """A replica is gone with its memory. `failure.max_reruns`: how often a request may run again; None: its requests end."""
+    seconds, why, max_reruns = to_seconds(now), failure.detail, failure.max_reruns
+    for observer in replicaset.observers:
+        observer.on_replica_lost(replica.replicaset, replica.replica_id, why, seconds)
+    if max_reruns is None:
+        return Losses(ended=replicaset.lose(replica.replica_id, why, seconds))
+    replicaset.note_lost(replica.replica_id)
+    losses = Losses()
+    to_end = dict(replica.to_end)
+    held = [*replica.running_set.running(), *replica.running_set.in_flight]
+    left = [*held, *(cast(Request, one) for one in replica.queue.ordered(seconds))]
+    for request in held:
+        request.num_losses += failure.guilty is None or request.request_id in failure.guilty
+        request.num_preemptions += 1
+    for request in left:
+        replica.lifecycle.requeue(request)
+    replica.clear()
+    for request in left:
+        if request in to_end:
+            _end(replicaset, request, to_end[request], seconds, losses.ended)
+        elif request.num_losses > max_reruns:
+            detail = f"{why}; it had run again {max_reruns} times"
+            _end(replicaset, request, (EndReason.FAILED, detail), seconds, losses.ended)
+        else:
+            for observer in replicaset.observers:
+                observer.on_uprooted(request, replica.replica_id, seconds)
+            losses.moved.append((request, replicaset.place(request, now)))
+    return losses
+
+
+def abandon(replicaset: Replicaset, why: str, now: int) -> Ended:
+    """No replica is up, and none will be in time: what waits for one ends."""
+    seconds, ended = to_seconds(now), Ended()
+    for request in [cast(Request, one) for one in replicaset.shared.ordered(seconds)]:
+        replicaset.shared.remove(request)
+        _end(replicaset, request, (EndReason.FAILED, why), seconds, ended)
+    return ended
+
+
+def take_out_of_service(replicaset: Replicaset, alive: Sequence[Request], why: str, now: int) -> Ended:
+    """A policy did what it may not, perhaps half-way through a step: every request ends, and all that there was is dropped."""
+    replicaset.out_of_service = why
+    seconds, ended = to_seconds(now), Ended()
+    for observer in replicaset.observers:
+        observer.on_out_of_service(replicaset.name, why, seconds)
+    policies = replicaset.policies
+    assert policies is not None
+    replicaset.share(policies.new_queue())
+    for replica in replicaset.replicas:
+        replica.bind_policy(replace(replica.parts, queue=policies.new_queue()))
+        replica.clear()
+    for request in alive:
+        if request.state is RequestState.ENDED:  # with the step that broke off, and nobody was told
+            assert request.end_reason is not None
+            ended.append((request, request.end_reason))
+        else:
+            _end(replicaset, request, (EndReason.FAILED, why), seconds, ended)
+    return ended
+
+
+def _end(replicaset: Replicaset, request: Request, how: tuple[EndReason, str], now: float, ended: Ended) -> None:
+    reason, detail = how
+    end_request(request, reason, detail, now)
+    for observer in replicaset.observers:
+        observer.on_ended(request, reason, detail, now)
+    ended.append((request, reason))

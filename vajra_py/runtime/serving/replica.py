@@ -1,0 +1,457 @@
+"""One replica: asks its policy for a plan and applies what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+from vajra_py.contract import (
+    EndedStep,
+    EndReason,
+    LatencyModel,
+    Layer,
+    Observer,
+    PreemptionMode,
+    ReplicaLimits,
+    ReplicaScheduler,
+    ScheduledChunk,
+    StepEnd,
+    StepRecord,
+)
+from vajra_py.errors import BREACHES, PolicyError, VajraError
+from vajra_py.runtime.kv import KvMemory, TokenKeys
+from vajra_py.runtime.queues import RequestQueue
+from vajra_py.runtime.queues.shared import SharedAccess
+from vajra_py.runtime.records.step_log import StepLog
+from vajra_py.runtime.requests.lifecycle import Lifecycle
+from vajra_py.runtime.requests.listeners import NOBODY, Listeners
+from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.requests.running_set import RunningSet, StateView
+from vajra_py.runtime.step.builder import Builder
+from vajra_py.runtime.step.builder_options import BuilderOptions, IllegalPlan
+from vajra_py.runtime.step.fast_forward import Repeats, run_of
+from vajra_py.runtime.step.plan import Executor, PlannedChunk, StepPlan, StepResult
+from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds
+
+MAX_EMPTY_STEPS = 1000
+"""How many steps in a row may preempt without running anything before the policy is held to be stuck."""
+
+
+Around: TypeAlias = Callable[[str, Layer, str, Callable[..., Any]], Callable[..., Any]]
+"""(replicaset, layer, policy, method) to what is called in place of that method of the policy, to time it for instance."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaParts:
+    """What a replica is made of."""
+
+    replicaset: str
+    replica_id: int
+    limits: ReplicaLimits
+    memory: KvMemory
+    queue: RequestQueue
+    shared: SharedAccess
+    policy: ReplicaScheduler
+    policy_name: str
+    latency: LatencyModel
+    options: BuilderOptions
+    executor: Executor
+    listeners: Listeners = NOBODY
+
+
+class Replica:
+    """One model instance: its queue, its memory, its running requests, and the policy that forms its steps."""
+
+    def __init__(self, parts: ReplicaParts) -> None:
+        self.parts = parts
+        self.replicaset = parts.replicaset
+        self.replica_id = parts.replica_id
+        self.limits = parts.limits
+        self.memory = parts.memory
+        self.queue = parts.queue
+        self.running_set = RunningSet(parts.limits, parts.memory, parts.queue, parts.shared)
+        self.lifecycle = Lifecycle(parts.replica_id, self.running_set)
+        self.builder = Builder(self.running_set, parts.latency, self.lifecycle, parts.options)
+        self.num_steps = 0
+        self.num_in_flight = 0
+        self.around: Around | None = None
+        self._view = StateView(parts.replica_id, self.running_set)
+        self._step_watchers: list[Observer] = []
+        self._end_watchers: list[Observer] = []
+        self._step_logs: list[StepLog] = []
+        self._output_limits: dict[Request, int] = {}
+        self._to_abort: dict[Request, tuple[EndReason, str]] = {}
+        self._publish_at_end = not parts.options.publish_at_schedule
+        self.repeats = Repeats(self.running_set)
+        self._num_waiting_in_run = 0
+        self._inherited: list[Request] = []
+        """What runs though another policy admitted it, earliest admission first; the present one may be unable to go on."""
+        self.bind_policy(parts)
+
+    def bind_policy(self, parts: ReplicaParts) -> None:
+        """Go on with another policy, other listeners or another queue, which holds what waits here; the rest stays."""
+        if parts.policy is not self.parts.policy:
+            self._inherited = [*self.running_set.running(), *self.running_set.in_flight]
+        self.parts = parts
+        self.queue = self.running_set.queue = parts.queue
+        self.lifecycle.listeners = parts.listeners
+        self.builder.policy_name = parts.policy_name
+        schedule = parts.policy.schedule
+        around, name = self.around, parts.policy_name
+        self._schedule = (
+            schedule if around is None else around(self.replicaset, Layer.REPLICA_SCHEDULER, name, schedule)
+        )
+        self.repeats.read_traits(parts.policy, listens=bool(parts.listeners.step_ends))
+
+    def watch(self, observers: Sequence[Observer]) -> None:
+        """Let these observers see everything that happens here from now on."""
+        self._step_watchers = [one for one in observers if one.wants_steps]
+        self._end_watchers = [one for one in observers if one.wants_step_ends]
+        self._step_logs = [one for one in observers if isinstance(one, StepLog) and one.wants_plans]
+        self.running_set.log_pool(on=bool(self._step_logs))
+        self.lifecycle.observers = observers
+        self.parts.options.keep_notes = bool(self._step_watchers or self._step_logs)
+
+    # Requests come and go
+
+    def enqueue(self, request: Request, now: float) -> None:
+        """A request is bound to this replica and waits."""
+        request.replica_id = self.replica_id
+        self.memory.register(request, request.keys)
+        self.queue.add(request, now)
+
+    def end_early(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
+        """End a request of this replica before its time; False when its step has to come back first."""
+        if request.state is not RequestState.RUNNING:
+            self._output_limits.pop(request, None)
+            self.lifecycle.withdraw(request, reason, now, detail)
+        elif self.num_in_flight:
+            self._to_abort[request] = (reason, detail)
+            return False
+        else:
+            self._finish(request, reason, now, detail)
+        return True
+
+    def lose(self, detail: str, now: float) -> list[tuple[Request, EndReason]]:
+        """The replica is gone: everything that it held or was to run ends, with what it has reached."""
+        running_set, reason = self.running_set, EndReason.FAILED
+        self.num_in_flight = 0
+        held = [*running_set.running(), *running_set.in_flight]
+        queued = [cast(Request, one) for one in self.queue.ordered(now)]
+        for request in held:
+            self._finish(request, reason, now, detail)
+        for request in queued:
+            self.end_early(request, reason, now, detail)
+        self.clear()
+        return [(request, reason) for request in (*held, *queued)]
+
+    @property
+    def to_end(self) -> Mapping[Request, tuple[EndReason, str]]:
+        """Requests that end with the step that they are in, and why."""
+        return self._to_abort
+
+    def clear(self) -> None:
+        """Be as new, with no request and no KV block; whoever was here is accounted for elsewhere."""
+        self.num_in_flight = 0
+        self._output_limits.clear()
+        self._to_abort.clear()
+        self._inherited = []
+        self.running_set.clear()
+        self.memory.clear()
+        self.builder.swap_bytes_due = 0
+        self.builder.dropped = []
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens left to prefill, waiting and running."""
+        return self.queue.num_tokens + sum(one.num_remaining_tokens for one in self.running_set.partial)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens whose KV is held for running requests."""
+        running_set = self.running_set
+        others = (*running_set.skipped, *running_set.partial, *running_set.in_flight)
+        return running_set.pool.context_tokens + sum(one.num_computed_tokens for one in others)
+
+    # A step begins
+
+    def next_plan(self, now: int) -> StepPlan | None:
+        """Form the next step that runs something; None when there is nothing to run until something changes."""
+        if self.running_set.is_empty and not self.running_set.num_waiting:
+            return None
+        builder = self.builder
+        builder.num_preempted_before = 0
+        for _ in range(MAX_EMPTY_STEPS):
+            plan = self.form_step(now)
+            if plan is None:
+                if not self._inherited or not self._give_way(now):
+                    return None
+                builder.num_preempted_before += 1
+                continue
+            if plan.chunks or plan.num_pool_decodes:
+                return plan
+            builder.num_preempted_before += len(plan.preempted)
+        stuck = PolicyError(self.parts.policy_name, "preempts without ever running anything")
+        raise stuck.at(self.replica_id, self.num_steps)
+
+    def _give_way(self, now: int) -> bool:
+        """The policy does nothing: of what it did not admit itself, let the latest give its memory up; whether there was any."""
+        while self._inherited and not self.num_in_flight:
+            request = self._inherited.pop()
+            if request.state is RequestState.RUNNING and request.replica_id == self.replica_id:
+                self.lifecycle.preempt(request, PreemptionMode.RECOMPUTE, to_seconds(now))
+                return True
+        return False
+
+    def form_step(self, now: int) -> StepPlan | None:
+        """Ask the policy once. None: it did nothing; a plan without entries: it only preempted."""
+        builder, view, name = self.builder, self._view, self.parts.policy_name
+        view.now = seconds = now / TICKS_PER_SECOND
+        builder.start(seconds)
+        if self.queue.is_arbitrary:
+            self.running_set.read_keys_again()
+        try:
+            self._schedule(view, builder, seconds)
+        except PolicyError as error:
+            error.at(self.replica_id, self.num_steps)
+            raise
+        except VajraError:
+            raise
+        except IllegalPlan as error:
+            breach = PolicyError.caused_by(name, error, message=str(error), request_id=error.request_id)
+            raise breach.at(self.replica_id, self.num_steps) from error
+        except BREACHES as error:
+            raise PolicyError.caused_by(name, error).at(self.replica_id, self.num_steps) from error
+        if not builder.num_requests and not builder.num_preempted:
+            builder.forget_looked_at()
+            return None
+        plan = builder.plan(self.num_steps, now)
+        builder.forget_looked_at()
+        if plan.chunks or plan.num_pool_decodes:
+            self.num_in_flight += 1
+            self.num_steps += 1
+        if self._step_logs:
+            changes = self.running_set.take_pool_changes()
+            for log in self._step_logs:
+                log.on_plan(self.replicaset, plan, changes)
+        if self._step_watchers:
+            self._show(plan)
+        return plan
+
+    def take_dropped(self) -> list[tuple[Request, EndReason]]:
+        """Requests that the policy has dropped since this was last asked; whoever lets the replica form steps counts them."""
+        dropped = self.builder.dropped
+        if dropped:
+            self.builder.dropped = []
+            for request, _ in dropped:
+                self._output_limits.pop(request, None)
+                self.parts.executor.release(request)
+        return dropped
+
+    def _show(self, plan: StepPlan) -> None:
+        record = StepRecord(
+            step_index=plan.step_index,
+            replicaset=self.replicaset,
+            replica_id=self.replica_id,
+            formed_at=to_seconds(plan.formed_at),
+            chunks=[ScheduledChunk(*entry) for entry in plan.entries()],
+            preempted=plan.preempted,
+            shape=plan.shape,
+            free_blocks=plan.free_blocks,
+            num_waiting=plan.num_waiting,
+            num_running=plan.num_running,
+            notes=plan.notes,
+        )
+        for observer in self._step_watchers:
+            observer.on_step_begin(record)
+
+    # Steps that repeat
+
+    def num_repeats(self, plan: StepPlan) -> int:
+        """`Repeats.num_alike`, and none while somebody watches every step."""
+        return 0 if self._step_watchers else self.repeats.num_alike(plan)
+
+    def note_waiting(self) -> None:
+        """Repetitions that are formed from now on leave this many waiting; only observers want to know."""
+        if self._end_watchers or self._step_logs:
+            self._num_waiting_in_run = self.running_set.num_waiting
+
+    def complete_repeats(self, plan: StepPlan, ended_at: Sequence[int]) -> StepPlan:
+        """`plan` and repetitions of it came back at these ticks; returns the repetition that is in flight after them."""
+        assert plan.pool is not None
+        if self._end_watchers:
+            run = run_of(self.replicaset, plan, ended_at, self._num_waiting_in_run)
+            for observer in self._end_watchers:
+                observer.on_step_run(run)
+        growth = plan.pool.growth_cycle(len(ended_at) - 1) if self._step_logs else ()
+        following = self.builder.repeat(plan, len(ended_at), ended_at[-1], self._num_waiting_in_run)
+        for log in self._step_logs:
+            log.on_plan_repeats(self.replicaset, plan, ended_at, growth, following)
+        plan.pool.advance(ended_at)
+        self.num_steps += len(ended_at)
+        return following
+
+    # A step ends
+
+    def first_stage_completed(self, plan: StepPlan) -> None:
+        """Pipelining of one prompt's chunks: unfinished prompts may enter the pipeline again after its first stage."""
+        for chunk in plan.chunks:
+            request = chunk.request
+            if request.in_flight and request.num_remaining_tokens > 0 and request not in self._to_abort:
+                self._land(request)
+
+    def complete_step(self, plan: StepPlan, result: StepResult, now: int) -> list[tuple[Request, EndReason]]:
+        """Apply what came back; returns the requests that ended, in order of admission."""
+        self.num_in_flight -= 1
+        listeners = self.parts.listeners.step_ends
+        entries = list(plan.entries()) if listeners else []
+        if result.tokens is not None:
+            self._append_tokens(result.tokens)
+        done = plan.pool.emit(now) if plan.pool is not None else []
+        if self._publish_at_end:
+            self._publish_computed(plan)
+        if plan.chunks:
+            done += self._apply_chunks(plan, now)
+        if result.stopped or result.failed:
+            done += [one for one in dict.fromkeys((*result.stopped, *result.failed)) if one not in done]
+        finished = self._finish_all(done, result, to_seconds(now)) if done else []
+        if listeners:
+            step = _as_told(plan, entries, to_seconds(now))
+            for tell in listeners:
+                tell(step)
+        if self._to_abort:
+            finished.extend(self._abort_pending(to_seconds(now)))
+        if self._end_watchers:
+            self._show_end(plan, finished, to_seconds(now))
+        for log in self._step_logs:
+            log.on_plan_end(self.replicaset, plan, finished, now)
+        return finished
+
+    def _finish_all(self, done: list[Request], result: StepResult, now: float) -> list[tuple[Request, EndReason]]:
+        if len(done) > 1:
+            done.sort(key=lambda one: one.admitted_index)
+        finished = [(one, self._end_reason(one, result)) for one in done]
+        for request, reason in finished:
+            if reason is EndReason.FAILED:
+                self.memory.uncache_blocks(request, 0)  # whoever found its blocks would fail with them
+            self._finish(request, reason, now, result.failed.get(request, ""))
+        return finished
+
+    def _append_tokens(self, tokens: Sequence[tuple[Request, int]]) -> None:
+        for request, token in tokens:
+            if isinstance(request.keys, TokenKeys):
+                request.keys.append(token)
+
+    def _publish_computed(self, plan: StepPlan) -> None:
+        """Blocks that this step completed enter the prefix cache now; its own last token is not computed yet."""
+        if not plan.chunks and (plan.pool is None or not plan.pool.num_public):
+            return
+        touched = [chunk.request for chunk in plan.chunks]
+        if plan.pool is not None and plan.pool.num_public:
+            self.running_set.materialize()
+            touched.extend(sorted(plan.pool.needing_blocks(), key=lambda one: one.admitted_index))
+        for request in touched:
+            if request.state is RequestState.RUNNING:
+                self.memory.cache_blocks(request, request.num_computed_tokens)
+
+    def _apply_chunks(self, plan: StepPlan, now: int) -> list[Request]:
+        running_set, memory = self.running_set, self.memory
+        done: list[Request] = []
+        is_split = memory.num_groups > 1
+        for request, num_tokens, computed_before, _ in plan.chunks:
+            if plan.admissions is not None and not _is_current(request, plan.admissions[request]):
+                continue  # it gave way or ended after the first stage; what this chunk computed is gone
+            if is_split:
+                memory.on_chunk_done(request, computed_before, num_tokens)
+            end = computed_before + num_tokens
+            if request.in_flight and end == request.num_computed_tokens:
+                self._land(request)
+            if end < request.num_known_tokens:
+                continue
+            request.add_output()
+            request.token_log.append(now)
+            if request.num_output_tokens == 1:
+                self.lifecycle.first_token(request, now)
+            num_left = self._num_outputs_left(request)
+            if num_left <= 0:
+                done.append(request)
+            else:
+                del running_set.partial[request]
+                running_set.pool.join(request, num_left)
+        return done
+
+    def _land(self, request: Request) -> None:
+        del self.running_set.in_flight[request]
+        request.in_flight = False
+        self.running_set.partial[request] = None
+
+    def _num_outputs_left(self, request: Request) -> int:
+        limit = self._output_limits.get(request)
+        if limit is None:
+            known = self.parts.executor.known_output_tokens(request)
+            limit = request.max_tokens if known is None else min(max(1, known), request.max_tokens)
+            self._output_limits[request] = limit
+        return limit - request.num_output_tokens
+
+    def _end_reason(self, request: Request, result: StepResult) -> EndReason:
+        if request in result.failed:
+            return EndReason.FAILED
+        if request in result.stopped:
+            return EndReason.STOP
+        return EndReason.LENGTH if self._output_limits[request] >= request.max_tokens else EndReason.STOP
+
+    def _finish(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
+        self._output_limits.pop(request, None)
+        self._to_abort.pop(request, None)
+        self.lifecycle.finish(request, reason, now, detail)
+        self.parts.executor.release(request)
+
+    def _abort_pending(self, now: float) -> list[tuple[Request, EndReason]]:
+        ended: list[tuple[Request, EndReason]] = []
+        for request, (reason, detail) in list(self._to_abort.items()):
+            if request.in_flight:
+                continue
+            del self._to_abort[request]
+            if request.state is RequestState.RUNNING:
+                self._finish(request, reason, now, detail)
+            else:
+                self._output_limits.pop(request, None)
+                self.lifecycle.withdraw(request, reason, now, detail)
+                self.parts.executor.release(request)
+            ended.append((request, reason))
+        return ended
+
+    def _show_end(self, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]], now: float) -> None:
+        end = StepEnd(
+            plan.step_index,
+            self.replicaset,
+            self.replica_id,
+            to_seconds(plan.formed_at),
+            now,
+            finished,
+            plan.free_blocks,
+            plan.shape,
+            plan.num_waiting,
+            plan.num_running,
+            len(plan.preempted) + plan.num_preempted_before,
+        )
+        for observer in self._end_watchers:
+            observer.on_step_end(end)
+
+
+def _as_told(plan: StepPlan, entries: Sequence[PlannedChunk], now: float) -> EndedStep:
+    """A step that has come back, as policies are told of it."""
+    return EndedStep(
+        plan.replica_id,
+        plan.step_index,
+        to_seconds(plan.formed_at),
+        now,
+        [entry.request for entry in entries],
+        [entry.num_tokens for entry in entries],
+    )
+
+
+def _is_current(request: Request, admitted_index: int) -> bool:
+    """Whether the request still holds the memory that it got at this admission."""
+    return request.state is RequestState.RUNNING and request.admitted_index == admitted_index

@@ -1,0 +1,370 @@
+"""A replicaset: bounds admission and binds requests to replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, cast
+
+from vajra_py.contract import (
+    EndReason,
+    Layer,
+    Observer,
+    RefusesRequests,
+    ReplicaLoadView,
+    ReplicasetScheduler,
+    RequestView,
+)
+from vajra_py.errors import BREACHES, PolicyError, VajraError, place_of_definition
+from vajra_py.runtime.queues import RequestQueue
+from vajra_py.runtime.queues.shared import SharedAccess
+from vajra_py.runtime.requests.lifecycle import end_request
+from vajra_py.runtime.requests.listeners import NOBODY
+from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.load import LiveLoad, LoadOnDemand, SnapshotLoad
+from vajra_py.runtime.serving.policy_binding import Policies
+from vajra_py.runtime.serving.replica import Around, Replica
+from vajra_py.runtime.support.clock import to_seconds
+
+QUEUE_FULL = "the queue is full"
+ALL_FAILED = "every replica has failed"
+"""How refusals begin that have nothing to do with the request itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """How much may wait in a replicaset; None: any amount."""
+
+    max_queued_requests: int | None = None
+    max_queued_tokens: int | None = None
+
+
+class SharedDoor:
+    """One replica's access to the shared queue: it sees what the replicaset scheduler lets it pull."""
+
+    __slots__ = ("_replicaset", "queue", "view")
+
+    def __init__(self, replicaset: Replicaset) -> None:
+        self._replicaset = replicaset
+        self.queue = replicaset.shared
+        self.view: ReplicaLoadView | None = None
+
+    def __len__(self) -> int:
+        return self.queue.num_requests
+
+    def __contains__(self, request: object) -> bool:
+        return request in self.queue
+
+    def pulled(self, now: float) -> Iterator[RequestView]:
+        """What this replica may take now, in the order that the scheduler gives."""
+        assert self.view is not None
+        return self._replicaset.pulled_by(self.view, now)
+
+    def begin_step(self) -> None:
+        """Keys that may move with anything are read again."""
+        self.queue.begin_step()
+
+    def take(self, request: RequestView) -> None:
+        """The replica has admitted it."""
+        self.queue.remove(request)
+
+
+class _SharedView:
+    """`QueueView` over the shared queue at one moment."""
+
+    __slots__ = ("_now", "_queue")
+
+    def __init__(self, queue: RequestQueue, now: float) -> None:
+        self._queue = queue
+        self._now = now
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[RequestView]:
+        return self._queue.ordered(self._now)
+
+
+class Replicaset:
+    """Replicas of one model behind one prioritizer and one replicaset scheduler."""
+
+    def __init__(
+        self,
+        name: str,
+        scheduler: ReplicasetScheduler,
+        scheduler_name: str,
+        shared: RequestQueue,
+        admission: AdmissionLimits,
+        view_interval_s: float = 0.0,
+    ) -> None:
+        self.name = name
+        self.scheduler = scheduler
+        self.scheduler_name = scheduler_name
+        self.shared = shared
+        self.admission = admission
+        self.replicas: list[Replica] = []
+        self._doors: list[SharedDoor] = []
+        self.observers: Sequence[Observer] = ()
+        self.listeners = NOBODY
+        self._view_interval_s = view_interval_s
+        self._live: list[LiveLoad] = []
+        self._views: list[LiveLoad] | list[SnapshotLoad] = []
+        self._queued_by_id: dict[str, Request] = {}
+        self._may_refuse = False
+        self.bring_up_to_date: Callable[[], None] = _do_nothing
+        """To be called before a replica's figures are read at a time at which a simulator may be behind with them."""
+        self.lost: set[int] = set()
+        """Replicas that do not compute."""
+        self.around: Around | None = None
+        self.policies: Policies | None = None
+        """Where its policies come from; None: it was put together by hand, and they stay."""
+        self.out_of_service = ""
+        """What a policy did for which this replicaset takes no requests; empty: nothing."""
+        self.bind_policy(scheduler, scheduler_name)
+
+    def add_replica(self, make: Callable[[SharedAccess], Replica]) -> Replica:
+        """Build a replica with its door to the shared queue and take it in."""
+        door = SharedDoor(self)
+        self._doors.append(door)
+        replica = make(door)
+        load = LiveLoad(replica)
+        door.view = load
+        self.replicas.append(replica)
+        self.replicas_refitted()
+        self._live.append(load)
+        self._views = [SnapshotLoad.of(one) for one in self._live] if self._view_interval_s > 0 else self._live
+        return replica
+
+    def share(self, queue: RequestQueue) -> None:
+        """Let this be the shared queue from now on."""
+        self.shared = queue
+        for door in self._doors:
+            door.queue = queue
+
+    def bind_policy(self, scheduler: ReplicasetScheduler, name: str) -> None:
+        """Let this scheduler choose from now on."""
+        self.scheduler, self.scheduler_name = scheduler, name
+        assign, around = scheduler.assign, self.around
+        self._assign_call = assign if around is None else around(self.name, Layer.REPLICASET_SCHEDULER, name, assign)
+
+    def replicas_refitted(self) -> None:
+        """Replicas have their policy, or another one."""
+        self._may_refuse = all(isinstance(one.parts.policy, RefusesRequests) for one in self.replicas)
+
+    def call_through(self, around: Around) -> None:
+        """Let policies be asked through what `around` makes of their methods, those that are there and those to come."""
+        self.around = around
+        self.bind_policy(self.scheduler, self.scheduler_name)
+        for replica in self.replicas:
+            replica.around = around
+            replica.bind_policy(replica.parts)
+
+    def watch(self, observers: Sequence[Observer]) -> None:
+        """Let these observers see everything that happens here from now on."""
+        self.observers = observers
+        for replica in self.replicas:
+            replica.watch(observers)
+
+    def set_up(self, replica_id: int, is_up: bool) -> None:
+        """A replica comes or goes; the scheduler sees it at its next look."""
+        self._live[replica_id].is_up = is_up
+
+    def is_up(self, replica_id: int) -> bool:
+        """Whether a replica takes requests."""
+        return self._live[replica_id].is_up
+
+    def lose(self, replica_id: int, detail: str, now: float) -> list[tuple[Request, EndReason]]:
+        """A replica is gone with everything that it held; returns the requests that ended with it."""
+        self.note_lost(replica_id)
+        ended = self.replicas[replica_id].lose(detail, now)
+        if self._all_lost:
+            for request in [cast(Request, one) for one in self.shared.ordered(now)]:
+                self.shared.remove(request)
+                end_request(request, EndReason.FAILED, detail, now)
+                for observer in self.observers:
+                    observer.on_ended(request, EndReason.FAILED, detail, now)
+                ended.append((request, EndReason.FAILED))
+        return ended
+
+    def note_lost(self, replica_id: int) -> None:
+        """A replica does not compute any more."""
+        self.set_up(replica_id, False)
+        self.lost.add(replica_id)
+
+    def restore(self, replica_id: int) -> None:
+        """A lost replica is there again, empty."""
+        self.lost.discard(replica_id)
+        self.set_up(replica_id, True)
+
+    @property
+    def num_up(self) -> int:
+        """Replicas that compute."""
+        return len(self.replicas) - len(self.lost)
+
+    @property
+    def _all_lost(self) -> bool:
+        return len(self.lost) == len(self.replicas)
+
+    # The door
+
+    def refusal(self, request: Request, now: float) -> str | None:
+        """Why this request cannot be taken, now or ever; None when it can."""
+        limits = self.replicas[0].limits
+        prompt = request.num_prompt_tokens
+        if self.out_of_service:
+            return self.out_of_service
+        if self._all_lost:
+            return f"{ALL_FAILED} (all {len(self.replicas)})"
+        if request.max_tokens < 1:
+            return (
+                f"the prompt ({prompt} tokens) leaves no room for output: a request may hold at most "
+                f"{max_request_tokens(self.replicas[0])} tokens here"
+            )
+        if not self.replicas[0].memory.fits(prompt + request.max_tokens - 1):
+            return (
+                f"prompt and output ({prompt} + {request.max_tokens} tokens) can never fit into the KV memory of a "
+                f"replica ({limits.num_blocks} blocks of {limits.block_size} tokens)"
+            )
+        detail = self._refused_by_policy(request, now)
+        if detail is not None:
+            return detail
+        waiting = self.admission.max_queued_requests
+        if waiting is not None and self.num_queued >= waiting:
+            return f"{QUEUE_FULL} ({self.num_queued} requests wait, at most {waiting} may)"
+        tokens = self.admission.max_queued_tokens
+        if tokens is not None and self.num_queued_tokens + prompt > tokens:
+            return f"{QUEUE_FULL} ({self.num_queued_tokens} tokens wait, at most {tokens} may)"
+        return None
+
+    def _refused_by_policy(self, request: Request, now: float) -> str | None:
+        if not self._may_refuse:
+            return None
+        name = self.replicas[0].parts.policy_name
+        asked = (
+            (one.parts.policy, self.load_of(one.replica_id)) for one in self.replicas if self.is_up(one.replica_id)
+        )
+        detail = refusal_by_all(asked, name, request, now)
+        return None if detail is None else f"{name}: {detail}"
+
+    def load_of(self, replica_id: int) -> ReplicaLoadView:
+        """A replica as it is when one of its figures is read."""
+        return cast(ReplicaLoadView, LoadOnDemand(self._live[replica_id], self.bring_up_to_date))
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait, in the shared queue and the replicas' own."""
+        return len(self.shared) + sum(len(replica.queue) for replica in self.replicas)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens that wait to be computed."""
+        return self.shared.num_tokens + sum(replica.queue.num_tokens for replica in self.replicas)
+
+    def accept(self, request: Request, now: int) -> Replica | None:
+        """Queue an accepted request; returns the replica that it is bound to, None when anyone may pull it."""
+        request.move_to(RequestState.WAITING)
+        return self.place(request, now)
+
+    def place(self, request: Request, now: int) -> Replica | None:
+        """Queue a request that is in no queue; returns like `accept`."""
+        seconds = to_seconds(now)
+        replica_id = self._assign(request, seconds) if self.num_up else None
+        for observer in self.observers:
+            observer.on_assigned(request, replica_id, seconds)
+        return self.bind(request, replica_id, seconds)
+
+    def bind(self, request: Request, replica_id: int | None, now: float) -> Replica | None:
+        """Put a request into a replica's queue, or into the shared one (None)."""
+        if replica_id is None:
+            self.shared.add(request, now)
+            self._queued_by_id[request.request_id] = request
+            return None
+        replica = self.replicas[replica_id]
+        replica.enqueue(request, now)
+        return replica
+
+    def _assign(self, request: Request, now: float) -> int | None:
+        views: Sequence[ReplicaLoadView] = self._views
+        if self._view_interval_s > 0:
+            views = [one.look(now, self._view_interval_s) for one in self._views if isinstance(one, SnapshotLoad)]
+        try:
+            chosen = self._assign_call(request, views, now)
+        except VajraError:
+            raise
+        except BREACHES as error:
+            raise PolicyError.caused_by(self.scheduler_name, error, request_id=request.request_id) from error
+        if chosen is None:
+            return None
+        if type(chosen) is int and 0 <= chosen < len(self.replicas) and self._live[chosen].is_up:
+            return chosen
+        answer: object = chosen  # a plug-in may say anything
+        known = isinstance(answer, Integral) and 0 <= int(answer) < len(self.replicas)
+        if not known or not self._live[chosen].is_up:
+            message = f"assigned a request to replica {chosen!r}. Replicas that are up: {self._up()}"
+            place = place_of_definition(self.scheduler.assign)
+            raise PolicyError(self.scheduler_name, message, request_id=request.request_id, place=place)
+        return int(chosen)
+
+    def _up(self) -> list[int]:
+        return [one.replica_id for one in self._live if one.is_up]
+
+    def pulled_by(self, view: ReplicaLoadView, now: float) -> Iterator[RequestView]:
+        """Shared-queue requests that the scheduler lets this replica take, as requests."""
+        try:
+            for request_id in self.scheduler.pull(view, _SharedView(self.shared, now), now):
+                request = self._queued_by_id.get(request_id)
+                if request is None or request not in self.shared:
+                    message = "pulled a request that is not in the shared queue"
+                    place = place_of_definition(self.scheduler.pull)
+                    raise PolicyError(self.scheduler_name, message, request_id=request_id, place=place)
+                yield request
+        except VajraError:
+            raise
+        except BREACHES as error:
+            raise PolicyError.caused_by(self.scheduler_name, error) from error
+
+    def offers(self, replica_id: int, now: int) -> bool:
+        """Whether the replica may pull anything from the shared queue."""
+        return next(self.pulled_by(self._live[replica_id], to_seconds(now)), None) is not None
+
+    def forget(self, request: Request) -> None:
+        """The request has left for good."""
+        self._queued_by_id.pop(request.request_id, None)
+
+    def end_early(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
+        """End a request before its time, wherever it is; False when its step has to come back first."""
+        if request in self.shared:
+            self.shared.remove(request)
+            end_request(request, reason, detail, now)
+            for observer in self.observers:
+                observer.on_ended(request, reason, detail, now)
+            return True
+        return self.replicas[request.replica_id].end_early(request, reason, now, detail)
+
+
+def refusal_by_all(asked: Iterable[tuple[Any, ReplicaLoadView]], name: str, request: Request, now: float) -> str | None:
+    """The first refusal, when each of these schedulers (with its replica) refuses the request; None when one would run it."""
+    first: str | None = None
+    for scheduler, replica in asked:
+        try:
+            reason = scheduler.refuses(request, replica, now)
+        except BREACHES as error:
+            raise PolicyError.caused_by(name, error, request_id=request.request_id) from error
+        if reason is None:
+            return None
+        first = first or reason
+    return first
+
+
+def _do_nothing() -> None:
+    """Every replica is as it is."""
+
+
+def max_request_tokens(replica: Replica) -> int:
+    """Most tokens, prompt and output together, that one request may have on this replica."""
+    limits = replica.limits
+    capacity = limits.num_blocks * limits.block_size
+    if limits.kv_group_tokens is not None:
+        capacity = min(capacity, limits.kv_parallel_groups * limits.kv_group_tokens)
+    return min(limits.max_model_len, capacity + 1)

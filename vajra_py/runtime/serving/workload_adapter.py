@@ -1,0 +1,35 @@
+"""Extract a workload request's facts and the hashes of its prompt's blocks."""
+
+from __future__ import annotations
+
+from vajra_py.runtime.kv import BlockKeys, PrivateKeys, SegmentKeys, TokenKeys
+from vajra_py.runtime.requests.request import RequestFacts
+from vajra_py.workload import RequestSpec
+
+
+def facts_of(spec: RequestSpec) -> RequestFacts:
+    """What the client says; not the true output length."""
+    return RequestFacts(
+        spec.request_id,
+        spec.num_prompt_tokens,
+        spec.max_tokens,
+        spec.priority,
+        spec.tenant,
+        spec.slo_class,
+        spec.ttft_slo_s,
+        spec.tpot_slo_s,
+        spec.deadline_s,
+        spec.expires_after_s,
+        spec.session_id,
+        spec.metadata,
+        spec.tbt_slo_s,
+    )
+
+
+def keys_of(spec: RequestSpec, block_size: int, salt: str) -> BlockKeys:
+    """Keys by token ids where the workload gives them, by content segments, or nothing that anyone else shares."""
+    if spec.prompt_token_ids is not None:
+        return TokenKeys(spec.prompt_token_ids, block_size, salt)
+    if spec.content is not None:
+        return SegmentKeys(spec.content.segments, spec.request_id, block_size, salt)
+    return PrivateKeys(spec.request_id)

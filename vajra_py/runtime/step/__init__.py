@@ -1,0 +1,1 @@
+"""One step: the batch builder, the plan it writes, batch features, decode fast-forward."""

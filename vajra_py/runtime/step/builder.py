@@ -1,0 +1,425 @@
+"""Batch builder: the only writer of a step's plan; grants what is legal and refuses the rest with a reason.
+
+A step that runs every decode of the pool is one bulk entry: what it costs here is the blocks that decodes need now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+from vajra_py.contract import BatchFeatures, DecodeStop, EndReason, LatencyModel, PreemptionMode, Refusal, RequestView
+from vajra_py.runtime.requests.decode_pool import by_admission
+from vajra_py.runtime.requests.lifecycle import Lifecycle
+from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.requests.running_set import RunningSet
+from vajra_py.runtime.step.builder_options import BuilderOptions, IllegalPlan
+from vajra_py.runtime.step.plan_draft import PlanDraft
+
+# Looking a member of an enumeration up costs more than a call, and these are looked up for every chunk.
+_RUNNING, _SWAPPED, _ENDED = RequestState.RUNNING, RequestState.SWAPPED, RequestState.ENDED
+
+
+class Builder(PlanDraft):
+    """The `BatchBuilder` of one replica, and the only writer of its plans."""
+
+    def __init__(
+        self, running_set: RunningSet, latency: LatencyModel, lifecycle: Lifecycle, options: BuilderOptions
+    ) -> None:
+        super().__init__(running_set, latency, lifecycle.replica_id, options)
+        self._latency = latency
+        self._lifecycle = lifecycle
+        self.policy_name = ""
+        """What the reasons of dropped requests begin with."""
+        self.dropped: list[tuple[Request, EndReason]] = []
+        """Requests that a policy has ended and nobody has counted yet."""
+        self.refusals: dict[Request, Refusal] = {}
+        """Why `add` refused a request last in this step; told when nothing comes of it."""
+        self._order: list[Request] | None = None
+        """What `add_decodes` or `add_running` still goes through; None when neither stopped half-way."""
+        self._order_of_decodes = False
+        self._order_position = 0
+        self._to_publish: list[Request] = []
+        """Decodes of the pool whose filled blocks are to be entered in the prefix cache, latest admitted first."""
+        self._looked_at: list[Request] = []
+        self.start(0.0)
+
+    def start(self, now: float) -> None:
+        """Empty the plan for a new step."""
+        self.now = now
+        self._order = None
+        if self.refusals:
+            self.refusals.clear()
+        if self._to_publish:
+            self._to_publish = []
+        pool = self._residents.pool
+        self._growing = pool.needing_blocks()
+        self._reserves = self._options.reserves_growth and not self._pipelined
+        self._publishes_decodes = pool.num_public > 0 and self._options.publish_at_schedule
+        self._empty()
+
+    # Adding
+
+    def add(self, request: RequestView, num_tokens: int, *, reserve_tokens: int | None = None) -> Refusal | None:
+        """Compute the next `num_tokens` of the request in this step; see `BatchBuilder.add`."""
+        if num_tokens == 1 and not self.bulk and request in self._members:
+            refusal = self._add_decode(request)
+        else:
+            own = self._own(request)
+            if num_tokens < 1:
+                raise IllegalPlan(own, f"cannot add {num_tokens} tokens. A chunk has at least 1")
+            refusal = self._granted(own, num_tokens, reserve_tokens)
+        if refusal is not None:
+            self.refusals[cast(Request, request)] = refusal
+        return refusal
+
+    def _granted(self, own: Request, num_tokens: int, reserve_tokens: int | None) -> Refusal | None:
+        if own in self:
+            return Refusal.ALREADY_SCHEDULED
+        if own.in_flight:
+            return Refusal.IN_FLIGHT
+        if self._slots <= 0:
+            return Refusal.BATCH_FULL
+        if num_tokens > self._tokens:
+            return Refusal.TOKEN_BUDGET
+        if own.state is not _RUNNING:
+            return self._admit(own, num_tokens, reserve_tokens)
+        computed, known = own.num_computed_tokens, own.num_known_tokens
+        self._check_chunk(own, num_tokens, computed, known)
+        if own.is_decode:
+            refusal = self._room_for_decode(own)
+            if refusal is None:
+                self._put_decode(own)
+            return refusal
+        to_hold = computed + num_tokens
+        if reserve_tokens is not None and reserve_tokens > to_hold:
+            to_hold = reserve_tokens
+        if not self._memory.grow(own, to_hold):
+            return Refusal.KV_BLOCKS
+        if to_hold > known:
+            self._residents.has_spare_blocks = True
+        self._put(own, num_tokens, computed, "running")
+        return None
+
+    def _add_decode(self, request: Request) -> Refusal | None:
+        """The same for the one token of a pool member, while members are taken one by one: the way of a policy's loop."""
+        selected = self.selected
+        if request in selected:
+            return Refusal.ALREADY_SCHEDULED
+        if self._slots <= 0:
+            return Refusal.BATCH_FULL
+        if self._tokens < 1:
+            return Refusal.TOKEN_BUDGET
+        if request in self._growing or self._publishes_decodes:  # what is full of private content needs no entry yet
+            refusal = self._room_for_decode(request)
+            if refusal is not None:
+                return refusal
+        if not selected:
+            self.bulk_position = len(self.chunks)
+        selected[request] = None
+        self._slots -= 1
+        self._tokens -= 1
+        self._complete = None
+        return None
+
+    def _check_chunk(self, request: Request, num_tokens: int, done: int, known: int) -> None:
+        limit = known - done
+        if not self._one_group:
+            limit = self._memory.max_chunk(request, done, limit)
+        if num_tokens > limit:
+            raise IllegalPlan(request, f"cannot add {num_tokens} tokens. Its next chunk may have at most {limit}")
+
+    def _admit(self, request: Request, num_tokens: int, reserve_tokens: int | None) -> Refusal | None:
+        running_set, memory = self._residents, self._memory
+        if self.preempted and any(request is victim for victim, _ in self.preempted):
+            return Refusal.JUST_PREEMPTED
+        swapped = request.state is _SWAPPED
+        done = request.num_computed_tokens if swapped else memory.cached_tokens(request)
+        known = request.num_known_tokens
+        self._check_chunk(request, num_tokens, done, known)
+        to_hold = reserve_tokens
+        if to_hold is None:
+            to_hold = known if self._options.reserve_prompt else done + num_tokens
+        to_hold = max(to_hold, done + num_tokens)
+        watermark = self._options.watermark_blocks
+        if (
+            watermark
+            and running_set.num_running
+            and self.blocks_needed(request, to_hold) + watermark > memory.free_blocks
+        ):
+            return Refusal.WATERMARK
+        busy = self._busy_groups() if self._group_tokens else frozenset()
+        if swapped:
+            copies = memory.swap_in(request, to_hold)
+            if copies is None:
+                return Refusal.KV_BLOCKS
+            self._shapes.add_swap(copies * running_set.limits.bytes_per_block)
+        else:
+            hit = memory.allocate(request, to_hold, busy)
+            if hit is None:
+                return Refusal.GROUP_BUSY if busy else Refusal.KV_BLOCKS
+            request.set_computed(hit)
+            done = hit
+        if to_hold > known:
+            running_set.has_spare_blocks = True
+        kind = self._lifecycle.admitted(request, done, self.now)
+        self._put(request, num_tokens, done, kind)
+        return None
+
+    def add_decodes(self) -> DecodeStop | None:
+        """Add every decode that is not in the batch yet; see `BatchBuilder.add_decodes`."""
+        running_set = self._residents
+        if self._order is None or not self._order_of_decodes:
+            self._order = None
+            if not self.bulk and not self.selected:
+                self._add_pool()
+                if self._to_publish:
+                    self._publish_decodes()
+            if self.bulk:
+                if not running_set.skipped:
+                    return None
+                self._go_through(sorted(running_set.skipped, key=by_admission), of_decodes=True)
+            else:
+                self._go_through(running_set.decodes(), of_decodes=True)
+        return self._add_in_order(None)
+
+    def add_running(self, max_chunk_tokens: int | None = None) -> DecodeStop | None:
+        """Add every running request in order of admission; see `BatchBuilder.add_running`."""
+        running_set = self._residents
+        self.running_in_order = True
+        if self._order is None or self._order_of_decodes:
+            self._order = None
+            if not self.bulk and not self.selected and self._everything_fits(max_chunk_tokens):
+                self._add_pool()
+            if self.bulk:
+                rest = [*running_set.skipped, *running_set.partial]
+                if not rest:
+                    self._publish_decodes()
+                    return None
+                self._go_through(sorted(rest, key=by_admission), of_decodes=False)
+            else:
+                self._go_through(running_set.running(), of_decodes=False)
+        stop = self._add_in_order(max_chunk_tokens)
+        self._publish_decodes()
+        return stop
+
+    def _everything_fits(self, max_chunk_tokens: int | None) -> bool:
+        running_set, memory = self._residents, self._memory
+        num_tokens = len(running_set.pool) + len(running_set.skipped)
+        num_blocks = len(running_set.pool.needing_blocks()) + len(running_set.skipped)
+        for request in running_set.partial:
+            chunk = _capped(self.max_chunk(request), max_chunk_tokens)
+            num_tokens += chunk
+            num_blocks += memory.blocks_needed(request, request.num_computed_tokens + chunk)
+        return num_tokens <= self._tokens and num_blocks <= memory.free_blocks and memory.num_groups == 1
+
+    def _go_through(self, requests: Iterable[Request], *, of_decodes: bool) -> None:
+        self._order = list(requests)
+        self._order_position = 0
+        self._order_of_decodes = of_decodes
+
+    def _add_in_order(self, max_chunk_tokens: int | None) -> DecodeStop | None:
+        order = self._order or []
+        while self._order_position < len(order):
+            request = order[self._order_position]
+            if request.state is _RUNNING and not request.in_flight and request not in self:
+                if self._tokens <= 0:
+                    self.refusals[request] = Refusal.TOKEN_BUDGET
+                    return DecodeStop(request, Refusal.TOKEN_BUDGET)
+                chunk = min(_capped(self.max_chunk(request), max_chunk_tokens), self._tokens)
+                if self._to_publish:  # of equal blocks the first entered is found, also where decodes came at once
+                    self._publish_decodes(before=request.admitted_index)
+                refusal = self.add(request, chunk)
+                if refusal is not None:
+                    return DecodeStop(request, refusal)
+            self._order_position += 1
+        self._order = None
+        self._order_position = 0
+        return None
+
+    # Decodes
+
+    def _add_pool(self) -> None:
+        """Take the whole pool as one entry, if it fits and no skipped decode stands before a member."""
+        running_set = self._residents
+        pool = running_set.pool
+        count = len(pool.members)
+        if not 0 < count <= self._slots or count > self._tokens:
+            return
+        if running_set.skipped:
+            last = pool.in_admission_order()[-1].admitted_index
+            if any(request.admitted_index < last for request in running_set.skipped):
+                return
+        if self._grow_pool():
+            self._put_pool(count)
+
+    def _grow_pool(self) -> bool:
+        """Give every pool member that needs one its next block; False (nothing changed) when there are too few."""
+        running_set, memory = self._residents, self._memory
+        pool = running_set.pool
+        due = pool.needing_blocks()
+        if due:
+            if running_set.has_spare_blocks:
+                running_set.materialize()
+                size = memory.block_size
+                due = [one for one in due if memory.num_held_blocks(one) * size <= one.num_computed_tokens]
+            if len(due) > memory.growth_headroom:
+                return False
+            if self._reserves and memory.can_reserve and not pool.num_public:
+                memory.reserve_blocks(len(due))
+            else:
+                running_set.materialize()
+                memory.grow_each(due)
+        if pool.num_public and self._options.publish_at_schedule:
+            self._to_publish = sorted(pool.filling_blocks(), key=by_admission, reverse=True)
+        return True
+
+    def _publish_decodes(self, before: int | None = None) -> None:
+        """Enter blocks that decodes of the pool fill, in order of admission (those admitted `before` alone, if given)."""
+        waiting = self._to_publish
+        while waiting and (before is None or waiting[-1].admitted_index < before):
+            request = waiting.pop()
+            self._materialize(request)
+            self._memory.cache_blocks(request, request.num_computed_tokens + 1)
+
+    def _room_for_decode(self, request: Request) -> Refusal | None:
+        needed = request.num_computed_tokens + 1
+        self._materialize(request)
+        if not self._memory.grow(request, needed):
+            return Refusal.KV_BLOCKS
+        if self._options.publish_at_schedule:
+            self._memory.cache_blocks(request, needed)
+        return None
+
+    def _materialize(self, request: Request) -> None:
+        """Enter the blocks that were reserved for the request, in this step's bulk entry too, into its table."""
+        if self._memory.has_reserved and request in self._members:
+            self._memory.materialize(request, request.num_computed_tokens + self.bulk)
+
+    # Giving way
+
+    def preempt(self, request: RequestView, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> Refusal | None:
+        """Take the request's device memory away; see `BatchBuilder.preempt`."""
+        own = self._own(request)
+        if own.state is not _RUNNING:
+            raise IllegalPlan(own, f"cannot preempt what is {own.state.value}. Running requests can be preempted")
+        if own.in_flight:
+            return Refusal.IN_FLIGHT
+        if mode is PreemptionMode.SWAP:
+            num_to_keep = max(1, self._memory.blocks_for(own.num_computed_tokens))
+            if num_to_keep > self._memory.free_host_blocks:
+                return Refusal.HOST_BLOCKS
+        if own in self and not self._unschedule(own):
+            return Refusal.IN_FLIGHT
+        self._materialize(own)
+        num_moved = self._lifecycle.preempt(own, mode, self.now)
+        if num_moved:
+            self._shapes.add_swap(num_moved * self._residents.limits.bytes_per_block)
+        self.preempted.append((own, mode.value))
+        self._complete = None
+        return None
+
+    def _unschedule(self, request: Request) -> bool:
+        """Take a request out of the batch; False, and nothing changed, if another entry builds on what it computes."""
+        position, done = None, request.num_computed_tokens
+        if request in self._in_batch:
+            position = next(i for i, chunk in enumerate(self.chunks) if chunk.request is request)
+            done = self.chunks[position].num_computed_before
+        if not self._memory.uncache_blocks(request, done):
+            return False
+        self._take_out(request, position)
+        return True
+
+    def drop(self, request: RequestView, reason: str) -> None:
+        """End a waiting request for good; see `BatchBuilder.drop`."""
+        own = self._own(request)
+        if own.state is _RUNNING:
+            raise IllegalPlan(own, "cannot drop what runs. Waiting requests can be dropped; preempt it first")
+        given: object = reason  # a plug-in may say anything
+        if not isinstance(given, str) or not given:
+            raise IllegalPlan(own, f"cannot drop it without a reason (got {reason!r}). A sentence for its client")
+        self._lifecycle.drop(own, f"{self.policy_name}: {reason}", self.now)
+        self.dropped.append((own, EndReason.REJECTED))
+
+    # Questions
+
+    def cached_tokens(self, request: RequestView) -> int:
+        """Leading tokens that the prefix cache holds for a waiting request now."""
+        own = self._own(request)
+        return 0 if own.state is _RUNNING or own.state is _SWAPPED else self._memory.cached_tokens(own)
+
+    def blocks_needed(self, request: RequestView, num_tokens: int) -> int:
+        """Free blocks that would be taken if the request held its first `num_tokens` tokens."""
+        own = self._own(request)
+        if own.state is _SWAPPED:
+            return self._memory.blocks_for(max(num_tokens, own.num_computed_tokens))
+        self._materialize(own)
+        return self._memory.blocks_needed(own, num_tokens)
+
+    def max_chunk(self, request: RequestView) -> int:
+        """Most tokens that the next chunk of the request may have."""
+        own = self._own(request)
+        if own.state is _RUNNING or own.state is _SWAPPED:
+            num_left = own.num_remaining_tokens
+        else:
+            num_left = own.num_known_tokens - self._memory.cached_tokens(own)
+        return num_left if self._one_group else self._memory.max_chunk(own, own.num_known_tokens - num_left, num_left)
+
+    def shape(self) -> BatchFeatures:
+        """Features of the batch so far, of its slowest group."""
+        return self._shapes.slowest(self._completed())
+
+    def predicted_time(self) -> float:
+        """Predicted seconds of the step as it stands."""
+        return self._latency.stage_time_s(self.shape())
+
+    def predicted_time_with(self, request: RequestView, num_tokens: int) -> float:
+        """Predicted seconds of the step with `num_tokens` of the request added."""
+        own = self._own(request)
+        shapes = self._completed()
+        if own.is_decode and num_tokens == 1:
+            if self._memory.num_groups == 1:
+                shapes = [shapes[0].with_decodes(1, own.num_computed_tokens)]
+            else:
+                shapes = self._shapes.complete(0, 0, extra=own)
+        else:
+            done = own.num_computed_tokens or self.cached_tokens(own)
+            shapes = self._shapes.with_chunk(shapes, own, num_tokens, done)
+        return self._latency.stage_time_s(self._shapes.slowest(shapes))
+
+    def note(self, request: RequestView, **scores: float | int | str) -> None:
+        """Attach the reasons of a decision to the decision log."""
+        if self._options.keep_notes:
+            self.notes.setdefault(request.request_id, {}).update(scores)
+
+    # Inside
+
+    def _put(self, request: Request, num_tokens: int, computed: int, kind: str) -> None:
+        self._put_chunk(request, num_tokens, computed, kind)
+        if self._options.publish_at_schedule:
+            self._memory.cache_blocks(request, computed + num_tokens)
+
+    def _busy_groups(self) -> frozenset[int]:
+        busy = self._options.busy_group_tokens
+        return frozenset(group for group, tokens in self._group_tokens.items() if tokens >= busy)
+
+    def _own(self, request: RequestView) -> Request:
+        own = cast(Request, request)
+        replica_id = own.replica_id
+        if own.state is _ENDED or (replica_id != self._replica_id and replica_id != -1):
+            raise IllegalPlan(own, "it is not one of this replica's requests")
+        if replica_id == -1 and not self._memory.is_registered(own):
+            self._memory.register(own, own.keys)
+            self._looked_at.append(own)
+        return own
+
+    def forget_looked_at(self) -> None:
+        """The step is decided: drop what was looked up for shared requests that stay in the shared queue."""
+        for request in self._looked_at:
+            if request.replica_id == -1:
+                self._memory.forget(request)
+        self._looked_at.clear()
+
+
+def _capped(num_tokens: int, cap: int | None) -> int:
+    return num_tokens if cap is None else min(num_tokens, cap)

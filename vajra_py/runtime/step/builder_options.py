@@ -1,0 +1,44 @@
+"""Options of plan building, and the messages for illegal requests of a policy."""
+
+from __future__ import annotations
+
+from vajra_py.runtime.requests.request import Request
+
+
+class IllegalPlan(ValueError):
+    """A policy asked for something that makes no sense; names the request."""
+
+    def __init__(self, request: Request, message: str) -> None:
+        super().__init__(message)
+        self.request_id = request.request_id
+
+
+class BuilderOptions:
+    """What the replica's configuration says about building plans."""
+
+    __slots__ = (
+        "busy_group_tokens",
+        "keep_notes",
+        "publish_at_schedule",
+        "reserve_prompt",
+        "reserves_growth",
+        "watermark_blocks",
+    )
+
+    def __init__(
+        self,
+        *,
+        reserve_prompt: bool,
+        watermark_blocks: int,
+        publish_at_schedule: bool,
+        keep_notes: bool = False,
+        reserves_growth: bool = False,
+        busy_group_tokens: int = 500,
+    ) -> None:
+        self.reserve_prompt = reserve_prompt
+        self.watermark_blocks = watermark_blocks
+        self.publish_at_schedule = publish_at_schedule
+        self.keep_notes = keep_notes
+        self.reserves_growth = reserves_growth
+        """Whether decodes that grow together get their blocks as a number first: where nobody reads tables step by step."""
+        self.busy_group_tokens = busy_group_tokens

@@ -1,0 +1,88 @@
+"""Decode fast-forward: how many steps repeat the present one, and applying them at once.
+
+A replica scheduler says it by `RepeatsDecodes`. Where it is not claimed, nothing is sure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vajra_py.contract import RepeatsDecodes, ReplicaScheduler, SteadyState, StepRun
+from vajra_py.runtime.requests.running_set import RunningSet
+from vajra_py.runtime.step.plan import StepPlan
+from vajra_py.runtime.support.clock import to_seconds
+
+
+class Repeats:
+    """What can be known in advance of one replica's steps."""
+
+    def __init__(self, running_set: RunningSet) -> None:
+        self._residents = running_set
+        self._repeats_alone = self._repeats_full = False
+
+    def read_traits(self, policy: ReplicaScheduler, *, listens: bool) -> None:
+        """The replica has its policy, or another one; whether some policy listens to the ends of steps."""
+        running_set = self._residents
+        steady = policy.repeats_decodes if isinstance(policy, RepeatsDecodes) else frozenset()
+        may_repeat = running_set.limits.pipeline_stages == 1 and not listens and running_set.memory.num_groups == 1
+        self._repeats_alone = may_repeat and SteadyState.NOTHING_WAITS in steady
+        self._repeats_full = may_repeat and SteadyState.BATCH_FULL in steady
+
+    def num_alike(self, plan: StepPlan) -> int:
+        """How many further steps are sure to be decided like this one, if nothing reaches the replica meanwhile.
+
+        Up to the one in which a request ends, or before the one in which a decode would lack a block.
+        """
+        pool, running_set = plan.pool, self._residents
+        if pool is None or plan.chunks or not self._is_steady(plan):
+            return 0
+        if plan.preempted or plan.num_preempted_before or plan.shape.swap_bytes:
+            return 0
+        memory = running_set.memory
+        if running_set.has_spare_blocks or running_set.skipped or running_set.partial:
+            return 0
+        if plan.num_requests != plan.num_running:
+            return 0
+        num_steps = pool.steps_to_next_end() - 1
+        free = memory.growth_headroom
+        most = -(-num_steps // memory.block_size) * len(pool)
+        if most <= free:
+            return num_steps
+        for step, num_blocks in enumerate(pool.growth_by_step(num_steps)):
+            free -= num_blocks
+            if free < 0:
+                return step
+        return num_steps
+
+    def _is_steady(self, plan: StepPlan) -> bool:
+        running_set = self._residents
+        if self.ignores_arrivals(plan):
+            return not len(running_set.shared)
+        return self._repeats_alone and not running_set.num_waiting
+
+    def ignores_arrivals(self, plan: StepPlan | None) -> bool:
+        """Whether repetitions of this plan go on when a request joins the replica's own queue."""
+        return self._repeats_full and plan is not None and plan.num_requests >= self._residents.limits.max_batch_size
+
+
+def run_of(replicaset: str, plan: StepPlan, ended_at: Sequence[int], num_waiting: int) -> StepRun:
+    """A step and repetitions of it that came back at these ticks; the repetitions left `num_waiting` waiting."""
+    pool = plan.pool
+    assert pool is not None
+    free = plan.free_blocks
+    free_blocks = [free]
+    for num_blocks in pool.growth_by_step(len(ended_at) - 1):
+        free -= num_blocks
+        free_blocks.append(free)
+    return StepRun(
+        replicaset,
+        plan.replica_id,
+        plan.step_index,
+        to_seconds(plan.formed_at),
+        [to_seconds(tick) for tick in ended_at],
+        len(pool),
+        plan.shape.decode_context_tokens,
+        free_blocks,
+        [plan.num_waiting, *[num_waiting] * (len(ended_at) - 1)],
+        plan.num_running,
+    )

@@ -1,0 +1,113 @@
+"""Protocol between the mechanism and its backends: a plan goes in, tokens and a duration come out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from vajra_py.contract import BatchFeatures
+from vajra_py.runtime.kv import BlockCopy
+from vajra_py.runtime.requests.decode_pool import DecodePool, by_admission
+from vajra_py.runtime.requests.request import Request
+
+
+class PlannedChunk(NamedTuple):
+    """One entry of a plan."""
+
+    request: Request
+    num_tokens: int
+    num_computed_before: int
+    kind: str
+    """"running", "admitted" or "resumed"."""
+
+
+class StepPlan(NamedTuple):
+    """What one step computes. Made by the batch builder alone, and never changed; read by executors and observers.
+
+    A tuple, since one is made for every step and a frozen dataclass takes several times as long to make.
+    """
+
+    step_index: int
+    replica_id: int
+    formed_at: int
+    """Tick at which it was formed."""
+    shape: BatchFeatures
+    """Features of the batch; of its slowest group under KV parallelism."""
+    chunks: tuple[PlannedChunk, ...]
+    """Prefill chunks, and decodes that are not part of the pool's step."""
+    pool: DecodePool | None
+    """All of whose members decode in this step, when there are any."""
+    num_pool_decodes: int
+    free_blocks: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
+    """Free blocks, waiting and running requests right after the step was formed."""
+    pool_position: int = 0
+    """How many of `chunks` stood before the pool's decodes were added."""
+    running_in_order: bool = False
+    """Whether running entries are listed in order of admission rather than as they were added."""
+    preempted: Sequence[tuple[Request, str]] = ()
+    num_preempted_before: int = 0
+    """Requests that gave way just before, in attempts at this step that ran nothing."""
+    admissions: Mapping[Request, int] | None = None
+    """With several steps in flight: each entry's admission, by which a result that came too late is recognised."""
+    copies: Sequence[BlockCopy] = ()
+    """KV blocks to move between device and host before the step runs."""
+    notes: Mapping[str, Mapping[str, float | int | str]] = {}
+
+    @property
+    def num_requests(self) -> int:
+        """Entries of the step."""
+        return len(self.chunks) + self.num_pool_decodes
+
+    def entries(self) -> Iterator[PlannedChunk]:
+        """Every entry in batch order. Valid from the plan's making until its result is applied."""
+        return in_batch_order(self.chunks, self._pool_entries(), self.pool_position, self.running_in_order)
+
+    def _pool_entries(self) -> Sequence[PlannedChunk]:
+        if self.pool is None:
+            return ()
+        return [
+            PlannedChunk(request, 1, request.num_computed_tokens - 1, "running")
+            for request in self.pool.in_admission_order()
+        ]
+
+
+def in_batch_order(
+    chunks: Sequence[PlannedChunk], decodes: Sequence[PlannedChunk], position: int, running_in_order: bool
+) -> Iterator[PlannedChunk]:
+    """The chunks and, behind the first `position` of them, the decodes; or all that run by admission, then who is admitted."""
+    if running_in_order:
+        running = [chunk for chunk in chunks if chunk.kind == "running"]
+        yield from sorted([*running, *decodes], key=lambda chunk: by_admission(chunk.request))
+        yield from (chunk for chunk in chunks if chunk.kind != "running")
+        return
+    yield from chunks[:position]
+    yield from decodes
+    yield from chunks[position:]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came out of a step.
+
+    `tokens` holds (request, token id) for every entry that sampled one, in batch order; None where tokens have no
+    identity (simulation): then every entry that caught up with its known tokens yields one. `stopped` names requests
+    whose token ended them (end of sequence or a stop string), for executors that cannot know lengths in advance.
+    `failed` names requests whose own part of the step gave no token, and why: they end, and nothing else does.
+    """
+
+    tokens: Sequence[tuple[Request, int]] | None = None
+    stopped: frozenset[Request] = frozenset()
+    failed: Mapping[Request, str] = field(default_factory=dict)
+
+
+class Executor(Protocol):
+    """Runs plans for one replica; the only part that differs between simulator and engine."""
+
+    def known_output_tokens(self, request: Request) -> int | None:
+        """After how many output tokens the request will stop by itself, where that is known (simulation, replay)."""
+
+    def release(self, request: Request) -> None:
+        """The request has left for good; drop what is kept for it."""

@@ -1,0 +1,281 @@
+"""The plan of a step while it is written: what is in it, what is left of its limits, and the finished plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from vajra_py.contract import BatchFeatures, LatencyModel
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.requests.running_set import RunningSet
+from vajra_py.runtime.step.builder_options import BuilderOptions
+from vajra_py.runtime.step.features import ShapeTracker
+from vajra_py.runtime.step.plan import PlannedChunk, StepPlan, in_batch_order
+
+UNLIMITED = 2**62
+
+
+class PlanDraft:
+    """What the builder has granted so far in one replica's step; used again for every step.
+
+    Decodes are in it as one entry (`bulk`: the whole pool) or one by one (`selected`); everything else is a chunk.
+    """
+
+    def __init__(
+        self, running_set: RunningSet, latency: LatencyModel, replica_id: int, options: BuilderOptions
+    ) -> None:
+        self._residents = running_set
+        self._memory = running_set.memory
+        self._replica_id = replica_id
+        self._options = options
+        self._shapes = ShapeTracker(running_set.memory, latency, self._batch_decodes)
+        limits = running_set.limits
+        self._pipelined = limits.pipeline_stages > 1
+        self._one_group = running_set.memory.num_groups == 1
+        self._max_slots = limits.max_batch_size
+        self._max_tokens = limits.max_batch_tokens if limits.max_batch_tokens is not None else UNLIMITED
+        self.now = 0.0
+        self.swap_bytes_due = 0
+        """Bytes that attempts at a step moved which then ran nothing; they count in the next."""
+        self.num_preempted_before = 0
+        """Requests that gave way in attempts at this step that ran nothing."""
+        self.chunks: list[PlannedChunk] = []
+        self.selected: dict[Request, None] = {}
+        """Decodes taken one by one, in order."""
+        self.preempted: list[tuple[Request, str]] = []
+        self.notes: dict[str, dict[str, float | int | str]] = {}
+        self._in_batch: set[Request] = set()
+        self._group_tokens: dict[int, int] = {}
+        self._empty()
+
+    def _empty(self) -> None:
+        """Begin a new plan."""
+        self.bulk = False
+        self.bulk_position = 0
+        self.running_in_order = False
+        self._members = self._residents.pool.members
+        self._slots = self._max_slots
+        self._tokens = self._max_tokens
+        self._num_bulk = 0
+        self._complete: list[BatchFeatures] | None = None
+        if self.chunks:
+            self.chunks.clear()
+            self._in_batch.clear()
+            self._group_tokens.clear()
+        if self.selected:
+            self.selected.clear()
+        if self.preempted:
+            self.preempted.clear()
+        if self.notes:
+            self.notes = {}
+        if not self._shapes.is_clear:
+            self._shapes.clear()
+        if self.swap_bytes_due:
+            self._shapes.add_swap(self.swap_bytes_due)
+
+    # What is in the batch
+
+    @property
+    def num_decodes(self) -> int:
+        """Decodes in the batch."""
+        return self._num_bulk if self.bulk else len(self.selected)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in the batch so far."""
+        return self._max_slots - self._slots
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens in the batch so far."""
+        return self._max_tokens - self._tokens
+
+    @property
+    def tokens_left(self) -> int:
+        """What remains of the step's token budget."""
+        return self._tokens
+
+    @property
+    def slots_left(self) -> int:
+        """How many more requests the batch may hold."""
+        return self._slots
+
+    @property
+    def free_blocks(self) -> int:
+        """Free KV blocks now."""
+        return self._memory.free_blocks
+
+    @property
+    def num_preempted(self) -> int:
+        """Requests preempted in this step so far."""
+        return len(self.preempted)
+
+    def __contains__(self, request: object) -> bool:
+        if request in self._in_batch:
+            return True
+        return request in (self._members if self.bulk else self.selected)
+
+    def _batch_decodes(self) -> Iterable[Request]:
+        return self._residents.pool if self.bulk else self.selected
+
+    def _completed(self) -> list[BatchFeatures]:
+        """Features of the batch by KV-parallel group."""
+        complete = self._complete
+        if complete is None:
+            pool = self._residents.pool
+            if self.bulk or self._has_selected_the_pool():
+                num_decodes, context = len(pool.members), pool.context_tokens
+            else:
+                num_decodes = len(self.selected)
+                context = sum(request.num_computed_tokens for request in self.selected)
+            if self._one_group and self._shapes.is_clear:  # nothing but decodes
+                complete = [BatchFeatures(num_decodes, context)]
+            else:
+                complete = self._shapes.complete(num_decodes, context)
+            self._complete = complete
+        return complete
+
+    def _has_selected_the_pool(self) -> bool:
+        """Whether the decodes that were taken one by one are the members of the pool."""
+        running_set = self._residents
+        return not running_set.skipped and len(self.selected) == len(running_set.pool.members)
+
+    # Putting in and taking out
+
+    def _put_chunk(self, request: Request, num_tokens: int, computed: int, kind: str) -> None:
+        self.chunks.append(PlannedChunk(request, num_tokens, computed, kind))
+        self._in_batch.add(request)
+        self._slots -= 1
+        self._tokens -= num_tokens
+        self._shapes.add_chunk(request, num_tokens, computed)
+        self._complete = None
+        if not self._one_group:
+            self._count_in_groups(request, num_tokens, computed)
+
+    def _put_decode(self, request: Request) -> None:
+        if self.bulk:
+            self._residents.unskip(request)
+            self._num_bulk += 1
+        else:
+            if not self.selected:
+                self.bulk_position = len(self.chunks)
+            self.selected[request] = None
+        self._slots -= 1
+        self._tokens -= 1
+        self._complete = None
+
+    def _put_pool(self, count: int) -> None:
+        self.bulk = True
+        self.bulk_position = len(self.chunks)
+        self._num_bulk = count
+        self._slots -= count
+        self._tokens -= count
+        self._complete = None
+
+    def _take_out(self, request: Request, position: int | None) -> None:
+        """Take out a request: the chunk at this position, or a decode."""
+        num_tokens = 1
+        if position is not None:
+            num_tokens = self.chunks.pop(position).num_tokens
+            if position < self.bulk_position:
+                self.bulk_position -= 1
+            self._in_batch.discard(request)
+            self._shapes.clear_chunks()
+            self._group_tokens.clear()
+            for kept in self.chunks:
+                self._shapes.add_chunk(kept.request, kept.num_tokens, kept.num_computed_before)
+                if not self._one_group:
+                    self._count_in_groups(kept.request, kept.num_tokens, kept.num_computed_before)
+        elif self.bulk:
+            self._num_bulk -= 1
+        else:
+            del self.selected[request]
+        self._slots += 1
+        self._tokens += num_tokens
+
+    def _count_in_groups(self, request: Request, num_tokens: int, computed: int) -> None:
+        for group in self._memory.active_groups(request, computed):
+            self._group_tokens[group] = self._group_tokens.get(group, 0) + num_tokens
+
+    # The finished plan
+
+    def plan(self, step_index: int, formed_at: int) -> StepPlan:
+        """The plan as it stands; what it computes counts as computed from now on."""
+        running_set, memory = self._residents, self._memory
+        pool = running_set.pool
+        shape = self._completed()[0] if self._one_group else self._shapes.slowest(self._completed())
+        for request, num_tokens, computed, _ in self.chunks:
+            request.set_computed(computed + num_tokens)
+        if self.selected and not self.bulk and not self._has_selected_the_pool():
+            self._park_all_but_selected()
+        runs_something = self._slots < self._max_slots
+        chunks, num_pool_decodes = tuple(self.chunks), len(pool.members) if self.bulk or self.selected else 0
+        admissions = None
+        if self._pipelined:
+            chunks, num_pool_decodes = self._detached(num_pool_decodes), 0
+            admissions = {chunk.request: chunk.request.admitted_index for chunk in chunks}
+        elif num_pool_decodes:
+            pool.commit()
+        # What a step that only preempts has to copy is copied by the next one that runs.
+        self.swap_bytes_due = 0 if runs_something else shape.swap_bytes
+        return StepPlan(
+            step_index,
+            self._replica_id,
+            formed_at,
+            shape,
+            chunks,
+            pool if num_pool_decodes else None,
+            num_pool_decodes,
+            memory.free_blocks,
+            running_set.num_waiting,
+            running_set.num_running,
+            self.bulk_position,
+            self.running_in_order and not self._pipelined,
+            tuple(self.preempted),
+            self.num_preempted_before,
+            admissions,
+            memory.take_copies() if runs_something else (),
+            self.notes or {},
+        )
+
+    def repeat(self, plan: StepPlan, num_steps: int, formed_at: int, num_waiting: int) -> StepPlan:
+        """The plan that comes `num_steps` repetitions after one of nothing but decodes, which are not in flight any more.
+
+        Their blocks are taken here. It is for the caller to know that the policy would have decided the same.
+        """
+        memory = self._memory
+        assert plan.pool is not None
+        num_blocks = plan.pool.growth(num_steps)
+        memory.reserve_blocks(num_blocks)
+        shape, num_decodes = plan.shape, plan.num_pool_decodes
+        return plan._replace(
+            step_index=plan.step_index + num_steps,
+            formed_at=formed_at,
+            shape=BatchFeatures(num_decodes, shape.decode_context_tokens + num_steps * num_decodes),
+            free_blocks=plan.free_blocks - num_blocks,
+            num_waiting=num_waiting,
+        )
+
+    def _park_all_but_selected(self) -> None:
+        running_set, selected = self._residents, self.selected
+        for request in [one for one in running_set.pool if one not in selected]:
+            running_set.skip(request)
+        for request in [one for one in running_set.skipped if one in selected]:
+            running_set.unskip(request)
+
+    def _detached(self, num_pool_decodes: int) -> tuple[PlannedChunk, ...]:
+        """With several steps in flight, every entry keeps its own counters until it comes back."""
+        running_set = self._residents
+        decodes = []
+        if num_pool_decodes:
+            for request in list(running_set.pool.in_admission_order()):
+                computed = request.num_computed_tokens
+                request.end_epoch = running_set.pool.leave(request)
+                request.set_computed(computed + 1)
+                running_set.partial[request] = None
+                decodes.append(PlannedChunk(request, 1, computed, "running"))
+        entries = tuple(in_batch_order(self.chunks, decodes, self.bulk_position, self.running_in_order))
+        for entry in entries:
+            del running_set.partial[entry.request]
+            running_set.in_flight[entry.request] = None
+            entry.request.in_flight = True
+        return entries

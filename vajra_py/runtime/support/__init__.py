@@ -1,0 +1,1 @@
+"""Clock, named random streams, garbage-collection control."""

@@ -1,0 +1,197 @@
+"""Deliver outputs from the engine's thread to the event loop.
+
+The engine's thread leaves a note on a ticket and wakes the event loop once for everything that it left since. One callback
+there brings all tickets up to date and tells each reply once; a stream writes right away, so that no task is woken for a
+token.
+
+Invariants:
+    - A ticket ends exactly once, with a reason; nothing follows.
+    - A note is a snapshot: what it says (so many tokens, this text) belongs together, whatever the engine does meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from vajra_py.contract import EndReason
+from vajra_py.engine.compute import TokenLogprobs
+from vajra_py.engine.llm import RequestMetrics
+from vajra_py.engine.outputs import Submission
+from vajra_py.runtime.requests.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a request ended, and what it took.
+
+    Attributes:
+        reason: why.
+        detail: the same in words, where there is more to say.
+        stopped_by: the stop string or token that ended it.
+        metrics: when things happened to it; None where the engine never said.
+    """
+
+    reason: EndReason
+    detail: str = ""
+    stopped_by: str | int | None = None
+    metrics: RequestMetrics | None = None
+
+
+@dataclass(slots=True, eq=False)
+class OutputStream:
+    """One output on its way: what is known of it in the event loop's thread.
+
+    Attributes:
+        index: which output of its reply.
+        submission: what the engine was given.
+        num_tokens: tokens so far.
+        text: text so far that a client may see.
+        end: how it ended; None: it has not.
+        hides_output: whether the client wants the prompt alone, and not what the engine put out after it.
+    """
+
+    index: int
+    submission: Submission
+    reply: ResponseState
+    hides_output: bool = False
+    num_tokens: int = 0
+    text: str = ""
+    end: End | None = None
+
+    @property
+    def request_id(self) -> str:
+        """The engine's name for it."""
+        return self.submission.facts.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.submission.prompt_token_ids)
+
+    def token_ids(self, start: int = 0) -> Sequence[int]:
+        """Tokens that this ticket has been told of, from the `start`-th on."""
+        return self.submission.collected.token_ids[start : self.num_tokens]
+
+    def logprobs(self, start: int = 0) -> Sequence[TokenLogprobs]:
+        """Log-probabilities of the same tokens, where they were asked for."""
+        return self.submission.collected.logprobs[start : self.num_tokens]
+
+
+@dataclass(slots=True, eq=False)
+class ResponseState:
+    """The outputs of one HTTP request together: whoever answers it waits for any of them.
+
+    Attributes:
+        streams: whether every step matters, or only the end of each output.
+        tickets: the outputs.
+        on_news: called when outputs have changed, once for all that have.
+    """
+
+    streams: bool = False
+    tickets: list[OutputStream] = field(default_factory=list)
+    on_news: Callable[[], None] | None = None
+    _num_ended: int = 0
+    _changed: dict[OutputStream, None] = field(default_factory=dict)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every output has ended."""
+        return self._num_ended == len(self.tickets)
+
+    def answerable(self) -> asyncio.Future[None]:
+        """Done when an answer can begin: with the first news of a stream, otherwise when every output has ended."""
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def check() -> None:
+            if (self.streams or self.is_done) and not ready.done():
+                ready.set_result(None)
+
+        self.on_news = check
+        return ready
+
+    def take(self) -> Collection[OutputStream]:
+        """The outputs that have changed since they were taken last, in the order in which it came."""
+        changed, self._changed = self._changed, {}
+        return changed
+
+    def note(self, ticket: OutputStream, note: Note) -> None:
+        """Bring a ticket up to date; in the event loop's thread."""
+        if ticket.end is not None:
+            return
+        ticket.num_tokens, ticket.text, ticket.end = (0, "", note[2]) if ticket.hides_output else note
+        self._num_ended += ticket.end is not None
+        self._changed[ticket] = None
+
+
+Note = tuple[int, str, End | None]
+"""(tokens so far, text so far, end)."""
+
+
+_PAUSE_PER_DELIVERY = 4.0
+_MAX_PAUSE_S = 0.025
+
+
+class LoopBridge:
+    """Notes from the engine's thread to the event loop's; one wake-up for all that were left since the last.
+
+    After a delivery there is none for four times as long as it took, or 25 ms. Where steps are shorter than that, several
+    tokens of a stream are written together, so that writing takes no more than about a fifth of the interpreter from the
+    engine, however fast the model and however many the streams; where steps are longer, nothing waits.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._notes: deque[tuple[OutputStream, Note]] = deque()
+        self._woken = False
+        self._not_before = 0.0
+
+    def post(self, ticket: OutputStream, note: Note) -> None:
+        """Leave a note; from any thread."""
+        self._notes.append((ticket, note))
+        if not self._woken:
+            self._woken = True
+            try:
+                self._loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:  # the event loop is closed: nobody reads any more
+                self._notes.clear()
+
+    def _deliver(self) -> None:
+        started = self._loop.time()
+        if started < self._not_before:
+            self._loop.call_at(self._not_before, self._deliver)
+            return
+        self._woken = False  # before reading: a note that comes meanwhile wakes the loop again
+        replies: dict[ResponseState, None] = {}
+        while self._notes:
+            ticket, note = self._notes.popleft()
+            ticket.reply.note(ticket, note)
+            replies[ticket.reply] = None
+        for reply in replies:
+            if reply.on_news is not None:
+                reply.on_news()
+        ended = self._loop.time()
+        self._not_before = ended + min(_MAX_PAUSE_S, _PAUSE_PER_DELIVERY * (ended - started))
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call something in the event loop's thread; from any thread."""
+        with suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(function)
+
+    def on_progress(self, ticket: OutputStream, forget: Callable[[OutputStream], None]) -> None:
+        """Let a ticket's submission report here; `forget` is called, in the engine's thread, when it has ended."""
+
+        def progress(submission: Submission, request: Request, reason: EndReason | None) -> None:
+            if reason is None and not ticket.reply.streams:
+                return
+            collected = submission.collected
+            end = None
+            if reason is not None:
+                forget(ticket)
+                end = End(reason, request.detail, collected.stopped_by, RequestMetrics.of(request))
+            self.post(ticket, (len(collected.token_ids), collected.text, end))
+
+        ticket.submission.on_progress = progress

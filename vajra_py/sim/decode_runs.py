@@ -1,0 +1,52 @@
+"""End times of a run of decode steps known in advance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from vajra_py.contract import BatchFeatures, LatencyModel
+from vajra_py.latency import PredictsDecodeRuns
+from vajra_py.runtime.support.clock import TICKS_PER_SECOND
+
+FIRST_STEPS, MAX_STEPS = 32, 4096
+"""Steps that are worked out at once, at first and at most; a longer run goes on in another."""
+
+StepTimes: TypeAlias = Sequence[float] | npt.NDArray[np.float64]
+
+
+@runtime_checkable
+class TimesRuns(Protocol):
+    """A step timer that knows the durations of several steps in advance."""
+
+    def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> list[int]:
+        """Ticks at which steps end that begin now, with durations equal to `stage_ticks` asked step by step."""
+
+
+def decode_run_times_s(latency: LatencyModel) -> Callable[[int, int, int], StepTimes]:
+    """How this model's decode runs are predicted: (decodes, their context tokens at first, steps) to seconds of each step."""
+    if isinstance(latency, PredictsDecodeRuns):
+        return latency.decode_run_times_s
+
+    def one_by_one(num_decodes: int, first_context_tokens: int, num_steps: int) -> StepTimes:
+        contexts = range(first_context_tokens, first_context_tokens + num_steps * num_decodes, num_decodes)
+        return [latency.stage_time_s(BatchFeatures(num_decodes, context)) for context in contexts]
+
+    return one_by_one
+
+
+def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> list[int]:
+    """When steps end that begin now, are predicted to last so long, and have a fixed overhead each; at least one tick each."""
+    if isinstance(seconds, np.ndarray):
+        ticks: npt.NDArray[np.int64] = np.rint(seconds * TICKS_PER_SECOND).astype(np.int64) + overhead_ticks
+        ends: list[int] = (np.maximum(ticks, 1).cumsum() + now).tolist()
+        return ends
+    durations = [round(time * TICKS_PER_SECOND) + overhead_ticks for time in seconds]
+    if min(durations) < 1:
+        durations = [max(1, duration) for duration in durations]
+    durations[0] += now
+    return list(accumulate(durations))

@@ -1,0 +1,108 @@
+"""Reference policies that stand in for the other two layers while one is tested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from vajra_py.contract import (
+    BatchBuilder,
+    KeyMotion,
+    LocalReplicaView,
+    PolicyContext,
+    PrefillTime,
+    QueueView,
+    ReplicaId,
+    ReplicaLoadView,
+    RequestView,
+    SteadyState,
+    fill,
+)
+
+
+class ByArrival:
+    """Who came first is more urgent."""
+
+    key_motion = KeyMotion.STATIC
+
+    def key(self, request: RequestView, now: float) -> float:
+        """Arrival, seconds."""
+        return request.arrived_at
+
+
+class BySlack:
+    """Who has less of the allowed time left is more urgent: keys that cross as time goes by."""
+
+    key_motion = KeyMotion.TIME_LINEAR
+
+    def __init__(self, prefill_time: PrefillTime) -> None:
+        self._prefill_time = prefill_time
+
+    def line(self, request: RequestView) -> tuple[float, float]:
+        """Slack as a part of the time allowed, which is twice the prompt's prefill time and a tenth of a second."""
+        allowed_s = 2.0 * self._prefill_time.total_s(request.num_prompt_tokens) + 0.1
+        left_s = self._prefill_time.remaining_s(request.num_prompt_tokens, request.num_computed_tokens)
+        return (request.arrived_at + allowed_s - left_s) / allowed_s, -1.0 / allowed_s
+
+    def key(self, request: RequestView, now: float) -> float:
+        """The line at `now`."""
+        intercept, slope = self.line(request)
+        return intercept + slope * now
+
+
+def by_slack(context: PolicyContext) -> BySlack:
+    """Build `BySlack` with a replicaset's services."""
+    return BySlack(context.prefill_time)
+
+
+class InTurn:
+    """Early binding: one replica after the other."""
+
+    reads_load = False
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
+        """The next replica that is up."""
+        up = [replica.replica_id for replica in replicas if replica.is_up]
+        self._count += 1
+        return up[self._count % len(up)] if up else None
+
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
+        """Whatever came while no replica was up."""
+        return (request.request_id for request in queued)
+
+
+class Shared:
+    """Late binding: one queue for all."""
+
+    reads_load = False
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
+        """None."""
+        return None
+
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
+        """Everything, by urgency, for a replica that is up."""
+        return (request.request_id for request in queued) if replica.is_up else ()
+
+
+class PlainChunks:
+    """Decodes first, then prompts by urgency, so many tokens a step."""
+
+    repeats_decodes = frozenset(SteadyState)
+
+    def __init__(self, num_tokens: int = 128) -> None:
+        self._num_tokens = num_tokens
+
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
+        """The shared fill loop with a fixed budget."""
+        fill(replica, batch, self._next_chunk)
+
+    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+        """The whole budget."""
+        return min(self._num_tokens, num_remaining_tokens)
+
+    def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
+        room = min(self._num_tokens - batch.num_tokens, batch.tokens_left)
+        return min(batch.max_chunk(request), room) if room > 0 else None
