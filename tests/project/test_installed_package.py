@@ -104,3 +104,8 @@ def test_the_front_door_offers_what_it_lists_and_nothing_else(repository_root: P
 def test_the_front_door_loads_no_tensor_library_before_it_is_needed(tmp_path: Path) -> None:
     code = "import sys, vajra_py as vajra; vajra.load, vajra.run, vajra.KeyMotion; print('torch' in sys.modules)"
     assert run_python(code, tmp_path).strip() == "False"
+
+
+def test_a_renamed_name_of_the_contract_answers_with_the_new_one() -> None:
+    with pytest.raises(ImportError, match=r"LocalReplicaView was renamed. Use LocalReplicaView\."):
+        from vajra_py.contract import LocalReplicaView  # type: ignore[attr-defined]  # noqa: F401

@@ -100,9 +100,9 @@ __all__ = [
 
 
 _RENAMED = {
-    "BatchFeatures": "BatchFeatures",
-    "LocalReplicaView": "LocalReplicaView",
-    "ReplicaLoadView": "ReplicaLoadView",
+    "BatchShape": "BatchFeatures",
+    "ReplicaState": "LocalReplicaView",
+    "ReplicaView": "ReplicaLoadView",
 }
 
 
