@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 import vajra_py as vajra
 from vajra_py.contract import (
@@ -261,3 +261,29 @@ def test_policies_of_a_replicaset_share_state_and_those_of_another_do_not(tmp_pa
     small, large = found["prioritizer"]
     assert small is not large
     assert found["scheduler"] == [small, small, large, large]
+
+
+def test_parameters_are_validated_once_however_many_policies_are_built(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class Counted(PolicyConfig):
+        weight: float = 1.0
+
+        @field_validator("weight")
+        @classmethod
+        def _note(cls, value: float) -> float:
+            seen.append(value)
+            return value + 1  # validating what was validated would add once more
+
+    built: list[float] = []
+
+    def build(config: Counted, context: PolicyContext) -> ShortestOutput:
+        built.append(config.weight)
+        return ShortestOutput(context)
+
+    spec = PolicySpec("counted", Layer.REQUEST_PRIORITIZER, Counted, build, "Counts.")
+    scheduling = {**SMALL["scheduling"], "request_prioritizer": {"policy": "counted", "params": {"weight": 5}}}
+    config = vajra.load({**SMALL, "scheduling": scheduling, "num_replicas": 3}, policies=[spec])
+    vajra.run(config, policies=[spec], folder=tmp_path / "run")
+    assert seen == [5.0]
+    assert set(built) == {6.0}

@@ -16,7 +16,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from vajra_py.config.explain import explain, show
 from vajra_py.config.nodes import Finding, KeyPath, Node, dotted, locate, plain
-from vajra_py.contract import LatencyModelSpec, Layer, ObserverSpec, OutputLengthSpec, PolicySpec
+from vajra_py.config.schema import PolicyChoice, TypedChoice
+from vajra_py.contract import LatencyModelSpec, Layer, ObserverSpec, OutputLengthSpec
 from vajra_py.errors import ConfigError, PluginError, UnknownNameError, VajraError, did_you_mean
 from vajra_py.plugins import Offer, Registry, kind_of
 
@@ -91,14 +92,14 @@ class PluginParts:
                 complete = False
                 continue
             choice = self._policy(layer, (*path, "scheduling", layer.value), scheduling.get(layer.value))
-            scheduling[layer.value] = choice or {"policy": STAND_IN}
+            scheduling[layer.value] = choice or PolicyChoice(policy=STAND_IN)
         if not complete:
             known = {"preset", *(layer.value for layer in Layer)}
             for key in [each for each in scheduling if each not in known]:
                 self._found((*path, "scheduling", key), "unknown key", did_you_mean(key, known))
             section["scheduling"] = None
 
-    def _policy(self, layer: Layer, path: KeyPath, choice: Any) -> dict[str, Any] | None:
+    def _policy(self, layer: Layer, path: KeyPath, choice: Any) -> PolicyChoice | None:
         """The choice completed, None when it is wrong."""
         known = self._registry.policy_names(layer)
         if choice is None:
@@ -119,21 +120,20 @@ class PluginParts:
         except UnknownNameError:
             self._unknown_policy(layer, name, (*path, "policy"))
             return None
-        params = self._params(offer, choice.get("params"), (*path, "params"))
-        return None if params is None else {"policy": offer.spec.name, "params": params}
+        params = choice.get("params")
+        if params is not None and not isinstance(params, dict):
+            self._found((*path, "params"), f"must be a mapping (got {show(params)})")
+            return None
+        model = self._validated(offer.spec.config, params or {}, (*path, "params"), str(offer.source))
+        if model is None:
+            return None
+        return PolicyChoice.of_validated({"policy": offer.spec.name, "params": _dumped(model)}, model)
 
     def _unknown_policy(self, layer: Layer, name: str, path: KeyPath) -> None:
         elsewhere = [other.value for other in Layer if name in self._registry.policy_names(other)]
         hint = f"; it is one for {elsewhere[0]}" if elsewhere else ""
         message = f"no installed package offers a {kind_of(layer)} of that name{hint} (got {name!r})"
         self._found(path, message, did_you_mean(name, self._registry.policy_names(layer)))
-
-    def _params(self, offer: Offer[PolicySpec], params: Any, path: KeyPath) -> dict[str, Any] | None:
-        if params is not None and not isinstance(params, dict):
-            self._found(path, f"must be a mapping (got {show(params)})")
-            return None
-        model = self._validated(offer.spec.config, params or {}, path, str(offer.source))
-        return None if model is None else _dumped(model)
 
     # -- things with a type -------------------------------------------------------------------------------------------
 
@@ -144,23 +144,27 @@ class PluginParts:
         | Mapping[str, Offer[OutputLengthSpec]]
         | Mapping[str, Offer[ObserverSpec]],
         noun: str,
-    ) -> dict[str, Any]:
-        """`{type: name, …}` completed, or a stand-in."""
+    ) -> TypedChoice:
+        """What `{type: name, …}` says, completed, or a stand-in."""
         node = self._root.get(*path)
         value = plain(node) if node is not None else None
         if not isinstance(value, dict):
             self._found(path, f"must be the name of {noun}, or a mapping with type (got {show(value)})")
-            return {"type": STAND_IN}
+            return TypedChoice(type=STAND_IN)
         name = value.pop("type", None)
         if not isinstance(name, str) or name not in offers:
             missing = name is None
             message = "is missing" if missing else f"no installed package offers {noun} of that name (got {show(name)})"
             self._found((*path, "type"), message, did_you_mean(str(name or ""), offers))
-            return {"type": STAND_IN}
+            return TypedChoice(type=STAND_IN)
         config = offers[name].spec.config
         given = {**value, "type": name} if "type" in config.model_fields else value
         model = self._validated(config, given, path, str(offers[name].source))
-        return {"type": STAND_IN} if model is None else {**_dumped(model), "type": name}
+        return (
+            TypedChoice(type=STAND_IN)
+            if model is None
+            else TypedChoice.of_validated({**_dumped(model), "type": name}, model)
+        )
 
     # -- backends and workloads ---------------------------------------------------------------------------------------
 

@@ -36,7 +36,20 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
-class PolicyChoice(Section):
+class Choice(BaseModel):
+    """Something installed, chosen by name."""
+
+    _validated: BaseModel | None = PrivateAttr(None)
+
+    @classmethod
+    def of_validated(cls, given: Mapping[str, Any], model: BaseModel) -> Self:
+        """The choice that `given` says, whose parameters have been validated: `model` is what it is built from."""
+        choice = cls.model_validate(given)
+        choice._validated = model
+        return choice
+
+
+class PolicyChoice(Section, Choice):
     """One layer's policy by name, with its parameters. `lrs` alone is short for `{policy: lrs}`."""
 
     policy: Text = Field(description="Name (or alias) of an installed policy; `vajra policies` lists them.")
@@ -49,8 +62,13 @@ class PolicyChoice(Section):
     def _short_form(cls, value: Any) -> Any:
         return {"policy": value} if isinstance(value, str) else value
 
+    @property
+    def parameters(self) -> Mapping[str, Any] | BaseModel:
+        """What the policy is built from: its own model where a file was loaded, else `params`, not validated yet."""
+        return self.params if self._validated is None else self._validated
 
-class TypedChoice(BaseModel):
+
+class TypedChoice(Choice):
     """Something installed by name, its parameters beside it: `{type: name, …}`, or just the name."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -66,6 +84,11 @@ class TypedChoice(BaseModel):
     def params(self) -> Mapping[str, Any]:
         """The parameters beside `type`."""
         return self.model_extra or {}
+
+    @property
+    def parameters(self) -> Mapping[str, Any] | BaseModel:
+        """As those of a `PolicyChoice`."""
+        return self.params if self._validated is None else self._validated
 
 
 class SchedulingConfig(Section):

@@ -18,7 +18,7 @@ def predictions(settings: EngineConfig, registry: Registry) -> LatencyModel:
     """What policies ask how long a step will take."""
     if settings.latency is None:
         return NoPredictions("backend.engine.latency")
-    return build_latency_model(settings.latency.type, settings.latency.params, registry)
+    return build_latency_model(settings.latency.type, settings.latency.parameters, registry)
 
 
 def length_predictor(
@@ -26,7 +26,7 @@ def length_predictor(
 ) -> OutputLengthPredictor:
     """What policies ask how long an output will be; `lengths` is the truth, for whoever asks for it."""
     truth = Truth(seeds.child("output_lengths").stream, lengths)
-    return build_output_lengths(settings.output_length.type, settings.output_length.params, truth, registry)
+    return build_output_lengths(settings.output_length.type, settings.output_length.parameters, truth, registry)
 
 
 def engine_services(

@@ -86,7 +86,7 @@ class _Attempt:
             self._observers.append(self._changes)
         if self._log is not None:
             self._observers.append(self._log)
-        self._observers += [build_observer(one.type, one.params, run.registry) for one in run.config.observers]
+        self._observers += [build_observer(one.type, one.parameters, run.registry) for one in run.config.observers]
         controller.watch(self._observers)
 
     def execute(self) -> None:

@@ -35,14 +35,14 @@ class SimulatedRun:
     def __init__(self, run: Run) -> None:
         settings = run.config.backend.settings
         self._workload = run.workload
-        latency = build_latency_model(settings.latency.type, settings.latency.params, run.registry)
+        latency = build_latency_model(settings.latency.type, settings.latency.parameters, run.registry)
         told = _told(latency, settings.predictions, run.registry, "backend.simulator")
         latencies, models = _by_replicaset(run, latency, told)
         self._latencies = latencies
         seeds = run.seeds.child("policies")
         truth = Truth(seeds.child("output_lengths").stream, run.workload.true_lengths())
         predictor = build_output_lengths(
-            settings.output_length.type, settings.output_length.params, truth, run.registry
+            settings.output_length.type, settings.output_length.parameters, truth, run.registry
         )
         executor = SimulatedExecutor()
         services = Services(
@@ -110,7 +110,7 @@ def _by_replicaset(
     for name, own in settings.replicasets.items():
         where = f"backend.simulator.replicasets.{name}"
         if own.latency is not None:
-            latencies[name] = build_latency_model(own.latency.type, own.latency.params, run.registry)
+            latencies[name] = build_latency_model(own.latency.type, own.latency.parameters, run.registry)
         has_own = own.latency is not None or own.predictions is not None
         asked = _told(latencies[name], own.predictions, run.registry, where) if has_own else told
         models[name] = ReplicasetModel(asked, model_facts(latencies[name]))
@@ -121,7 +121,7 @@ def _told(latency: LatencyModel, choice: TypedChoice | None, registry: Registry,
     """What policies ask for predictions, in place of what steps take. Raises `ConfigError` where the two cannot be of one replica."""
     if choice is None:
         return latency
-    told = build_latency_model(choice.type, choice.params, registry)
+    told = build_latency_model(choice.type, choice.parameters, registry)
     if told.num_stages != latency.num_stages and not isinstance(latency, ReplaysDurations):
         message = f"is of {told.num_stages} pipeline stages, and the latency model of {latency.num_stages}"
         raise ConfigError(Problem(f"{where}.predictions", message, "Allowed: a model of as many"))

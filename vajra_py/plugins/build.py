@@ -63,12 +63,13 @@ _NEAR = 0.9
 def build_policy(
     layer: Layer,
     name: str,
-    params: Mapping[str, Any],
+    params: Mapping[str, Any] | BaseModel,
     context: PolicyContext,
     registry: Registry | None = None,
 ) -> SchedulingPolicy:
     """The policy of that name (or alias), built from its parameters, and checked against the layer's Protocol.
 
+    Parameters that are an instance of the policy's own model have been validated and are taken as they are.
     Raises `UnknownNameError`; `ConfigError` when the parameters are wrong or do not go with the replica (a `ValueError`
     of the policy's own); `PluginError` when the package builds something that is no such policy.
     """
@@ -80,7 +81,9 @@ def build_policy(
     return policy
 
 
-def build_latency_model(name: str, params: Mapping[str, Any], registry: Registry | None = None) -> LatencyModel:
+def build_latency_model(
+    name: str, params: Mapping[str, Any] | BaseModel, registry: Registry | None = None
+) -> LatencyModel:
     """The latency model of that name; raises like `build_policy`."""
     offer = (registry or load_registry()).latency_model(name)
     where = "latency"
@@ -99,7 +102,7 @@ class Truth:
 
 
 def build_output_lengths(
-    name: str, params: Mapping[str, Any], truth: Truth, registry: Registry | None = None
+    name: str, params: Mapping[str, Any] | BaseModel, truth: Truth, registry: Registry | None = None
 ) -> OutputLengthPredictor:
     """The output-length predictor of that name; raises like `build_policy`."""
     offer = (registry or load_registry()).output_length(name)
@@ -112,7 +115,7 @@ def build_output_lengths(
     return predictor
 
 
-def build_observer(name: str, params: Mapping[str, Any], registry: Registry | None = None) -> Observer:
+def build_observer(name: str, params: Mapping[str, Any] | BaseModel, registry: Registry | None = None) -> Observer:
     """The observer of that name; raises like `build_policy`."""
     offer = (registry or load_registry()).observer(name)
     config = validated_params(offer, params, "observers")
@@ -126,11 +129,13 @@ def build_observer(name: str, params: Mapping[str, Any], registry: Registry | No
 
 def validated_params(
     offer: Offer[LatencyModelSpec] | Offer[OutputLengthSpec] | Offer[ObserverSpec],
-    params: Mapping[str, Any],
+    params: Mapping[str, Any] | BaseModel,
     where: str,
 ) -> BaseModel:
     """The parameters as the offer's own model; a model that keeps its `type` gets it. Raises `ConfigError`."""
     config = offer.spec.config
+    if isinstance(params, BaseModel):
+        return _validated(config, params, where)
     given = {key: value for key, value in params.items() if key != "type"}
     if "type" in config.model_fields:
         given["type"] = offer.spec.name
@@ -206,7 +211,11 @@ def _check_methods(target: object, methods: Mapping[str, int], what: str, plugin
             ) from error
 
 
-def _validated(config: type[BaseModel], params: Mapping[str, Any], where: str) -> BaseModel:
+def _validated(config: type[BaseModel], params: Mapping[str, Any] | BaseModel, where: str) -> BaseModel:
+    if isinstance(params, BaseModel):
+        if isinstance(params, config):
+            return params
+        params = params.model_dump(mode="json", by_alias=True)  # made by another registry
     try:
         return config.model_validate(dict(params))
     except ValidationError as error:

@@ -182,7 +182,7 @@ def _build_replicaset(
     )
 
     def make_policy(layer: Layer, choice: PolicyChoice) -> Any:
-        return build_policy(layer, choice.policy, choice.params, context, services.registry)
+        return build_policy(layer, choice.policy, choice.parameters, context, services.registry)
 
     def predict(scheduler: ReplicaScheduler) -> PrefillTime:
         return PrefillTimeTable(services.latency, lone_chunk_rule(scheduler, limits), limits.pipeline_stages)
