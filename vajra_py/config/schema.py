@@ -48,6 +48,13 @@ class Choice(BaseModel):
         choice._validated = model
         return choice
 
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As pydantic's; what a change makes of the parameters has not been validated."""
+        copy = super().model_copy(update=update, deep=deep)
+        if update:
+            copy._validated = None
+        return copy
+
 
 class PolicyChoice(Section, Choice):
     """One layer's policy by name, with its parameters. `lrs` alone is short for `{policy: lrs}`."""
