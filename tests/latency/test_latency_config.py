@@ -25,7 +25,16 @@ def build(kind: str, **parameters: Any) -> Any:
 
 
 def test_all_models_are_offered_and_describe_every_field() -> None:
-    assert set(SPECS) == {"roofline", "table", "profiled", "profile_bundle", "recorded", "constant", "affine"}
+    assert set(SPECS) == {
+        "roofline",
+        "table",
+        "profiled",
+        "profile_bundle",
+        "aiconfigurator",
+        "recorded",
+        "constant",
+        "affine",
+    }
     for spec in SPECS.values():
         schema = spec.config.model_json_schema()
         undescribed = [

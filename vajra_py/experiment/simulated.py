@@ -13,6 +13,7 @@ from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.backend import Outcome, Run
 from vajra_py.latency import (
     HasHostOverhead,
+    OperatorTablesModel,
     ProfileBundleModel,
     ReplaysDurations,
     RooflineModel,
@@ -97,7 +98,8 @@ class SimulatedRun:
 
 def _origin(latency: LatencyModel) -> StepTimes:
     num_fallback = latency.num_fallback if isinstance(latency, ProfileBundleModel) else 0
-    return replace(step_times_of(latency), num_fallback=num_fallback)
+    filled = latency.filled_fraction if isinstance(latency, OperatorTablesModel) else 0.0
+    return replace(step_times_of(latency), num_fallback=num_fallback, filled_fraction=filled)
 
 
 def _by_replicaset(

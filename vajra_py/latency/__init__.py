@@ -20,12 +20,14 @@ from vajra_py.latency.devices import DeviceConfig, DeviceSpec, device_sources, l
 from vajra_py.latency.grid_table import GridTableModel
 from vajra_py.latency.host_overhead import HOST_OVERHEADS, HostOverhead, host_overhead
 from vajra_py.latency.model_spec import ModelSpec
+from vajra_py.latency.operator_config import AiconfiguratorConfig
+from vajra_py.latency.operator_model import OperatorTablesModel
 from vajra_py.latency.prefill_time import PrefillTimeTable
 from vajra_py.latency.profile_bundle import BundleOptions, Link, ProfileBundleModel
 from vajra_py.latency.profiled import Profile, ProfiledModel, read_profile
 from vajra_py.latency.recorded import RecordedDurations, RecordedModel
 from vajra_py.latency.roofline import RooflineModel
-from vajra_py.latency.runs import HasHostOverhead, PredictsDecodeRuns, ReplaysDurations, VariesSteps
+from vajra_py.latency.runs import CountsSteps, HasHostOverhead, PredictsDecodeRuns, ReplaysDurations, VariesSteps
 from vajra_py.latency.specs import BUILTIN_LATENCY_MODELS, BUILTIN_OUTPUT_LENGTHS
 from vajra_py.latency.step_times import REAL, StepTimes, combined_step_times, step_times_of
 from vajra_py.latency.table import OperatorTableModel, TableOptions
@@ -38,11 +40,13 @@ __all__ = [
     "REAL",
     "AffineConfig",
     "AffineModel",
+    "AiconfiguratorConfig",
     "Bundle",
     "BundleOptions",
     "Calibration",
     "ConstantConfig",
     "ConstantModel",
+    "CountsSteps",
     "Deployment",
     "DeviceConfig",
     "DeviceSpec",
@@ -52,6 +56,7 @@ __all__ = [
     "Link",
     "ModelSpec",
     "OperatorTableModel",
+    "OperatorTablesModel",
     "Parallelism",
     "PredictsDecodeRuns",
     "PrefillTimeTable",

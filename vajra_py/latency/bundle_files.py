@@ -76,6 +76,8 @@ class Bundle:
     """Rows of (tokens, activated_experts, time_us); None without experts."""
     skew: tuple[SkewSample, ...]
     """Empty where no batches of unequal contexts were measured."""
+    all_reduce: Samples | None = None
+    """One sum over the tensor-parallel GPUs, by bytes; None where it was not measured and a link describes it."""
 
 
 def read_bundle(path: str | Path, tensor_parallel: int = 1) -> Bundle:

@@ -169,13 +169,13 @@ class ProfileBundleModel:
             skew_ratio(bundle.skew, options.context_variation, counts, mixed=mixed) for mixed in (False, True)
         )
         self._decode_batches: dict[int, _DecodeBatch] = {}
-        self._dense = _summed(bundle.dense, model.num_layers)
-        self._head = _summed(bundle.per_sequence, 1)
+        self._dense = summed(bundle.dense, model.num_layers)
+        self._head = summed(bundle.per_sequence, 1)
         self._of_tokens_s: dict[int, float] = {}
         """Seconds of everything but attention, head and host, by tokens."""
         self._of_sequences_s: dict[int, tuple[float, float]] = {}
         """(seconds of head and host, least seconds of the step), by sequences."""
-        self._largest_tokens = float(bundle.dense["qkv_proj"].sizes[-1])
+        self._largest_tokens = min(float(one.sizes[-1]) for one in bundle.dense.values())
 
     @property
     def source(self) -> str:
@@ -376,16 +376,20 @@ class ProfileBundleModel:
     def _exchange_s(self, tokens: int) -> float:
         """Collectives of a step: two sums a layer over the tensor-parallel ranks, and gathering tokens for shared experts."""
         link, tensor, ranks = self.options.link, self.bundle.tensor_parallel, self._ranks
-        if link is None or (tensor == 1 and ranks == 1 and self.options.routing.ranks == 1):
+        measured = self.bundle.all_reduce
+        if tensor == 1 and ranks == 1:
             return 0.0
         state = self.model.hidden_size * (2 if self.model.dtype == "fp8" else DTYPE_BYTES[self.model.dtype])
         seconds = 0.0
         if tensor > 1:
             # After attention and after the feed-forward part of every layer, and once for the embedding.
             number = 2 * self.model.num_layers + 1
-            ring = 2 * (tensor - 1) / tensor * tokens * state / link.bytes_per_s
-            seconds += number * (link.latency_s + ring)
-        if ranks > 1 and self._experts is not None:
+            if measured is not None:
+                seconds += 1e-6 * number * interpolated(measured.sizes, measured.times_us, tokens * state)
+            elif link is not None:
+                ring = 2 * (tensor - 1) / tensor * tokens * state / link.bytes_per_s
+                seconds += number * (link.latency_s + ring)
+        if ranks > 1 and self._experts is not None and link is not None:
             # An all-gather before the experts and a reduce-scatter behind them, over the tokens of all ranks.
             moved = (ranks - 1) / ranks * tokens * ranks * state / link.bytes_per_s
             seconds += 2 * self._experts.num_layers * (link.latency_s + moved)
@@ -414,7 +418,7 @@ def interpolated(sizes: npt.NDArray[np.float64], times: npt.NDArray[np.float64],
     return float(times[-1] + slope * (size - sizes[-1]))
 
 
-def _summed(operators: Mapping[str, Samples], num_layers: int) -> Samples:
+def summed(operators: Mapping[str, Samples], num_layers: int) -> Samples:
     """One curve of all operators of a step, each as often as it runs."""
     sizes = np.unique(np.concatenate([one.sizes for one in operators.values()]))
     total = np.zeros(len(sizes))
@@ -437,7 +441,7 @@ def _one_chunk(tokens: float, pairs: float) -> tuple[float, float]:
 
 def _check(bundle: Bundle, model: ModelSpec, options: BundleOptions) -> None:
     problems = []
-    several = bundle.tensor_parallel * options.data_parallel
+    several = (1 if bundle.all_reduce is not None else bundle.tensor_parallel) * options.data_parallel
     if several > 1 and options.link is None:
         message = f"is needed for the collectives of {several} GPUs"
         problems.append(Problem("link", message, "Name a device, or give link_bandwidth_gb_s and link_latency_us"))

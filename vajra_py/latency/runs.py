@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from vajra_py.contract.latency import BatchFeatures
 from vajra_py.latency.host_overhead import HostOverhead
 from vajra_py.latency.variation import Variation
 
@@ -40,6 +41,14 @@ class HasHostOverhead(Protocol):
     @property
     def host(self) -> HostOverhead:
         """The overhead; steps hold their part of it already."""
+
+
+@runtime_checkable
+class CountsSteps(Protocol):
+    """Counts what the steps that are taken, as against those that policies ask about, were predicted from."""
+
+    def taken_time_s(self, shape: BatchFeatures) -> float:
+        """The same as `stage_time_s`, of a step that is taken."""
 
 
 @runtime_checkable

@@ -17,6 +17,7 @@ from vajra_py.latency.config import (
     RooflineConfig,
     TableConfig,
 )
+from vajra_py.latency.operator_config import AiconfiguratorConfig
 from vajra_py.latency.output_length import NoisyOracleLengths, OracleLengths, seed_from
 
 BUILTIN_LATENCY_MODELS: list[LatencyModelSpec] = [
@@ -31,6 +32,12 @@ BUILTIN_LATENCY_MODELS: list[LatencyModelSpec] = [
         ProfileBundleConfig,
         lambda config: config.build(),
         "operator times measured inside an engine on the same GPU and model",
+    ),
+    LatencyModelSpec(
+        "aiconfigurator",
+        AiconfiguratorConfig,
+        lambda config: config.build(),
+        "operator times by size, measured inside vLLM, SGLang or TensorRT-LLM, from the tables of aiconfigurator-core",
     ),
     LatencyModelSpec("table", TableConfig, lambda config: config.build(), "measured step times or operator times"),
     LatencyModelSpec(

@@ -26,6 +26,8 @@ class StepTimes:
     """Known relative errors of means, by metric (`ttft_s`, `tpot_s`, `e2e_s`, `step`), where they were ever compared with an engine."""
     num_fallback: int = 0
     """Questions for step times beyond what was measured, which the roofline answered; policies' questions are among them."""
+    filled_fraction: float = 0.0
+    """Share of the run's step time that follows from rules because the tables have no measurement of it."""
 
     @property
     def sentence(self) -> str:
@@ -36,6 +38,8 @@ class StepTimes:
             text += f"; error of means where it was checked: {known}"
         elif self.kind in ("analytic", "measured"):
             text += "; never compared with a run of this engine"
+        if self.filled_fraction:
+            text += f"; {self.filled_fraction:.0%} of the step time by rules where the tables have holes"
         if self.num_fallback:
             text += f"; {self.num_fallback} times beyond what was measured, where the roofline answered"
         return text
@@ -61,6 +65,7 @@ def combined_step_times(by_replicaset: Mapping[str, StepTimes]) -> StepTimes:
         "; ".join(f"{name}: {one.kind}, {one.source}" for name, one in by_replicaset.items()),
         {name: max(one.errors[name] for one in distinct) for name in sorted(metrics)},
         sum(one.num_fallback for one in distinct),
+        max(one.filled_fraction for one in distinct),
     )
 
 

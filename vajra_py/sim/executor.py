@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from vajra_py.contract import LatencyModel
-from vajra_py.latency import VariesSteps
+from vajra_py.latency import CountsSteps, VariesSteps
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.step.plan import StepPlan, StepResult
@@ -29,7 +29,7 @@ class PredictedTimer:
     """Steps last what the latency model says, and a fixed overhead for scheduling."""
 
     def __init__(self, latency: LatencyModel, overhead_s: float = 0.0) -> None:
-        self._stage_time_s = latency.stage_time_s
+        self._stage_time_s = latency.taken_time_s if isinstance(latency, CountsSteps) else latency.stage_time_s
         self._decode_run_times_s = decode_run_times_s(latency)
         self._overhead_ticks = to_ticks(overhead_s)
 
