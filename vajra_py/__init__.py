@@ -23,6 +23,7 @@ _HOME = {
     "SweepResult": "api",
     "compare": "api",
     "figures": "api",
+    "figures": "api",
     "load": "api",
     "load_workload": "api",
     "open_runs": "api",
@@ -30,6 +31,7 @@ _HOME = {
     "report": "api",
     "run": "api",
     "sweep": "api",
+    "validate_measured": "api",
 }
 """Names offered here, by the package that defines them; the contract's own list comes on top."""
 

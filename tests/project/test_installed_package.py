@@ -85,6 +85,7 @@ def test_the_front_door_offers_what_it_lists_and_nothing_else(repository_root: P
     named = {name for name in imported if name is not None}
     offered = {name for name in dir(vajra_py) if not name.startswith("_")}
     assert offered == named | set(vajra_py.contract.__all__)
+    assert named >= set(vajra_py.api.__all__)
     assert named >= {
         "load",
         "run",
