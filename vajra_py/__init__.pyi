@@ -4,7 +4,6 @@ from vajra_py.api import RunData as RunData
 from vajra_py.api import SweepResult as SweepResult
 from vajra_py.api import compare as compare
 from vajra_py.api import figures as figures
-from vajra_py.api import figures as figures
 from vajra_py.api import load as load
 from vajra_py.api import load_workload as load_workload
 from vajra_py.api import open_runs as open_runs
