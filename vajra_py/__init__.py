@@ -23,7 +23,6 @@ _HOME = {
     "SweepResult": "api",
     "compare": "api",
     "figures": "api",
-    "figures": "api",
     "load": "api",
     "load_workload": "api",
     "open_runs": "api",
