@@ -10,7 +10,7 @@ RUNS = 5
 FIRST_EVENT = """
 import os
 from vajra_py.config import config_from_mapping
-from vajra_py.contract import Observer
+from vajra_py.contract.observer import Observer
 from vajra_py.experiment.backend import Run
 from vajra_py.experiment.run import load_workload
 from vajra_py.experiment.simulated import SimulatedRun

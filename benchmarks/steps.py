@@ -13,7 +13,9 @@ from statistics import median
 from typing import Any
 
 from vajra_py.config import config_from_mapping
-from vajra_py.contract import BatchBuilder, EndReason, LatencyModel, LocalReplicaView, ReplicaScheduler
+from vajra_py.contract import BatchBuilder, LocalReplicaView, ReplicaScheduler
+from vajra_py.contract.latency import LatencyModel
+from vajra_py.contract.observer import EndReason
 from vajra_py.latency import AffineConfig
 from vajra_py.plugins import Truth, build_output_lengths, load_registry
 from vajra_py.runtime.kv import PrivateKeys

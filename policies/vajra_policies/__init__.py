@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from vajra_py.contract import PolicySpec, Preset, hookimpl
+from vajra_py.contract import PolicySpec, hookimpl
+from vajra_py.contract.hookspecs import Preset
 
 
 @hookimpl

@@ -11,7 +11,9 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from vajra_py.config import choices, editor_schema
-from vajra_py.contract import Layer, Observer, ObserverSpec, PolicyConfig, PolicySpec, Preset, hookimpl
+from vajra_py.contract import Layer, PolicyConfig, PolicySpec, hookimpl
+from vajra_py.contract.hookspecs import ObserverSpec, Preset
+from vajra_py.contract.observer import Observer
 from vajra_py.plugins import Registry, build_registry
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from vajra_py import contract
+from vajra_py.contract import hookspecs, latency, observer
 from vajra_py.plugins.build import hooks_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,5 +88,12 @@ def test_the_authors_page_lists_every_name_of_the_contract() -> None:
     members |= {field.name for kind in (contract.PolicyContext, contract.EndedStep) for field in fields(kind)}
     members |= {refusal.name for refusal in contract.Refusal} | {motion.name for motion in contract.KeyMotion}
     hooks = {name for layer in contract.Layer for name in hooks_of(layer)}
-    missing = [name for name in (*contract.__all__, *members, *hooks) if not re.search(rf"\b{name}\b", text)]
+    offered = {
+        name
+        for module in (hookspecs, latency, observer)
+        for name, thing in vars(module).items()
+        if isinstance(thing, type) and thing.__module__ == module.__name__ and not name.startswith("_")
+    }
+    names = (*contract.__all__, *members, *hooks, *offered)
+    missing = [name for name in names if not re.search(rf"\b{name}\b", text)]
     assert not missing

@@ -13,7 +13,8 @@ import pytest
 
 from vajra_py import LLM, AsyncLLM, SamplingParams
 from vajra_py.config import PolicyChoice, config_from_mapping
-from vajra_py.contract import Layer, PolicySwap
+from vajra_py.contract import Layer
+from vajra_py.contract.observer import PolicySwap
 from vajra_py.engine.llm import RequestOutput, llm_config
 from vajra_py.errors import ConfigError, VajraError
 from vajra_py.experiment.backend import Backend, Run

@@ -15,13 +15,13 @@ from vajra_py.contract import (
     KeyMotion,
     Layer,
     LengthEstimate,
-    OutputLengthSpec,
     PolicyConfig,
     PolicyContext,
     PolicySpec,
     RequestView,
     fill,
 )
+from vajra_py.contract.hookspecs import OutputLengthSpec
 from vajra_py.errors import ConfigError, PluginError
 from vajra_py.experiment.run import run_experiment
 from vajra_py.plugins import PluginSource, Registry, load_registry

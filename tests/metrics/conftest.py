@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from ruamel.yaml import YAML
 
-from vajra_py.contract import BatchFeatures, EndReason
+from vajra_py.contract import BatchFeatures
+from vajra_py.contract.observer import EndReason
 from vajra_py.metrics.definitions import gap_statistics
 from vajra_py.metrics.run_data import RunData
 from vajra_py.metrics.steps_table import StepRow, StepsBuilder

@@ -22,6 +22,8 @@ CONTEXT: Any = SimpleNamespace()
 SOURCE = """
 from pydantic import BaseModel, Field
 from vajra_py.contract import *
+from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec, Preset
+from vajra_py.contract.observer import Observer
 
 class Config(PolicyConfig):
     slope: float = Field(1.0, gt=0)
@@ -176,7 +178,7 @@ def test_a_failing_build_is_named(site: Any, build: str, error: type[Exception],
 def test_models_predictors_and_observers_are_built_and_checked(site: Any) -> None:
     registry = install(site, GOOD)
     assert build_observer("watch", {"every_s": 2.0}, registry).wants_steps is False
-    with pytest.raises(PluginError, match=r"expected a vajra_py\.contract\.Observer"):
+    with pytest.raises(PluginError, match=r"expected a vajra_py\.contract\.observer\.Observer"):
         build_observer("liar", {}, registry)
     with pytest.raises(ConfigError, match=r"observers\.every_s"):
         build_observer("watch", {"every_s": -1}, registry)

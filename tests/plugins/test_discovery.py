@@ -12,7 +12,12 @@ from vajra_py.contract import Layer
 from vajra_py.errors import PluginError, UnknownNameError
 
 PRIORITIZER = Layer.REQUEST_PRIORITIZER
-HEADER = "from vajra_py.contract import *\nfrom pydantic import BaseModel\nclass Config(PolicyConfig): pass\n"
+HEADER = """\
+from vajra_py.contract import *
+from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec, Preset
+from pydantic import BaseModel
+class Config(PolicyConfig): pass
+"""
 
 
 def test_a_package_offers_its_policies_under_name_and_alias(site: Any, policy_source: Callable[..., str]) -> None:

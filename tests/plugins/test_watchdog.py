@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from vajra_py.contract import Layer, Observer, PolicyConfig, PolicySpec
+from vajra_py.contract import Layer, PolicyConfig, PolicySpec
+from vajra_py.contract.observer import Observer
 from vajra_py.errors import PolicyError, RunError
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.testing import ByArrival, Harness, HarnessOptions, InTurn, PlainChunks, Shared, check_policy

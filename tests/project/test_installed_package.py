@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import json
 import subprocess
@@ -111,3 +112,13 @@ def test_a_renamed_name_of_the_contract_answers_with_the_new_one() -> None:
     old = "Replica" + "State"
     with pytest.raises(ImportError, match=rf"{old} was renamed. Use LocalReplicaView\."):
         exec(f"from vajra_py.contract import {old}")
+
+
+@pytest.mark.parametrize(
+    ("name", "home"), [("Observer", "observer"), ("Preset", "hookspecs"), ("LatencyModel", "latency")]
+)
+def test_a_name_that_left_the_policies_contract_is_still_found_and_says_where(name: str, home: str) -> None:
+    found: dict[str, object] = {}
+    with pytest.warns(DeprecationWarning, match=rf"import {name} from vajra_py\.contract\.{home}:"):
+        exec(f"from vajra_py.contract import {name}", found)
+    assert found[name] is getattr(importlib.import_module(f"vajra_py.contract.{home}"), name)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from vajra_py.contract import BatchBuilder, BatchFeatures, LocalReplicaView, Observer, PreemptionMode, Refusal, StepEnd
+from vajra_py.contract import BatchBuilder, BatchFeatures, LocalReplicaView, PreemptionMode, Refusal
+from vajra_py.contract.observer import Observer, StepEnd
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.runtime.requests.request import RequestState

@@ -18,15 +18,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from vajra_py.contract import (
-    BatchBuilder,
-    BatchFeatures,
-    EndReason,
-    LocalReplicaView,
-    Observer,
-    PreemptionMode,
-    Refusal,
-)
+from vajra_py.contract import BatchBuilder, BatchFeatures, LocalReplicaView, PreemptionMode, Refusal
+from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.metrics.recorder import token_times
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.runtime.requests.request import Request, RequestState

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from vajra_py.contract import EndedStep, EndReason, Observer
+from vajra_py.contract import EndedStep
+from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.requests.listeners import listeners_among
 from vajra_py.runtime.requests.request import RequestFacts, RequestState

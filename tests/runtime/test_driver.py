@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vajra_py.contract import EndReason
+from vajra_py.contract.observer import EndReason
 from vajra_py.errors import PolicyError
 from vajra_py.latency import AffineModel
 from vajra_py.runtime.queues import make_queue

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from vajra_py.contract import EndReason, KeyMotion, Observer, SteadyState
+from vajra_py.contract import KeyMotion, SteadyState
+from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.requests.request import RequestState
 from vajra_py.sim.simulator import SimulationOptions

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from vajra_py.contract import BatchBuilder, EndReason, LocalReplicaView, Observer, PreemptionMode, StepEnd
+from vajra_py.contract import BatchBuilder, LocalReplicaView, PreemptionMode
+from vajra_py.contract.observer import EndReason, Observer, StepEnd
 from vajra_py.errors import PolicyError
 from vajra_py.metrics.recorder import token_times
 from vajra_py.runtime.kv import PrefixCacheOptions

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vajra_py.contract import EndReason, KeyMotion, Observer
+from vajra_py.contract import KeyMotion
+from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.runtime.requests.request import RequestState

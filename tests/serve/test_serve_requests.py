@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from vajra_py.contract import Observer, RequestView
+from vajra_py.contract import RequestView
+from vajra_py.contract.observer import Observer
 
 
 class Watcher(Observer):

@@ -13,7 +13,9 @@ import pytest
 
 from vajra_py.api import load
 from vajra_py.config import ExperimentConfig
-from vajra_py.contract import Layer, Observer, ObserverSpec, PolicyConfig, PolicySpec
+from vajra_py.contract import Layer, PolicyConfig, PolicySpec
+from vajra_py.contract.hookspecs import ObserverSpec
+from vajra_py.contract.observer import Observer
 from vajra_py.errors import PolicyError
 from vajra_py.experiment.run import run_experiment
 from vajra_py.plugins import Registry, load_registry

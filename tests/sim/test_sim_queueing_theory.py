@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from vajra_py.contract import Observer, RequestView
+from vajra_py.contract import RequestView
+from vajra_py.contract.observer import Observer
 from vajra_py.latency import ConstantModel
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing import Harness, HarnessOptions

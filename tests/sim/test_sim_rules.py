@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vajra_py.contract import EndReason
+from vajra_py.contract.observer import EndReason
 from vajra_py.latency import AffineModel, ConstantModel
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.controller import Controller

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vajra_py.contract import KeyMotion, Layer, StepRun
-from vajra_py.contract.observer import Observer
+from vajra_py.contract import KeyMotion, Layer
+from vajra_py.contract.observer import Observer, StepRun
 from vajra_py.latency import AffineModel, Variation, factors_among
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.sim.simulator import SimulationOptions

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vajra_py.contract import Observer, StepEnd, StepRecord
+from vajra_py.contract.observer import Observer, StepEnd, StepRecord
 from vajra_py.latency.packed_times import PackedTimes
 from vajra_py.metrics.recorder import Recorder
 from vajra_py.metrics.run_data import STEPS_FILE

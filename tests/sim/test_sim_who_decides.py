@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vajra_py.contract import Observer, StepEnd
+from vajra_py.contract.observer import Observer, StepEnd
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing import Harness, HarnessOptions
 from vajra_py.testing.reference_policies import PlainChunks

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vajra_py.contract import EndReason
+from vajra_py.contract.observer import EndReason
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.runtime.requests.request import Request

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vajra_policies.systems import POLICIES
-from vajra_py.contract import EndReason, PolicySpec
+from vajra_py.contract import PolicySpec
+from vajra_py.contract.observer import EndReason
 from vajra_py.latency import AffineModel
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.testing.conformance import check_policy

@@ -17,7 +17,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from vajra_py.config.explain import explain, show
 from vajra_py.config.nodes import Finding, KeyPath, Node, dotted, locate, plain
 from vajra_py.config.schema import PolicyChoice, TypedChoice
-from vajra_py.contract import LatencyModelSpec, Layer, ObserverSpec, OutputLengthSpec
+from vajra_py.contract import Layer
+from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
 from vajra_py.errors import ConfigError, PluginError, UnknownNameError, VajraError, did_you_mean
 from vajra_py.plugins import Offer, Registry, kind_of
 

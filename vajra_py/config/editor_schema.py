@@ -9,7 +9,8 @@ from pydantic import BaseModel, TypeAdapter
 
 from vajra_py.config.choices import registered_backends, workload_annotation
 from vajra_py.config.schema import ExperimentConfig
-from vajra_py.contract import LatencyModelSpec, Layer, ObserverSpec, OutputLengthSpec
+from vajra_py.contract import Layer
+from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
 from vajra_py.plugins import Offer, Registry
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

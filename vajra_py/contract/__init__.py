@@ -1,26 +1,19 @@
-"""What a plug-in author imports: the contract between policies and the mechanism that runs them."""
+"""What a policy author imports: the contract between policies and the mechanism that runs them.
+
+Others import from the submodules: `hookspecs` has what a package registers, `observer` what an observer is told, `latency` the services
+(latency models and predictors of output lengths) that a package may bring.
+"""
 
 from __future__ import annotations
+
+import importlib
+import warnings
 
 from vajra_py.contract.batch import BatchBuilder, DecodeStop, PreemptionMode, Refusal
 from vajra_py.contract.context import PolicyConfig, PolicyContext, RandomStream, SharedState
 from vajra_py.contract.fill import ChunkRule, add_all_decodes, fill
-from vajra_py.contract.hookspecs import (
-    LatencyModelSpec,
-    ObserverSpec,
-    OutputLengthSpec,
-    PolicySpec,
-    Preset,
-    hookimpl,
-)
-from vajra_py.contract.latency import (
-    BatchFeatures,
-    LatencyModel,
-    LengthEstimate,
-    OutputLengthPredictor,
-    PrefillTime,
-)
-from vajra_py.contract.observer import EndReason, Observer, PolicySwap, ScheduledChunk, StepEnd, StepRecord, StepRun
+from vajra_py.contract.hookspecs import PolicySpec, hookimpl
+from vajra_py.contract.latency import BatchFeatures, LengthEstimate, PrefillTime
 from vajra_py.contract.policies import (
     ChunksLonePrompts,
     EndedStep,
@@ -48,27 +41,18 @@ __all__ = [
     "ChunkRule",
     "ChunksLonePrompts",
     "DecodeStop",
-    "EndReason",
     "EndedStep",
     "Key",
     "KeyMotion",
-    "LatencyModel",
-    "LatencyModelSpec",
     "Layer",
     "LengthEstimate",
     "ListensToRequests",
     "LocalReplicaView",
-    "Observer",
-    "ObserverSpec",
-    "OutputLengthPredictor",
-    "OutputLengthSpec",
     "PolicyConfig",
     "PolicyContext",
     "PolicySpec",
-    "PolicySwap",
     "PreemptionMode",
     "PrefillTime",
-    "Preset",
     "PriorityKey",
     "QueueView",
     "RandomStream",
@@ -84,13 +68,9 @@ __all__ = [
     "RequestId",
     "RequestPrioritizer",
     "RequestView",
-    "ScheduledChunk",
     "SchedulingPolicy",
     "SharedState",
     "SteadyState",
-    "StepEnd",
-    "StepRecord",
-    "StepRun",
     "TimeLinearPrioritizer",
     "WorkConserving",
     "add_all_decodes",
@@ -105,9 +85,22 @@ _RENAMED = {
     "ReplicaView": "ReplicaLoadView",
 }
 
+_MOVED = {
+    **dict.fromkeys(("LatencyModelSpec", "ObserverSpec", "OutputLengthSpec", "Preset"), "hookspecs"),
+    **dict.fromkeys(("LatencyModel", "OutputLengthPredictor"), "latency"),
+    **dict.fromkeys(
+        ("EndReason", "Observer", "PolicySwap", "ScheduledChunk", "StepEnd", "StepRecord", "StepRun"), "observer"
+    ),
+}
+"""Names that stood here once, by the submodule that has them."""
+
 
 def __getattr__(name: str) -> object:
-    """Answer an old name with the present one."""
+    """Answer an old name: one that moved with a warning, one that was renamed with an error that says the present one."""
+    if name in _MOVED:
+        home = f"{__name__}.{_MOVED[name]}"
+        warnings.warn(f"import {name} from {home}: {__name__} is for policies", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(home), name)
     if name in _RENAMED:
         raise ImportError(f"vajra_py.contract.{name} was renamed. Use {_RENAMED[name]}.", name=name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

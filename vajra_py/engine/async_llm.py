@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from vajra_py.contract import EndReason, Layer, PolicySwap
+from vajra_py.contract import Layer
+from vajra_py.contract.observer import EndReason, PolicySwap
 from vajra_py.engine.build import Engine
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
 from vajra_py.engine.config import EngineConfig

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vajra_py.config import ExperimentConfig, ReplicasetConfig, config_from_mapping
-from vajra_py.contract import LatencyModel, Layer, OutputLengthPredictor
+from vajra_py.contract import Layer
+from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.engine.ahead import LookAhead
 from vajra_py.engine.clock import EngineClock, WallClock
 from vajra_py.engine.compute import ModelFacts, RunnerOptions, load_runner

@@ -21,7 +21,8 @@ from typing import Any, Self, TypeAlias
 from vajra_py.config import ExperimentConfig, config_from_mapping
 from vajra_py.config.nodes import plain
 from vajra_py.config.yaml_file import read_yaml
-from vajra_py.contract import EndReason, Layer, PolicySwap
+from vajra_py.contract import Layer
+from vajra_py.contract.observer import EndReason, PolicySwap
 from vajra_py.engine.build import Engine
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
 from vajra_py.engine.config import EngineConfig

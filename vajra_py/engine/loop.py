@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
 
-from vajra_py.contract import EndReason
+from vajra_py.contract.observer import EndReason
 from vajra_py.engine.clock import TICKS_PER_NANOSECOND, EngineClock
 from vajra_py.engine.compute import StepOutput
 from vajra_py.engine.executor import joined

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from vajra_py.contract import EndReason
+from vajra_py.contract.observer import EndReason
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
 from vajra_py.engine.tokenizer import TextStream
 from vajra_py.runtime.kv import BlockKeys, PrivateKeys, SegmentKeys, TokenKeys

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vajra_py.config import ExperimentConfig
-from vajra_py.contract import LatencyModel, OutputLengthPredictor
+from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.engine.build import EngineServices
 from vajra_py.engine.config import EngineConfig
 from vajra_py.latency.unknown import NoPredictions

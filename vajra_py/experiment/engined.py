@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vajra_py.contract import EndReason
+from vajra_py.contract.observer import EndReason
 from vajra_py.engine.build import Engine
 from vajra_py.engine.config import EngineConfig
 from vajra_py.engine.loop import EngineLoop

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from vajra_py.config import ExperimentConfig, load_config
-from vajra_py.contract import EndReason, Observer
+from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import Problem, RunError, VajraError
 from vajra_py.experiment.engined import ENGINE_FILE, OUTPUTS_FILE, length_predictor, predictions
 from vajra_py.metrics.recorder import Recorder

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from vajra_py.config import ExperimentConfig
-from vajra_py.contract import Observer
+from vajra_py.contract.observer import Observer
 from vajra_py.errors import ConfigError, Problem, RunInterrupted, VajraError
 from vajra_py.experiment.backend import Backend, MakeBackend, Progress, Run, make_backend
 from vajra_py.experiment.folder import FAILED, FINISHED, INTERRUPTED, RunFolder

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vajra_py.config import TypedChoice
-from vajra_py.contract import LatencyModel
+from vajra_py.contract.latency import LatencyModel
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.backend import Outcome, Run
 from vajra_py.latency import (

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vajra_py.contract import Observer, PolicySwap, ReplicaId
+from vajra_py.contract import ReplicaId
+from vajra_py.contract.observer import Observer, PolicySwap
 
 
 class Changes(Observer):

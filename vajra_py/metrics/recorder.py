@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from vajra_py.contract import EndReason, Observer, RequestView
+from vajra_py.contract import RequestView
+from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.metrics.definitions import UNFINISHED, Floats, Ints, nearest_ranks
 from vajra_py.metrics.steps_table import StepRunRecord, StepsBuilder
 from vajra_py.metrics.tables import RequestsBuilder, TbtBuilder

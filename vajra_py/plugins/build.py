@@ -10,18 +10,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from vajra_py.contract import (
-    KeyMotion,
-    LatencyModel,
-    LatencyModelSpec,
-    Layer,
-    Observer,
-    ObserverSpec,
-    OutputLengthPredictor,
-    OutputLengthSpec,
-    PolicyContext,
-    SchedulingPolicy,
-)
+from vajra_py.contract import KeyMotion, Layer, PolicyContext, SchedulingPolicy
+from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
+from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
+from vajra_py.contract.observer import Observer
 from vajra_py.errors import ConfigError, PluginError, Problem, VajraError, did_you_mean
 from vajra_py.plugins.discovery import load_registry
 from vajra_py.plugins.registry import Offer, Registry, kind_of
@@ -122,7 +114,7 @@ def build_observer(name: str, params: Mapping[str, Any] | BaseModel, registry: R
     observer: Observer = _built(offer, "observers", lambda: offer.spec.build(config))
     if not isinstance(observer, Observer):
         raise PluginError(
-            str(offer.source), f"observer {name!r}: built {observer!r}; expected a vajra_py.contract.Observer"
+            str(offer.source), f"observer {name!r}: built {observer!r}; expected a vajra_py.contract.observer.Observer"
         )
     return observer
 

@@ -15,15 +15,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
-from vajra_py.contract import (
-    LatencyModelSpec,
-    Layer,
-    ObserverSpec,
-    OutputLengthSpec,
-    PolicyConfig,
-    PolicySpec,
-    Preset,
-)
+from vajra_py.contract import Layer, PolicyConfig, PolicySpec
+from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec, Preset
 from vajra_py.errors import PluginError, UnknownNameError
 
 SpecT = TypeVar("SpecT", PolicySpec, Preset, LatencyModelSpec, OutputLengthSpec, ObserverSpec)

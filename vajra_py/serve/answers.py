@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vajra_py.contract import EndReason
+from vajra_py.contract.observer import EndReason
 from vajra_py.engine.tokenizer import Tokenizer
 from vajra_py.runtime.serving.controller import OUT_OF_SERVICE
 from vajra_py.runtime.serving.replicaset import ALL_FAILED, QUEUE_FULL

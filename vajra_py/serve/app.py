@@ -15,7 +15,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from vajra_py import __version__
-from vajra_py.contract import Observer
+from vajra_py.contract.observer import Observer
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.serve import errors as api_errors
 from vajra_py.serve import schema_answers as answers

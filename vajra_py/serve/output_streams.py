@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from vajra_py.contract import EndReason
+from vajra_py.contract.observer import EndReason
 from vajra_py.engine.compute import TokenLogprobs
 from vajra_py.engine.llm import RequestMetrics
 from vajra_py.engine.outputs import Submission

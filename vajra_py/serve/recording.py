@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from vajra_py.config import ExperimentConfig
-from vajra_py.contract import EndReason, Observer
+from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.engine.build import Engine
 from vajra_py.engine.loop import EngineLoop
 from vajra_py.engine.outputs import Submission

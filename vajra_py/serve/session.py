@@ -19,7 +19,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from vajra_py.config import ExperimentConfig
-from vajra_py.contract import EndReason, Observer
+from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.engine.build import Engine
 from vajra_py.engine.clock import WallClock
 from vajra_py.engine.compute import ModelFacts

@@ -16,16 +16,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from vajra_py.contract import (
-    EndReason,
-    LatencyModel,
-    Layer,
-    Observer,
-    PolicySwap,
-    ReplicaId,
-    RequestView,
-    StepEnd,
-)
+from vajra_py.contract import Layer, ReplicaId, RequestView
+from vajra_py.contract.latency import LatencyModel
+from vajra_py.contract.observer import EndReason, Observer, PolicySwap, StepEnd
 from vajra_py.errors import VajraError
 from vajra_py.metrics.recorder import token_times
 from vajra_py.runtime.requests.request import Request

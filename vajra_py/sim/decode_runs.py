@@ -9,7 +9,8 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.contract import BatchFeatures, LatencyModel
+from vajra_py.contract import BatchFeatures
+from vajra_py.contract.latency import LatencyModel
 from vajra_py.latency import PredictsDecodeRuns
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from vajra_py.contract import LatencyModel
+from vajra_py.contract.latency import LatencyModel
 from vajra_py.latency import CountsSteps, VariesSteps
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.replica import Replica

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from vajra_py.contract import EndReason
+from vajra_py.contract.observer import EndReason
 from vajra_py.errors import PolicyError
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.records.input_log import Abandonment, Failure, PolicyChange, Restart

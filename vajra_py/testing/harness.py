@@ -15,18 +15,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeAlias, cast
 
-from vajra_py.contract import (
-    LatencyModel,
-    Layer,
-    Observer,
-    OutputLengthPredictor,
-    PolicyContext,
-    ReplicaLimits,
-    RequestView,
-    SchedulingPolicy,
-    StepEnd,
-    StepRecord,
-)
+from vajra_py.contract import Layer, PolicyContext, ReplicaLimits, RequestView, SchedulingPolicy
+from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
+from vajra_py.contract.observer import Observer, StepEnd, StepRecord
 from vajra_py.latency import AffineModel, PrefillTimeTable
 from vajra_py.latency.output_length import NoLengths
 from vajra_py.plugins import build_policy, check_policy_shape

@@ -12,7 +12,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from vajra_py.contract import EndReason, Observer, RequestView, StepEnd, StepRecord
+from vajra_py.contract import RequestView
+from vajra_py.contract.observer import EndReason, Observer, StepEnd, StepRecord
 from vajra_py.latency import AffineModel
 from vajra_py.metrics.recorder import token_times
 from vajra_py.runtime.kv import PrefixCacheOptions

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vajra_py.contract import Preset
+from vajra_py.contract.hookspecs import Preset
 
 NO_PREFIX_CACHE: Mapping[str, Any] = {"enabled": False}
 

@@ -20,7 +20,8 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 
-from vajra_py.contract import EndReason, Observer, RequestView
+from vajra_py.contract import RequestView
+from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.latency.packed_times import PackedTimes
 from vajra_py.runtime.records.record_lists import list_array, reordered
 from vajra_py.runtime.requests.request import Request

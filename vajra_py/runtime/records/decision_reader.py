@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from vajra_py.contract import StepRecord
+from vajra_py.contract.observer import StepRecord
 from vajra_py.latency.packed_times import PackedTimes
 from vajra_py.runtime.records.decision_log import CAME_BACK, KINDS, LISTS, MODES, NEVER_CAME_BACK, REASONS, SCALARS
 from vajra_py.runtime.support.clock import NEVER, to_seconds

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from vajra_py.contract import EndReason
+from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.requests.running_set import PoolChanges
 from vajra_py.runtime.step.plan import StepPlan

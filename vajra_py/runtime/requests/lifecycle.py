@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vajra_py.contract import EndReason, Observer, PreemptionMode
+from vajra_py.contract import PreemptionMode
+from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet

@@ -13,7 +13,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Protocol
 
-from vajra_py.contract import EndReason
+from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.kv import BlockKeys
 from vajra_py.runtime.support.clock import to_seconds
 

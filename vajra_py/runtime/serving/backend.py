@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from vajra_py.contract import EndReason
+from vajra_py.contract.observer import EndReason
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.replica import Replica

@@ -7,16 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from vajra_py.config import ExperimentConfig, PolicyChoice, ReplicaConfig, ReplicasetConfig
-from vajra_py.contract import (
-    LatencyModel,
-    Layer,
-    OutputLengthPredictor,
-    PolicyContext,
-    PrefillTime,
-    ReplicaLimits,
-    ReplicaScheduler,
-    SharedState,
-)
+from vajra_py.contract import Layer, PolicyContext, PrefillTime, ReplicaLimits, ReplicaScheduler, SharedState
+from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency import PrefillTimeTable
 from vajra_py.plugins import Registry, build_policy

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from vajra_py.contract import EndReason, Observer
+from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import PolicyError, place_of_definition
 from vajra_py.runtime.kv import BlockKeys
 from vajra_py.runtime.records.input_log import Failure, PolicyChange

@@ -15,7 +15,8 @@ from typing import Any, Generic
 
 from sortedcontainers import SortedDict
 
-from vajra_py.contract import EndReason, ReadsNoLoad
+from vajra_py.contract import ReadsNoLoad
+from vajra_py.contract.observer import EndReason
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv import BlockKeys
 from vajra_py.runtime.records.input_log import (

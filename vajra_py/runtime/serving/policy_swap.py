@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vajra_py.contract import Layer, PolicySwap, RefusesRequests
+from vajra_py.contract import Layer, RefusesRequests
+from vajra_py.contract.observer import PolicySwap
 from vajra_py.errors import ConfigError, Problem, VajraError
 from vajra_py.plugins import kind_of
 from vajra_py.runtime.queues import RequestQueue

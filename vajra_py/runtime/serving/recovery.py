@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from vajra_py.contract import EndReason
+from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.records.input_log import Failure
 from vajra_py.runtime.requests.lifecycle import end_request
 from vajra_py.runtime.requests.request import Request, RequestState

@@ -6,19 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
-from vajra_py.contract import (
-    EndedStep,
-    EndReason,
-    LatencyModel,
-    Layer,
-    Observer,
-    PreemptionMode,
-    ReplicaLimits,
-    ReplicaScheduler,
-    ScheduledChunk,
-    StepEnd,
-    StepRecord,
-)
+from vajra_py.contract import EndedStep, Layer, PreemptionMode, ReplicaLimits, ReplicaScheduler
+from vajra_py.contract.latency import LatencyModel
+from vajra_py.contract.observer import EndReason, Observer, ScheduledChunk, StepEnd, StepRecord
 from vajra_py.errors import BREACHES, PolicyError, VajraError
 from vajra_py.runtime.kv import KvMemory, TokenKeys
 from vajra_py.runtime.queues import RequestQueue

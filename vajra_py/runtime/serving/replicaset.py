@@ -7,15 +7,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, cast
 
-from vajra_py.contract import (
-    EndReason,
-    Layer,
-    Observer,
-    RefusesRequests,
-    ReplicaLoadView,
-    ReplicasetScheduler,
-    RequestView,
-)
+from vajra_py.contract import Layer, RefusesRequests, ReplicaLoadView, ReplicasetScheduler, RequestView
+from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import BREACHES, PolicyError, VajraError, place_of_definition
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess

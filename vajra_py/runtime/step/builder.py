@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import cast
 
-from vajra_py.contract import BatchFeatures, DecodeStop, EndReason, LatencyModel, PreemptionMode, Refusal, RequestView
+from vajra_py.contract import BatchFeatures, DecodeStop, PreemptionMode, Refusal, RequestView
+from vajra_py.contract.latency import LatencyModel
+from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.requests.decode_pool import by_admission
 from vajra_py.runtime.requests.lifecycle import Lifecycle
 from vajra_py.runtime.requests.request import Request, RequestState

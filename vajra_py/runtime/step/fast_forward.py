@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vajra_py.contract import RepeatsDecodes, ReplicaScheduler, SteadyState, StepRun
+from vajra_py.contract import RepeatsDecodes, ReplicaScheduler, SteadyState
+from vajra_py.contract.observer import StepRun
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.plan import StepPlan
 from vajra_py.runtime.support.clock import to_seconds

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from vajra_py.contract import BatchFeatures, LatencyModel
-from vajra_py.contract.latency import CONTEXT_GRAIN_TOKENS
+from vajra_py.contract import BatchFeatures
+from vajra_py.contract.latency import CONTEXT_GRAIN_TOKENS, LatencyModel
 from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.requests.request import Request
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from vajra_py.contract import BatchFeatures, LatencyModel
+from vajra_py.contract import BatchFeatures
+from vajra_py.contract.latency import LatencyModel
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.builder_options import BuilderOptions

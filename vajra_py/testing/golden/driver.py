@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vajra_py.config import config_from_mapping
-from vajra_py.contract import EndReason
+from vajra_py.contract.observer import EndReason
 from vajra_py.latency import AffineModel
 from vajra_py.latency.output_length import NoLengths
 from vajra_py.plugins import load_registry

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.contract import Observer, StepEnd
+from vajra_py.contract.observer import Observer, StepEnd
 
 EXACT_DIGITS = 15
 """A table with this many significant digits or more is taken as exact."""

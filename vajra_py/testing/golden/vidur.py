@@ -23,7 +23,9 @@ from pathlib import Path
 import numpy as np
 
 from vajra_py.config import config_from_mapping
-from vajra_py.contract import EndReason, LatencyModel, Observer, RequestView
+from vajra_py.contract import RequestView
+from vajra_py.contract.latency import LatencyModel
+from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import VajraError
 from vajra_py.latency import OperatorTableModel, TableOptions
 from vajra_py.latency.output_length import NoLengths

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from vajra_py.contract import EndReason
+from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.requests.request import Request
 from vajra_py.testing.golden.driver import Arrival, Driver, Setup
 from vajra_py.testing.golden.trace import Difference, Result, first_difference
