@@ -8,7 +8,7 @@ Source: Vajra's scheduling architecture (three-phase batch formation); Sarathi-S
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from vajra_py.contract.batch import BatchBuilder, PreemptionMode, Refusal
@@ -75,10 +75,26 @@ def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: Chun
     still get their turn, since memory that they hold comes back only when they are done. False when one of them was
     refused the blocks to go on.
     """
-    next_prompt = PromptsByUrgency(replica, batch).next
+    partial = iter(replica.partial_prefills())
+    waiting: Iterator[RequestView] = replica.waiting() if replica.num_waiting else iter(())
+    in_progress = next(partial, None)
+    queued: RequestView | None = None
+    has_looked = False  # into the queue: no sooner than needed, since it is cheapest once its head has left
     num_skipped = 0
     all_can_grow = True
-    while (request := next_prompt(num_skipped < MAX_SKIPPED)) is not None:
+    while True:
+        request = in_progress
+        if num_skipped < MAX_SKIPPED and batch.free_blocks > 0:
+            if not has_looked:
+                queued, has_looked = next(waiting, None), True
+            if queued is not None and (
+                in_progress is None or replica.urgency(queued)[0] < replica.urgency(in_progress)[0]
+            ):
+                request, has_looked = queued, False
+        if request is None:
+            break
+        if request is in_progress:
+            in_progress = next(partial, None)
         if request in batch:
             continue
         num_tokens = next_chunk(request, batch, replica)
@@ -98,40 +114,6 @@ def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: Chun
                 all_can_grow = False
         num_skipped += 1
     return all_can_grow
-
-
-class PromptsByUrgency:
-    """Partial prefills and waiting requests in one stream, most urgent first; partial prefills win ties."""
-
-    __slots__ = ("_batch", "_has_looked", "_in_progress", "_partial", "_queued", "_replica", "_waiting")
-
-    def __init__(self, replica: LocalReplicaView, batch: BatchBuilder) -> None:
-        self._replica = replica
-        self._batch = batch
-        self._partial = iter(replica.partial_prefills())
-        self._waiting = replica.waiting()
-        self._in_progress = next(self._partial, None)
-        self._queued: RequestView | None = None
-        self._has_looked = False  # into the queue: no sooner than needed, since it is cheapest once its head has left
-
-    def next(self, admitting: bool) -> RequestView | None:
-        """The next prompt; without `admitting`, or any free block, the next partial prefill. None: there is no further one."""
-        if admitting and self._batch.free_blocks > 0:
-            if not self._has_looked:
-                self._queued = next(self._waiting, None)
-                self._has_looked = True
-            request = self._queued
-            if request is not None and self._is_first(request):
-                self._has_looked = False
-                return request
-        request = self._in_progress
-        if request is not None:
-            self._in_progress = next(self._partial, None)
-        return request
-
-    def _is_first(self, queued: RequestView) -> bool:
-        other = self._in_progress
-        return other is None or bool(self._replica.urgency(queued)[0] < self._replica.urgency(other)[0])
 
 
 def _give_way(batch: BatchBuilder, victim: RequestView, mode: PreemptionMode) -> bool:

@@ -279,7 +279,7 @@ class PagedKvMemory:
 
     def grow(self, request: KvRequest, num_tokens: int) -> bool:
         """Let a resident request hold `num_tokens` leading tokens; False, nothing changed, if blocks are lacking."""
-        table = self._resident(request, "grow").blocks
+        table = self._tables[request].blocks or self._resident(request, "grow").blocks
         num_new = -(-num_tokens // self.block_size) - len(table)
         if num_new <= 0:
             return True

@@ -213,11 +213,9 @@ class Replica:
             raise breach.at(self.replica_id, self.num_steps) from error
         except BREACHES as error:
             raise PolicyError.caused_by(name, error).at(self.replica_id, self.num_steps) from error
-        if not builder.num_requests and not builder.num_preempted:
-            builder.forget_looked_at()
+        plan = builder.finish(self.num_steps, now)
+        if plan is None:
             return None
-        plan = builder.plan(self.num_steps, now)
-        builder.forget_looked_at()
         if plan.chunks or plan.num_pool_decodes:
             self.num_in_flight += 1
             self.num_steps += 1

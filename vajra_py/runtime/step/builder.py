@@ -5,7 +5,7 @@ A step that runs every decode of the pool is one bulk entry: what it costs here 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import cast
 
 from vajra_py.contract import BatchFeatures, DecodeStop, PreemptionMode, Refusal, RequestView
@@ -16,6 +16,7 @@ from vajra_py.runtime.requests.lifecycle import Lifecycle
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.builder_options import BuilderOptions, IllegalPlan
+from vajra_py.runtime.step.plan import StepPlan
 from vajra_py.runtime.step.plan_draft import PlanDraft
 
 # Looking a member of an enumeration up costs more than a call, and these are looked up for every chunk.
@@ -44,7 +45,9 @@ class Builder(PlanDraft):
         self._to_publish: list[Request] = []
         """Decodes of the pool whose filled blocks are to be entered in the prefix cache, latest admitted first."""
         self._looked_at: list[Request] = []
-        self.start(0.0)
+        self._growing: Collection[Request] = ()
+        self._publishes_decodes = False
+        """With decodes taken one by one: who needs a block, and whether blocks that they fill are entered at once."""
 
     def start(self, now: float) -> None:
         """Empty the plan for a new step."""
@@ -54,11 +57,14 @@ class Builder(PlanDraft):
             self.refusals.clear()
         if self._to_publish:
             self._to_publish = []
-        pool = self._residents.pool
-        self._growing = pool.needing_blocks()
-        self._reserves = self._options.reserves_growth and not self._pipelined
-        self._publishes_decodes = pool.num_public > 0 and self._options.publish_at_schedule
         self._empty()
+
+    def finish(self, step_index: int, formed_at: int) -> StepPlan | None:
+        """The plan as the policy has left it; None when it did nothing at all."""
+        plan = self.plan(step_index, formed_at) if self._slots < self._max_slots or self.preempted else None
+        if self._looked_at:
+            self._forget_looked_at()
+        return plan
 
     # Adding
 
@@ -76,7 +82,7 @@ class Builder(PlanDraft):
         return refusal
 
     def _granted(self, own: Request, num_tokens: int, reserve_tokens: int | None) -> Refusal | None:
-        if own in self:
+        if own in self._in_batch or own in (self._members if self.bulk else self.selected):
             return Refusal.ALREADY_SCHEDULED
         if own.in_flight:
             return Refusal.IN_FLIGHT
@@ -100,7 +106,7 @@ class Builder(PlanDraft):
             return Refusal.KV_BLOCKS
         if to_hold > known:
             self._residents.has_spare_blocks = True
-        self._put(own, num_tokens, computed, "running")
+        self._put_chunk(own, num_tokens, computed, "running")
         return None
 
     def _add_decode(self, request: Request) -> Refusal | None:
@@ -112,6 +118,10 @@ class Builder(PlanDraft):
             return Refusal.BATCH_FULL
         if self._tokens < 1:
             return Refusal.TOKEN_BUDGET
+        if not selected:
+            pool = self._residents.pool
+            self._growing = pool.needing_blocks()
+            self._publishes_decodes = pool.num_public > 0 and self._options.publish_at_schedule
         if request in self._growing or self._publishes_decodes:  # what is full of private content needs no entry yet
             refusal = self._room_for_decode(request)
             if refusal is not None:
@@ -165,7 +175,7 @@ class Builder(PlanDraft):
         if to_hold > known:
             running_set.has_spare_blocks = True
         kind = self._lifecycle.admitted(request, done, self.now)
-        self._put(request, num_tokens, done, kind)
+        self._put_chunk(request, num_tokens, done, kind)
         return None
 
     def add_decodes(self) -> DecodeStop | None:
@@ -267,7 +277,8 @@ class Builder(PlanDraft):
                 due = [one for one in due if memory.num_held_blocks(one) * size <= one.num_computed_tokens]
             if len(due) > memory.growth_headroom:
                 return False
-            if self._reserves and memory.can_reserve and not pool.num_public:
+            options = self._options
+            if options.reserves_growth and not self._pipelined and memory.can_reserve and not pool.num_public:
                 memory.reserve_blocks(len(due))
             else:
                 running_set.materialize()
@@ -396,17 +407,12 @@ class Builder(PlanDraft):
 
     # Inside
 
-    def _put(self, request: Request, num_tokens: int, computed: int, kind: str) -> None:
-        self._put_chunk(request, num_tokens, computed, kind)
-        if self._options.publish_at_schedule:
-            self._memory.cache_blocks(request, computed + num_tokens)
-
     def _busy_groups(self) -> frozenset[int]:
         busy = self._options.busy_group_tokens
         return frozenset(group for group, tokens in self._group_tokens.items() if tokens >= busy)
 
     def _own(self, request: RequestView) -> Request:
-        own = cast(Request, request)
+        own: Request = request  # type: ignore[assignment]  # `cast` would cost as much as the rest
         replica_id = own.replica_id
         if own.state is _ENDED or (replica_id != self._replica_id and replica_id != -1):
             raise IllegalPlan(own, "it is not one of this replica's requests")
@@ -415,7 +421,7 @@ class Builder(PlanDraft):
             self._looked_at.append(own)
         return own
 
-    def forget_looked_at(self) -> None:
+    def _forget_looked_at(self) -> None:
         """The step is decided: drop what was looked up for shared requests that stay in the shared queue."""
         for request in self._looked_at:
             if request.replica_id == -1:

@@ -151,6 +151,8 @@ class PlanDraft:
         self._complete = None
         if not self._one_group:
             self._count_in_groups(request, num_tokens, computed)
+        if request.keys is not None and self._options.publish_at_schedule:
+            self._memory.cache_blocks(request, computed + num_tokens)
 
     def _put_decode(self, request: Request) -> None:
         if self.bulk:
@@ -209,7 +211,8 @@ class PlanDraft:
         if self.selected and not self.bulk and not self._has_selected_the_pool():
             self._park_all_but_selected()
         runs_something = self._slots < self._max_slots
-        chunks, num_pool_decodes = tuple(self.chunks), len(pool.members) if self.bulk or self.selected else 0
+        chunks = tuple(self.chunks)
+        num_pool_decodes = len(pool.members) if self.bulk or self.selected else 0
         admissions = None
         if self._pipelined:
             chunks, num_pool_decodes = self._detached(num_pool_decodes), 0
