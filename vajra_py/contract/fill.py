@@ -8,7 +8,7 @@ Source: Vajra's scheduling architecture (three-phase batch formation); Sarathi-S
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeAlias
 
 from vajra_py.contract.batch import BatchBuilder, PreemptionMode, Refusal
@@ -45,8 +45,6 @@ def fill(
     add_all_decodes(replica, batch, preemption_mode)
     if batch.slots_left <= 0 or batch.tokens_left <= 0:
         return
-    if not replica.num_waiting and not replica.num_partial_prefills:
-        return
     if not add_prompts(replica, batch, next_chunk) and not batch.num_requests:
         _free_the_most_urgent(replica, batch, next_chunk, preemption_mode)
 
@@ -75,22 +73,22 @@ def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: Chun
     still get their turn, since memory that they hold comes back only when they are done. False when one of them was
     refused the blocks to go on.
     """
-    partial = iter(replica.partial_prefills())
-    waiting: Iterator[RequestView] = replica.waiting() if replica.num_waiting else iter(())
-    in_progress = next(partial, None)
-    queued: RequestView | None = None
-    has_looked = False  # into the queue: no sooner than needed, since it is cheapest once its head has left
+    has_looked = not replica.num_waiting  # into the queue: no sooner than needed, it is cheapest once its head has left
+    if has_looked and not replica.num_partial_prefills:
+        return True
+    partial, waiting = iter(replica.partial_prefills()), replica.waiting()
+    in_progress, queued = next(partial, None), None
     num_skipped = 0
     all_can_grow = True
     while True:
         request = in_progress
-        if num_skipped < MAX_SKIPPED and batch.free_blocks > 0:
+        if (queued is not None or not has_looked) and num_skipped < MAX_SKIPPED and batch.free_blocks > 0:
             if not has_looked:
                 queued, has_looked = next(waiting, None), True
             if queued is not None and (
                 in_progress is None or replica.urgency(queued)[0] < replica.urgency(in_progress)[0]
             ):
-                request, has_looked = queued, False
+                request, queued, has_looked = queued, None, False
         if request is None:
             break
         if request is in_progress:

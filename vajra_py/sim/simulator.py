@@ -234,7 +234,7 @@ class Simulator(Backend[SimReplica]):
         if replica.num_stages > 1:
             return self._launch_in_stages(replica, plan)
         replica.plan = plan
-        end = None if replica.runs is None else self._fast_forward.launch(replica, plan)
+        end = None if replica.runs is None or plan.chunks else self._fast_forward.launch(replica, plan)
         if end is None:
             end = self._driver.now + max(1, replica.timer.stage_ticks(plan))
         self._driver.events.push(end, _STEP_END, (replica, None, replica.epoch), replica.rank)

@@ -172,7 +172,8 @@ class StateView:
     @property
     def num_waiting(self) -> int:
         """Own queue and shared queue."""
-        return self._residents.num_waiting
+        running_set = self._residents
+        return running_set.queue.num_requests + running_set.shared.queue.num_requests
 
     def running(self) -> Sequence[RequestView]:
         """Running requests in order of admission."""
@@ -192,10 +193,10 @@ class StateView:
     def waiting(self) -> Iterator[RequestView]:
         """Waiting requests, most urgent first, own and shared queue merged."""
         running_set, now = self._residents, self.now
-        if not len(running_set.shared):
+        if not running_set.shared.queue.num_requests:
             return running_set.queue.ordered(now) if running_set.queue.num_requests else iter(())
         pulled = running_set.shared.pulled(now)
-        if not len(running_set.queue):
+        if not running_set.queue.num_requests:
             return pulled
         return self._merged(running_set.queue.ordered(now), pulled)
 

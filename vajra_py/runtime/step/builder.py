@@ -73,7 +73,9 @@ class Builder(PlanDraft):
         if num_tokens == 1 and not self.bulk and request in self._members:
             refusal = self._add_decode(request)
         else:
-            own = self._own(request)
+            own: Request = request  # type: ignore[assignment]
+            if own.state is not _RUNNING or own.replica_id != self._replica_id:
+                self._own(request)
             if num_tokens < 1:
                 raise IllegalPlan(own, f"cannot add {num_tokens} tokens. A chunk has at least 1")
             refusal = self._granted(own, num_tokens, reserve_tokens)
@@ -92,8 +94,9 @@ class Builder(PlanDraft):
             return Refusal.TOKEN_BUDGET
         if own.state is not _RUNNING:
             return self._admit(own, num_tokens, reserve_tokens)
-        computed, known = own.num_computed_tokens, own.num_known_tokens
-        self._check_chunk(own, num_tokens, computed, known)
+        computed, num_left = own.num_computed_tokens, own.num_remaining_tokens
+        if num_tokens > num_left or not self._one_group:
+            self._check_chunk(own, num_tokens, computed, computed + num_left)
         if own.is_decode:
             refusal = self._room_for_decode(own)
             if refusal is None:
@@ -104,7 +107,7 @@ class Builder(PlanDraft):
             to_hold = reserve_tokens
         if not self._memory.grow(own, to_hold):
             return Refusal.KV_BLOCKS
-        if to_hold > known:
+        if to_hold > computed + num_left:
             self._residents.has_spare_blocks = True
         self._put_chunk(own, num_tokens, computed, "running")
         return None
@@ -371,8 +374,8 @@ class Builder(PlanDraft):
 
     def max_chunk(self, request: RequestView) -> int:
         """Most tokens that the next chunk of the request may have."""
-        own = self._own(request)
-        if own.state is _RUNNING or own.state is _SWAPPED:
+        own: Request = request  # type: ignore[assignment]
+        if (own.state is _RUNNING and own.replica_id == self._replica_id) or self._own(request).state is _SWAPPED:
             num_left = own.num_remaining_tokens
         else:
             num_left = own.num_known_tokens - self._memory.cached_tokens(own)
