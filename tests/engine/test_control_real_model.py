@@ -121,7 +121,7 @@ def test_a_sweep_on_the_engine_runs_one_point_after_another(
     def refuse(*_: object) -> Any:
         raise AssertionError("points measured each other")
 
-    monkeypatch.setattr(module, "_side_by_side", refuse)
+    monkeypatch.setattr("vajra_py.experiment.pool.Processes", refuse)
     mapping = YAML(typ="safe").load(EXPERIMENT.format(model=tiny_model, folder=tmp_path))
     mapping["workload"]["num_sessions"] = 2
     mapping["sweep"] = {"scheduling.replicaset_scheduler": ["least_loaded", "pull"]}

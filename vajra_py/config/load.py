@@ -92,7 +92,7 @@ def dump_effective(config: ExperimentConfig) -> str:
         data = plain(source.root)
     else:
         data = config.model_dump(mode="json", by_alias=True)
-        for key in ("preset", "scheduling", "sweep", "replicasets"):
+        for key in ("preset", "scheduling", "sweep", "replicasets", "capacity"):
             if not data[key]:
                 del data[key]
     yaml = YAML(typ="safe", pure=True)

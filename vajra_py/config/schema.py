@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
+from vajra_py.config.capacity import CapacityConfig
 from vajra_py.contract import Layer, RequestView
 
 if TYPE_CHECKING:
@@ -386,6 +387,10 @@ class ExperimentConfig(Section):
             "Runs of each setting, under the seeds `seed`, `seed` + 1, …: the same ones for every point of a sweep, so that settings are "
             "compared in pairs."
         ),
+    )
+
+    capacity: CapacityConfig | None = Field(
+        None, description="Question about capacity that `vajra capacity` answers; a plain run leaves it aside."
     )
 
     _source: Any = PrivateAttr(None)

@@ -172,7 +172,7 @@ def _check_path(path: str, node: Node, base: KeyPath, findings: list[Finding]) -
     steps = parse_path(path)
     if not all(steps):
         findings.append(Finding(node.place, (*base, path), "is no path", "Write keys joined by dots: workload.rate"))
-    elif steps[0] in ("sweep", "version", "replications"):
+    elif steps[0] in ("sweep", "version", "replications", "capacity"):
         findings.append(Finding(node.place, (*base, path), f"{steps[0]!r} cannot be swept"))
 
 

@@ -21,16 +21,18 @@ RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "inter
 
 
 def config_digest(config: ExperimentConfig) -> str:
-    """Names what an experiment's settings say; where results are written does not count."""
+    """Names what an experiment's settings say; where results are written and what else is asked does not count."""
     settings = config.model_dump(
-        mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications", "description"}
+        mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications", "description", "capacity"}
     )
     return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def files_digest(config: ExperimentConfig) -> dict[str, str]:
     """The contents of the files that an experiment's settings name (traces, profiles), by path, as digests."""
-    settings = config.model_dump(mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications"})
+    settings = config.model_dump(
+        mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications", "capacity"}
+    )
     names = sorted({name for name in _strings(settings) if "." in name or "/" in name})
     found: dict[str, str] = {}
     for name in names:

@@ -1,0 +1,130 @@
+"""`vajra capacity` from a file to an answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from vajra_py.cli.main import vajra
+from vajra_py.config import load_config
+from vajra_py.errors import ConfigError
+from vajra_py.experiment.capacity import find_capacity
+
+FILE = """
+version: 1
+name: cap
+seed: 3
+scheduling: {{request_prioritizer: fcfs, replicaset_scheduler: round_robin, replica_scheduler: fixed_chunk}}
+replica: {{max_batch_size: 8, memory: {{num_blocks: 4000}}}}
+workload:
+  type: synthetic
+  arrivals: {{type: poisson, rate: 4}}
+  num_requests: 150
+  prompt_tokens: {{type: constant, value: 100}}
+  output_tokens: {{type: constant, value: 4}}
+  slo_classes: [{{name: chat, ttft_slo_s: 0.5}}]
+backend: {{simulator: {{latency: {{type: constant, step_time_s: 0.02}}}}}}
+output: {{dir: {folder}, decision_log: false}}
+capacity:
+  slo: {slo}
+  replications: 3
+  max_replications: 3
+  curve: [0.5]
+{more}
+"""
+
+
+def write(folder: Path, slo: str = "mean(e2e) <= 0.2", more: str = "") -> Path:
+    path = folder / "cap.yaml"
+    path.write_text(FILE.format(folder=folder / "runs", slo=slo, more=more))
+    return path
+
+
+def answer(folder: Path, *overrides: str, slo: str = "mean(e2e) <= 0.2", more: str = "") -> tuple[int, str]:
+    arguments = [part for one in overrides for part in ("--set", one)]
+    result = CliRunner().invoke(
+        vajra, ["capacity", str(write(folder, slo, more)), "--workers", "1", *arguments], standalone_mode=False
+    )
+    if result.exception is not None:
+        raise result.exception
+    return result.return_value, result.output
+
+
+def test_the_answer_comes_last_with_its_interval_and_a_second_search_runs_nothing(tmp_path: Path) -> None:
+    code, output = answer(tmp_path)
+    assert code == 0
+    assert "requests/s (95 % interval " in output.splitlines()[-1]
+    folder = tmp_path / "runs" / "cap"
+    first = json.loads((folder / "capacity.json").read_text())["answers"][0]
+    low, high = first["interval"]
+    assert first["outcome"] == "found"
+    assert low <= first["setting"][0] <= high
+    assert (folder / "capacity.csv").exists()
+    assert "<svg" in (folder / "capacity.svg").read_text()
+    again = find_capacity(load_config(tmp_path / "cap.yaml"), workers=1)
+    assert (again[0].num_new, again[0].num_runs) == (0, first["num_runs"])
+    assert json.loads((folder / "capacity.json").read_text())["answers"][0]["interval"] == [low, high]
+
+
+def test_a_grid_of_policies_gets_an_answer_each(tmp_path: Path) -> None:
+    more = "sweep: {replica.max_batch_size: [2, 8]}"
+    code, output = answer(tmp_path, more=more)
+    assert code == 0
+    small, large = (float(line.split()[1]) for line in output.splitlines()[-2:])
+    assert [line.partition(":")[0] for line in output.splitlines()[-2:]] == ["2", "8"]  # the best one last
+    assert large > 1.5 * small
+
+
+def test_the_fewest_replicas(tmp_path: Path) -> None:
+    more = "  replicas: {num_replicas: {max: 8}}"
+    text = FILE.format(folder=tmp_path / "runs", slo="mean(e2e) <= 0.12", more="").rstrip()
+    (tmp_path / "cap.yaml").write_text(text + "\n" + more + "\n")
+    config = load_config(tmp_path / "cap.yaml", ["workload.arrivals.rate=150"])
+    (found,) = find_capacity(config, workers=1)
+    assert found.error is None
+    assert found.answer is not None
+    assert found.answer.outcome == "found"
+    best = int(found.answer.setting[0])
+    slacks = {point.setting[0]: sum(point.slacks) for point in found.curve}
+    assert slacks[best] >= 0
+    assert slacks.get(best - 1, -1) < 0
+
+
+def test_an_slo_that_never_or_always_holds_is_said_in_a_line(tmp_path: Path) -> None:
+    _, never = answer(tmp_path, slo="mean(e2e) <= 0.01")
+    assert never.splitlines()[-1].startswith("cap: the SLO never holds")
+    _, always = answer(tmp_path, "capacity.rate.max=8", slo="mean(e2e) <= 100")
+    assert always.splitlines()[-1].startswith("cap: the SLO always holds")
+
+
+def test_an_attainment_of_requests_without_an_slo_is_said(tmp_path: Path) -> None:
+    code, output = answer(tmp_path, slo="tpot_attainment >= 0.9")
+    assert code == 1
+    assert "no request of the run has a value" in output.splitlines()[-1]
+    code, output = answer(tmp_path, slo="p99(ttft, chatt) <= 1")
+    assert code == 1
+    assert "no SLO class, tenant or replicaset has that name (chatt). Did you mean 'chat'?" in output.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("capacity.slo=p99(tfft) <= 1", "Did you mean 'ttft'?"),
+        ("capacity=null", "capacity: is missing"),
+        ("replications=3", "stands beside `capacity`"),
+        ("sweep={workload.rate: [1, 2]}", "is what the search varies"),
+        ("capacity.rate.path=workload.rat", "workload.rat"),
+        ("capacity.replicas={num_replicas: {max: 4}}", "two questions"),
+    ],
+)
+def test_a_question_that_cannot_be_answered_is_refused_before_anything_runs(
+    tmp_path: Path, override: str, said: str
+) -> None:
+    overrides = [override, "capacity.rate.min=1"] if "replicas" in override else [override]
+    with pytest.raises(ConfigError) as error:
+        find_capacity(load_config(write(tmp_path), overrides), workers=1)
+    assert said in str(error.value)
+    assert not (tmp_path / "runs").exists()

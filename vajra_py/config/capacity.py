@@ -1,0 +1,95 @@
+"""Schema of `capacity:`: the SLO, what is searched, and how sure the answer has to be."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from vajra_py.config.slo import parse_slo
+
+_Positive = Annotated[float, Field(strict=True, gt=0)]
+_Count = Annotated[int, Field(strict=True, ge=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class RateSearch(_Section):
+    """Rates among which the highest is searched."""
+
+    path: str = Field("workload.rate", min_length=1, description="Setting that is searched: a rate of requests.")
+    min: _Positive = Field(0.01, description="Lowest rate that is tried, requests per second.")
+    max: _Positive = Field(10_000.0, description="Highest rate that is tried, requests per second.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min >= self.max:
+            raise ValueError(f"min must be below max (got {self.min:g} and {self.max:g})")
+        return self
+
+
+class ReplicaSearch(_Section):
+    """Numbers of replicas among which the cheapest is searched."""
+
+    min: _Count = Field(1, description="Fewest replicas.")
+    max: _Count = Field(description="Most replicas.")
+    cost: _Positive | None = Field(
+        None, description="Cost of one replica, in any unit that all share; null: the price of its devices per hour."
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"min must not be above max (got {self.min} and {self.max})")
+        return self
+
+
+class CapacityConfig(_Section):
+    """A question about capacity, for `vajra capacity`: the highest rate, or the fewest replicas, at which an SLO holds."""
+
+    slo: str = Field(
+        description="Condition on metrics, such as `p99(ttft) <= 0.5 and attainment >= 0.95`; times in seconds."
+    )
+    rate: RateSearch | None = Field(None, description="Search the highest rate.")
+    replicas: dict[str, ReplicaSearch] | None = Field(
+        None,
+        min_length=1,
+        description="Search the cheapest numbers of replicas, by path: `num_replicas: {max: 16}`, or several `replicasets.NAME.num_replicas`.",
+    )
+    precision_fraction: Annotated[float, Field(strict=True, gt=0, lt=1)] = Field(
+        0.02, description="How exact a rate has to be, as a part of it: half of the interval's width."
+    )
+    replications: Annotated[int, Field(strict=True, ge=2, le=1000)] = Field(
+        5, description="Seeds under which every decisive setting is run: `seed`, `seed` + 1, …"
+    )
+    max_replications: Annotated[int, Field(strict=True, ge=2, le=1000)] = Field(
+        20, description="Seeds that a rate's interval may take while it is wider than asked for."
+    )
+    curve: tuple[_Positive, ...] = Field(
+        (0.5, 0.75, 0.9, 1.1, 1.25), description="Further points of the curve, as multiples of the capacity found."
+    )
+
+    @field_validator("slo")
+    @classmethod
+    def _readable(cls, text: str) -> str:
+        parse_slo(text)
+        return text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _something(cls, value: Any) -> Any:
+        if isinstance(value, dict) and not value.get("rate") and not value.get("replicas"):
+            return {**value, "rate": {}}
+        return value
+
+    @model_validator(mode="after")
+    def _one_question(self) -> Self:
+        if self.rate is not None and self.replicas is not None:
+            raise ValueError("rate and replicas are two questions. Allowed: one of the two")
+        if self.max_replications < self.replications:
+            raise ValueError(
+                f"max_replications must not be below replications (got {self.max_replications} and {self.replications})"
+            )
+        return self

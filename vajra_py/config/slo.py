@@ -1,0 +1,184 @@
+"""SLO expressions: conditions on a run's metrics, such as `p99(ttft) <= 0.5 and attainment >= 0.95`.
+
+Grammar: conditions `METRIC <= NUMBER` (or `>=`, `<`, `>`, the number on either side) joined by `and` and `or`, with brackets. A metric is a statistic of a latency in
+seconds, `p99(ttft)`, or a number of the run, `attainment`. One SLO class, tenant or replicaset is named as a further argument: `p99(ttft, chat)`, `attainment("long-context")`.
+An expression is read with Python's parser and never evaluated as code.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from vajra_py.errors import did_you_mean
+
+STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
+LATENCIES: Mapping[str, str] = {"ttft": "ttft_s", "tbt": "tbt_s", "tpot": "tpot_s", "e2e": "e2e_s", "queue": "queue_s"}
+"""Latencies that statistics are taken of, and where a group of the summary has them."""
+NUMBERS: Mapping[str, str] = {
+    "attainment": "slo.overall.attainment_fraction",
+    "ttft_attainment": "slo.ttft.attainment_fraction",
+    "tpot_attainment": "slo.tpot.attainment_fraction",
+    "tbt_attainment": "slo.tbt.attainment_fraction",
+    "deadline_attainment": "slo.deadline.attainment_fraction",
+    "goodput": "goodput.requests_per_s",
+    "throughput": "throughput.requests_per_s",
+    "preemptions": "preemptions.per_request",
+}
+"""Numbers of a run, and where a group of the summary has them."""
+GROUPS = ("by_slo_class", "by_tenant", "by_replicaset")
+WORST = 3.0
+"""Largest slack by size: a metric twenty times off, or one that no request had."""
+
+Value: TypeAlias = Callable[[str], "float | None"]
+"""Reads a dotted path of a run's summary."""
+
+
+@dataclass(frozen=True, slots=True)
+class SloMetric:
+    """A metric of all requests, or of one group of them."""
+
+    text: str
+    path: str
+    """Inside a group of the summary."""
+    group: str | None = None
+    """Name of an SLO class, tenant or replicaset; None for all requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A metric and its limit."""
+
+    metric: SloMetric
+    at_most: bool
+    """The metric is to be at most the limit; else at least."""
+    limit: float
+
+    def slack(self, value: float | None) -> float:
+        """How far inside the limit a value is, negative outside: the logarithm of the ratio, so that 0.1 is about a tenth of the limit.
+
+        A value that no request had is outside.
+        """
+        if value is None:
+            return -WORST
+        inner, outer = (value, self.limit) if self.at_most else (self.limit, value)
+        found = outer - inner if inner <= 0 or outer <= 0 else math.log(outer / inner)
+        return max(-WORST, min(WORST, found))
+
+
+@dataclass(frozen=True, slots=True)
+class Junction:
+    """Conditions of which all or one must hold."""
+
+    kind: Literal["and", "or"]
+    parts: tuple[Expression, ...]
+
+
+Expression: TypeAlias = Condition | Junction
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """An SLO expression that was read."""
+
+    text: str
+    expression: Expression
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """Its conditions, from left to right."""
+        return tuple(_conditions(self.expression))
+
+    def slack(self, value: Callable[[SloMetric], float | None]) -> float:
+        """The least slack of conditions joined by `and`, the most of those joined by `or`; at least zero where the SLO holds."""
+        return _slack(self.expression, value)
+
+
+def parse_slo(text: str) -> Slo:
+    """Read an SLO expression. Raises `ValueError` with what is wrong and what is allowed."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(f"is not an SLO expression ({text!r}). {_FORM}") from None
+    return Slo(text.strip(), _expression(tree.body))
+
+
+_FORM = "Such as: p99(ttft) <= 0.5 and attainment >= 0.95"
+_OPERATORS: Mapping[type[ast.cmpop], bool] = {ast.LtE: True, ast.Lt: True, ast.GtE: False, ast.Gt: False}
+
+
+def _expression(node: ast.expr) -> Expression:
+    if isinstance(node, ast.BoolOp):
+        kind: Literal["and", "or"] = "and" if isinstance(node.op, ast.And) else "or"
+        return Junction(kind, tuple(_expression(value) for value in node.values))
+    if not isinstance(node, ast.Compare) or len(node.ops) != 1 or type(node.ops[0]) not in _OPERATORS:
+        allowed = "Allowed: conditions with <=, <, >= or >, joined by `and` and `or`"
+        raise ValueError(f"is not a condition ({ast.unparse(node)}). {allowed}. {_FORM}")
+    at_most = _OPERATORS[type(node.ops[0])]
+    left, right = node.left, node.comparators[0]
+    if _number(left) is not None:
+        left, right, at_most = right, left, not at_most
+    limit = _number(right)
+    if limit is None:
+        raise ValueError(f"compares with no number ({ast.unparse(node)}). A metric is compared with a number; {_FORM}")
+    return Condition(_metric(left), at_most, limit)
+
+
+def _number(node: ast.expr) -> float | None:
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        inner = _number(node.operand)
+        return None if inner is None else -inner
+    value = node.value if isinstance(node, ast.Constant) else None
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    return None
+
+
+def _metric(node: ast.expr) -> SloMetric:
+    text = ast.unparse(node)
+    if isinstance(node, ast.Name):
+        return SloMetric(text, _known(node.id, NUMBERS))
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.keywords:
+        raise ValueError(f"is not a metric ({text}). {_FORM}")
+    names = [_word(argument) for argument in node.args]
+    if node.func.id in NUMBERS and len(names) == 1:
+        return SloMetric(text, NUMBERS[node.func.id], names[0])
+    if len(names) not in (1, 2) or node.func.id in NUMBERS:
+        raise ValueError(f"has the wrong number of arguments ({text}). Allowed: a latency, and the name of a group")
+    statistic = node.func.id
+    if statistic not in STATISTICS:
+        raise ValueError(
+            f"is not a statistic ({statistic}). {did_you_mean(statistic, [*STATISTICS, *NUMBERS])}".rstrip(".")
+        )
+    return SloMetric(text, f"{_known(names[0], LATENCIES)}.{statistic}", names[1] if len(names) == 2 else None)
+
+
+def _word(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise ValueError(f"is not a name ({ast.unparse(node)}). Allowed: a word, or a text in quotes")
+
+
+def _known(name: str, allowed: Mapping[str, str]) -> str:
+    if name not in allowed:
+        names = [*NUMBERS, *(f"p99({latency})" for latency in LATENCIES)] if allowed is NUMBERS else list(allowed)
+        raise ValueError(f"is not a metric ({name}). {did_you_mean(name, names)}".rstrip("."))
+    return allowed[name]
+
+
+def _conditions(expression: Expression) -> list[Condition]:
+    if isinstance(expression, Condition):
+        return [expression]
+    return [condition for part in expression.parts for condition in _conditions(part)]
+
+
+def _slack(expression: Expression, value: Callable[[SloMetric], float | None]) -> float:
+    if isinstance(expression, Condition):
+        return expression.slack(value(expression.metric))
+    found = [_slack(part, value) for part in expression.parts]
+    return min(found) if expression.kind == "and" else max(found)

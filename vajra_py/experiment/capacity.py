@@ -1,0 +1,421 @@
+"""Answers the question of an experiment's `capacity:` section for every setting of its sweep.
+
+Each setting has a search of its own (`capacity_search`); all share one pool of workers, and what a search asks for next depends on nothing but its own results, so that answers
+are the same however many workers there are. Every run is kept in a folder of its own, `<output.dir>/<name>/<setting>/rate-4.2-seed-1`; runs that are there are read, not repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from vajra_py.config import ExperimentConfig, config_from_mapping, expand_sweep
+from vajra_py.config.capacity import CapacityConfig
+from vajra_py.config.slo import GROUPS, Slo, SloMetric, parse_slo
+from vajra_py.errors import ConfigError, Problem, RunError, VajraError, did_you_mean
+from vajra_py.experiment.capacity_search import (
+    Answer,
+    Probe,
+    RateQuestion,
+    Search,
+    Setting,
+    Slacks,
+    search_rate,
+    search_replicas,
+)
+from vajra_py.experiment.folder import RunFolder
+from vajra_py.experiment.pool import RunPool, RunTask, TaskProgress, local_pool
+from vajra_py.experiment.prices import replica_prices
+from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.summary import Summary
+from vajra_py.plugins import Registry, load_registry
+
+_SEED = "seed"
+_MANY = 1 << 30
+"""Runs that a search may ask for: as many as there are workers at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """What the runs at one rate, or with some numbers of replicas, measured."""
+
+    setting: Setting
+    values: Mapping[str, tuple[float | None, ...]]
+    """By the text of a metric of the SLO: a value for each seed."""
+    slacks: tuple[float, ...]
+    num_overloaded: int
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityAnswer:
+    """The answer for one setting of the sweep."""
+
+    label: str
+    answer: Answer | None
+    curve: tuple[CurvePoint, ...] = ()
+    """By rising rate or cost."""
+    paths: tuple[str, ...] = ()
+    """What was searched."""
+    costs: tuple[float, ...] = ()
+    """Of a replica of each kind; empty for a rate."""
+    unit: str = "requests/s"
+    num_runs: int = 0
+    num_new: int = 0
+    """Of the runs, those that were not there before."""
+    error: str | None = None
+
+    def cost(self, setting: Setting) -> float:
+        """Of numbers of replicas; a rate stands for itself."""
+        return sum(a * b for a, b in zip(setting, self.costs, strict=True)) if self.costs else setting[0]
+
+
+SearchProgress: TypeAlias = Callable[[str, int, int, str], None]
+"""Called with a setting's label, its runs that are finished and asked for, and what is being run."""
+MakePool: TypeAlias = Callable[[TaskProgress | None], RunPool]
+
+
+def find_capacity(
+    config: ExperimentConfig,
+    *,
+    workers: int | None = None,
+    registry: Registry | None = None,
+    overwrite: bool = False,
+    progress: SearchProgress | None = None,
+    pool: MakePool | None = None,
+) -> list[CapacityAnswer]:
+    """The answer for each setting of the experiment's sweep, in order.
+
+    Raises `ConfigError` where the experiment asks no question that can be answered, `RunInterrupted` when the user stops it.
+    """
+    registry = registry or load_registry()
+    searches = [_Search(one, overwrite, registry) for one in _settings(config, registry)]
+    if workers is None and config.backend.kind != "simulator":  # runs on a device would measure each other
+        workers = 1
+    workers_pool = pool(None) if pool else local_pool(workers, _MANY, registry, None)
+    owners: dict[int, tuple[_Search, Setting, int]] = {}
+    try:
+        todo = list(searches)
+        number = 0
+        while todo:
+            search = todo.pop(0)
+            for setting, seed, task in search.tasks():
+                owners[number] = (search, setting, seed)
+                workers_pool.submit(number, task)
+                number += 1
+            _tell(progress, search)
+            if todo or not owners:
+                continue
+            for ended, error in workers_pool.ends():
+                search, setting, seed = owners.pop(ended)
+                search.take(setting, seed, error)
+                _tell(progress, search)
+                if search.is_ready:
+                    for own_setting, own_seed, task in search.tasks():
+                        owners[number] = (search, own_setting, own_seed)
+                        workers_pool.submit(number, task)
+                        number += 1
+    finally:
+        workers_pool.close()
+    answers = [search.result() for search in searches]
+    _write_json(answers, config)
+    return answers
+
+
+def _tell(progress: SearchProgress | None, search: _Search) -> None:
+    if progress is not None:
+        progress(search.label, search.num_done, search.num_asked, search.doing)
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """One setting of the sweep, complete."""
+
+    label: str
+    mapping: dict[str, Any]
+    """Its configuration as plain values, without the question."""
+    folder: Path
+    seed: int
+    question: CapacityConfig
+    slo: Slo
+    paths: tuple[str, ...]
+    costs: tuple[float, ...]
+    unit: str
+
+    def config(self, setting: Setting, seed: int, registry: Registry) -> ExperimentConfig:
+        """The experiment at a rate or with so many replicas, under one seed."""
+        values = [*zip(self.paths, (self._value(value) for value in setting), strict=True), (_SEED, str(seed))]
+        return config_from_mapping(self.mapping, [f"{path}={text}" for path, text in values], registry)
+
+    def path(self, setting: Setting, seed: int) -> Path:
+        """The folder of such a run."""
+        names = [path.removesuffix(".num_replicas").rpartition(".")[2] for path in self.paths]
+        parts = [f"{name}-{self._value(value)}" for name, value in zip(names, setting, strict=True)]
+        return self.folder / "-".join([*parts, f"seed-{seed}"])
+
+    def _value(self, value: float) -> str:
+        return str(int(value)) if self.costs else f"{value:.10g}"
+
+    def cost(self, setting: Setting) -> float:
+        """Of numbers of replicas; a rate stands for itself."""
+        return sum(a * b for a, b in zip(setting, self.costs, strict=True)) if self.costs else setting[0]
+
+    def search(self) -> Search:
+        """The search that answers it, with the further points of its curve."""
+        asked = self.question
+        if asked.replicas is not None:
+            ranges = [range(one.min, one.max + 1) for one in asked.replicas.values()]
+            return search_replicas(ranges, self.costs, asked.replications)
+        rate = asked.rate
+        assert rate is not None  # the schema sees to it
+        given = _at(self.mapping, rate.path)
+        start = float(given) if isinstance(given, int | float) else math.sqrt(rate.min * rate.max)
+        search = search_rate(
+            RateQuestion(
+                rate.min,
+                rate.max,
+                min(max(start, rate.min), rate.max),
+                asked.precision_fraction,
+                asked.replications,
+                asked.max_replications,
+            )
+        )
+        return _with_curve(search, asked)
+
+
+def _with_curve(search: Search, asked: CapacityConfig) -> Search:
+    answer = yield from search
+    if answer.outcome == "found" and asked.curve:
+        rates = [float(f"{answer.setting[0] * factor:.3g}") for factor in asked.curve]
+        yield [((rate,), asked.replications) for rate in rates]
+    return answer
+
+
+def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
+    """A question for each setting of the sweep. Raises `ConfigError`."""
+    asked = config.capacity
+    if asked is None:
+        raise ConfigError(
+            Problem("capacity", "is missing: nothing is asked", "Such as: capacity: {slo: p99(ttft) <= 0.5}")
+        )
+    if config.replications > 1:
+        message = f"stands beside `capacity` (got {config.replications})"
+        raise ConfigError(Problem("replications", message, "Allowed: capacity.replications"))
+    paths = (asked.rate.path,) if asked.rate is not None else tuple(asked.replicas or ())
+    found = []
+    for point, one in expand_sweep(config, registry):
+        clash = [path for path in (*paths, _SEED) if path in point]
+        if clash:
+            raise ConfigError(Problem(f"sweep.{clash[0]}", "is what the search varies", "Allowed: other settings"))
+        mapping = one.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"capacity", "sweep"})
+        costs, unit = replica_prices(one, asked)
+        label = " ".join(part.partition("=")[2] or part for part in point.label.split()) or one.name
+        folder = config.output_dir / config.name / point.point_id if config.sweep else config.output_dir / config.name
+        question = _Question(label, mapping, folder, one.seed, asked, parse_slo(asked.slo), paths, costs, unit)
+        _check_start(question, registry)
+        found.append(question)
+    return found
+
+
+def _check_start(question: _Question, registry: Registry) -> None:
+    """Raises `ConfigError` where what is searched cannot be set, before anything is run."""
+    asked = question.question
+    first = (
+        (asked.rate.min,)
+        if asked.rate is not None
+        else tuple(float(one.min) for one in (asked.replicas or {}).values())
+    )
+    question.config(first, question.seed, registry)
+
+
+def _at(mapping: Mapping[str, Any], path: str) -> Any:
+    here: Any = mapping
+    for key in path.split("."):
+        here = here.get(key) if isinstance(here, Mapping) else None
+    return here
+
+
+@dataclass(slots=True)
+class _Search:
+    """A search under way: what it asks for, and the runs that it got."""
+
+    question: _Question
+    overwrite: bool
+    registry: Registry
+    num_done: int = 0
+    num_new: int = 0
+    num_asked: int = 0
+    _generator: Search = field(init=False)
+    _wanted: Sequence[Probe] = field(init=False, default=())
+    _pending: set[tuple[Setting, int]] = field(init=False, default_factory=set)
+    _slacks: dict[Setting, dict[int, float]] = field(init=False, default_factory=dict)
+    _answer: Answer | None = field(init=False, default=None)
+    _error: str | None = field(init=False, default=None)
+    _has_begun: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self._generator = self.question.search()
+
+    @property
+    def label(self) -> str:
+        """Of the setting."""
+        return self.question.label
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all that was asked for has come, and the search can go on."""
+        return not self._pending and self._answer is None and self._error is None
+
+    @property
+    def doing(self) -> str:
+        """What is being run, in a few words."""
+        if self._answer is not None or self._error is not None:
+            return "done" if self._error is None else "failed"
+        rates = sorted({setting for setting, _ in self._pending})
+        return ", ".join(" + ".join(f"{value:g}" for value in one) for one in rates[:4])
+
+    def tasks(self) -> list[tuple[Setting, int, RunTask]]:
+        """Advance the search; the runs that are to be made before it can go on, none when it has ended."""
+        while self.is_ready:
+            try:
+                self._advance()
+                found = self._missing()
+            except VajraError as error:
+                self._error = str(error)
+                return []
+            if found:
+                return found
+        return []
+
+    def take(self, setting: Setting, seed: int, error: str | None) -> None:
+        """A run has ended."""
+        self._pending.discard((setting, seed))
+        self.num_new += 1
+        if error is None:
+            try:
+                self._read(setting, seed)
+            except VajraError as wrong:
+                error = str(wrong)
+        if error is not None and self._error is None:
+            self._error = error
+
+    def result(self) -> CapacityAnswer:
+        """The answer, with the curve of everything that was run."""
+        asked = self.question
+        curve: list[CurvePoint] = []
+        if self._error is None:
+            try:
+                curve += [self._point(one) for one in sorted(self._slacks, key=lambda one: (asked.cost(one), one))]
+            except VajraError as error:
+                self._error = str(error)
+        answer = CapacityAnswer(
+            asked.label, self._answer, tuple(curve), asked.paths, asked.costs, asked.unit, self.num_done, self.num_new, self._error
+        )  # fmt: skip
+        return answer
+
+    def _advance(self) -> None:
+        try:
+            if not self._has_begun:
+                self._has_begun = True
+                self._wanted = next(self._generator)
+            else:
+                self._wanted = self._generator.send(self._known())
+        except StopIteration as stop:
+            self._answer = stop.value
+
+    def _known(self) -> Slacks:
+        first = self.question.seed
+        return {setting: [self._slacks[setting][first + k] for k in range(count)] for setting, count in self._wanted}
+
+    def _missing(self) -> list[tuple[Setting, int, RunTask]]:
+        """Runs that are wanted and lie neither in memory nor on disk."""
+        found: list[tuple[Setting, int, RunTask]] = []
+        if self._answer is not None:
+            return found
+        for setting, count in self._wanted:
+            for seed in range(self.question.seed, self.question.seed + count):
+                if seed in self._slacks.get(setting, {}) or (setting, seed) in self._pending:
+                    continue
+                config = self.question.config(setting, seed, self.registry)
+                path = self.question.path(setting, seed)
+                self.num_asked += 1
+                if RunFolder(path).is_finished(config) and not self.overwrite:
+                    self._read(setting, seed)
+                else:
+                    self._pending.add((setting, seed))
+                    found.append((setting, seed, RunTask(config, path, self.overwrite)))
+        return found
+
+    def _read(self, setting: Setting, seed: int) -> None:
+        summary = RunData.load(self.question.path(setting, seed)).summary
+        self._slacks.setdefault(setting, {})[seed] = self.question.slo.slack(lambda one: metric_value(summary, one))
+        self.num_done += 1
+
+    def _point(self, setting: Setting) -> CurvePoint:
+        slacks = self._slacks[setting]
+        seeds = sorted(slacks)
+        summaries = [RunData.load(self.question.path(setting, seed)).summary for seed in seeds]
+        metrics = {condition.metric.text: condition.metric for condition in self.question.slo.conditions}
+        return CurvePoint(
+            setting,
+            {text: tuple(metric_value(one, metric) for one in summaries) for text, metric in metrics.items()},
+            tuple(slacks[seed] for seed in seeds),
+            sum(one.value("stability.label") == "overloaded" for one in summaries),
+        )
+
+
+def metric_value(summary: Summary, metric: SloMetric) -> float | None:
+    """The value of an SLO's metric in a run; None where no request came far enough to have one.
+
+    Raises `RunError` for a group that the run does not have, and where requests were completed and none of them has a value.
+    """
+    group: Any = summary.data.get("overall", {})
+    if metric.group is not None:
+        groups = {name: one for key in GROUPS for name, one in (summary.data.get(key) or {}).items()}
+        if metric.group not in groups:
+            message = f"{metric.text}: no SLO class, tenant or replicaset has that name ({metric.group})"
+            raise RunError(f"capacity.slo: {message}. {did_you_mean(metric.group, groups)}")
+        group = groups[metric.group]
+    value = group
+    for key in metric.path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if value is None and (group.get("counts") or {}).get("completed"):
+        hint = "Requests need an SLO of their own (slo_classes) for an attainment"
+        raise RunError(f"capacity.slo: {metric.text}: no request of the run has a value. {hint}.")
+    return None if value is None else float(value)
+
+
+def _write_json(answers: Sequence[CapacityAnswer], config: ExperimentConfig) -> None:
+    """`capacity.json` beside the runs: answers and curves as plain values."""
+    folder = config.output_dir / config.name
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {"slo": config.capacity.slo if config.capacity else None, "answers": [_plain(one) for one in answers]}
+    (folder / "capacity.json").write_text(json.dumps(data, indent=1) + "\n")
+
+
+def _plain(one: CapacityAnswer) -> dict[str, Any]:
+    found = one.answer
+    interval = None if found is None or found.interval is None else [found.interval.low, found.interval.high]
+    return {
+        "label": one.label,
+        "outcome": None if found is None else found.outcome,
+        "error": one.error,
+        "searched": list(one.paths),
+        "setting": None if found is None else list(found.setting),
+        "interval": interval if interval is None else [value if math.isfinite(value) else None for value in interval],
+        "unit": one.unit,
+        "num_seeds": None if found is None else found.num_seeds,
+        "num_runs": one.num_runs,
+        "curve": [
+            {
+                "setting": list(point.setting),
+                "values": {key: list(values) for key, values in point.values.items()},
+                "slacks": list(point.slacks),
+                "num_overloaded": point.num_overloaded,
+            }
+            for point in one.curve
+        ],
+    }
