@@ -92,13 +92,13 @@ class WorkerMaker:
         cls, settings: EngineConfig, replicasets: Mapping[str, ReplicasetConfig], services: EngineServices
     ) -> WorkerMaker:
         """The maker for these settings."""
-        options = _options_by_replicaset(settings, replicasets)
+        options = _options_by_replicaset(settings, replicasets, services)
         ordinals: dict[ReplicaKey, int] = {}
         ordinal = 0
         for name, one in replicasets.items():
             for replica_id in range(one.num_replicas):
                 ordinals[name, replica_id] = ordinal
-                ordinal += options[name].tensor_parallel_size
+                ordinal += options[name].num_ranks
         return cls(services, options, ordinals, settings.workers == "in_process")
 
     def begin(self, replica: ReplicaKey) -> Worker:
@@ -106,7 +106,7 @@ class WorkerMaker:
         services, options, ordinal = self.services, self.options[replica[0]], self.ordinals[replica]
         if services.make_worker is not None:
             return services.make_worker(replica, options)
-        if self.in_process and options.tensor_parallel_size == 1:
+        if self.in_process and options.num_ranks == 1:
             threaded = services.threaded or len(self.ordinals) > 1
             return load_in_process(replica, options, ordinal, threaded, services.load)
         return ProcessWorker(replica, options, ordinal, services.load)
@@ -158,7 +158,7 @@ class Engine:
             name: checked_facts([workers[key].facts for key in workers if key[0] == name]) for name in replicasets
         }
         sizes = {name: _sizes(name, facts, workers) for name, facts in models.items()}
-        executors = {key: EngineExecutor(maker.options[key[0]].max_requests) for key in workers}
+        executors = {key: _executor(maker.options[key[0]]) for key in workers}
         all_services = _services(services, sizes, lambda name, replica_id: executors[name, replica_id])
         controller = build_controller(config, replace(all_services, records_copies=True))
         units = {
@@ -371,15 +371,23 @@ def _sizes(replicaset: str, facts: ModelFacts, workers: Mapping[ReplicaKey, Work
 
 
 def _options_by_replicaset(
-    settings: EngineConfig, replicasets: Mapping[str, ReplicasetConfig]
+    settings: EngineConfig, replicasets: Mapping[str, ReplicasetConfig], services: EngineServices
 ) -> dict[str, RunnerOptions]:
-    own = {name: settings.of(name) for name in replicasets}
-    num_workers = sum(one.num_replicas * own[name].tensor_parallel for name, one in replicasets.items())
-    num_threads = max(1, _usable_cores() // num_workers) if num_workers > 1 else None
-    return {
-        name: own[name].runner_options(one.replica, own[name].num_threads or num_threads)
-        for name, one in replicasets.items()
-    }
+    options = {}
+    for name, one in replicasets.items():
+        num_stages = one.replica.pipeline_stages or services.latency_of(name).num_stages
+        own = settings.of(name)
+        options[name] = own.runner_options(one.replica, num_stages, own.num_threads)
+    num_workers = sum(one.num_replicas * options[name].num_ranks for name, one in replicasets.items())
+    if num_workers == 1:
+        return options
+    num_threads = max(1, _usable_cores() // num_workers)
+    return {name: replace(one, num_threads=one.num_threads or num_threads) for name, one in options.items()}
+
+
+def _executor(options: RunnerOptions) -> EngineExecutor:
+    is_spread = options.pipeline_stages > 1 or options.kv_groups > 1
+    return EngineExecutor(options.max_requests, tells_tokens=is_spread)
 
 
 def _usable_cores() -> int:

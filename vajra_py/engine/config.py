@@ -148,7 +148,9 @@ class EngineConfig(Section):
     )
     tensor_parallel: PositiveCount = Field(1, description="Devices (on a CPU: processes) that share every layer.")
     workers: Literal["in_process", "process"] = Field(
-        "in_process", description="Where a replica computes; with tensor_parallel it is always a process for each rank."
+        "in_process",
+        description="Where a replica computes; with several ranks (tensor_parallel, replica.pipeline_stages, "
+        "replica.kv_parallel) it is always a process for each.",
     )
     self_check: Switch = Field(True, description="Compare with transformers' own attention while loading.")
     fused: Switch = Field(True, description="Use this package's own forward pass where it knows the model.")
@@ -197,8 +199,9 @@ class EngineConfig(Section):
             update["latency"] = own.latency
         return self.model_copy(update=update)
 
-    def runner_options(self, replica: ReplicaConfig, num_threads: int | None) -> RunnerOptions:
+    def runner_options(self, replica: ReplicaConfig, num_stages: int, num_threads: int | None) -> RunnerOptions:
         """What a replica's worker loads, on the first device."""
+        groups = replica.kv_parallel
         return RunnerOptions(
             model=self.model,
             random_weights=self.random_weights,
@@ -212,6 +215,9 @@ class EngineConfig(Section):
             max_graph_rows=min(replica.max_batch_size, MAX_GRAPH_ROWS) if self.cuda_graphs else 0,
             num_threads=num_threads,
             tensor_parallel_size=self.tensor_parallel,
+            pipeline_stages=num_stages,
+            kv_groups=groups.groups,
+            kv_group_tokens=(groups.group_tokens or 0) if groups.groups > 1 else 0,
             self_check=self.self_check,
             fused=self.fused,
         )
@@ -220,15 +226,6 @@ class EngineConfig(Section):
 def check_replica(where: str, replica: ReplicaConfig) -> list[Problem]:
     """What of a replica's settings the engine cannot carry out."""
     problems = []
-    if replica.kv_parallel.groups > 1:
-        message = f"the engine computes without KV parallelism (got {replica.kv_parallel.groups})"
-        problems.append(Problem(f"{where}.kv_parallel.groups", message, "Allowed: 1"))
-    if (replica.pipeline_stages or 1) > 1:
-        message = (
-            "the engine computes without pipeline stages: transformers' models run all their layers in one pass "
-            f"(got {replica.pipeline_stages})"
-        )
-        problems.append(Problem(f"{where}.pipeline_stages", message, "Allowed: 1; tensor_parallel divides every layer"))
     if replica.memory.prefix_cache.enabled and replica.memory.prefix_cache.unscheduled == "keep":
         message = "would let requests read KV blocks that were never computed ('keep')"
         problems.append(Problem(f"{where}.memory.prefix_cache.unscheduled", message, "Allowed: withdraw"))

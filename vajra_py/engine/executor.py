@@ -7,6 +7,7 @@ through preemptions; when slots run short, one that is not in the step loses its
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,8 +24,8 @@ class _Row:
     """What the worker knows of a request."""
 
     slot: int
-    num_blocks: int = 0
-    """Leading entries of its block table."""
+    num_blocks: dict[int, int] = field(default_factory=dict)
+    """By KV-parallel group, leading entries of its block table there."""
     is_foreseeable: bool = True
     """Whether a token of it leaves nothing behind in the worker but itself."""
     goes_on: bool = False
@@ -41,18 +42,34 @@ class _Changes:
     tables: list[TableUpdate] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Step:
+    """What is needed of a step under way to read its output.
+
+    Attributes:
+        entries: by slot, whose rows it computes.
+        sampled: by slot, whose tokens it samples.
+        scored: by slot, whose prompt tokens it scores, and the place of the first of them among the scored ones.
+    """
+
+    entries: dict[int, Request] = field(default_factory=dict)
+    sampled: dict[int, Request] = field(default_factory=dict)
+    scored: dict[int, tuple[OutputBuffer, int]] = field(default_factory=dict)
+
+
 class EngineExecutor:
     """One replica's side of the protocol with its worker."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, *, tells_tokens: bool = False) -> None:
+        """`tells_tokens`: no rank of the worker is sure to know a token that another one sampled, so steps name them all."""
         self._submissions: dict[Request, Submission] = {}
         self._rows: dict[Request, _Row] = {}
         self._num_slots = num_slots
         self._free = list(range(num_slots))
         self._freed: list[int] = []
-        self._by_slot: dict[int, Request] = {}
-        self._scored: dict[int, tuple[OutputBuffer, int]] = {}
-        """By slot, whose prompt tokens this step scores, and the place of the first of them among the scored ones."""
+        self._tells_tokens = tells_tokens
+        self._steps: deque[_Step] = deque()
+        """Steps under way, in order."""
 
     # What the mechanism asks
 
@@ -76,7 +93,11 @@ class EngineExecutor:
         self._rows.clear()
         self._free = list(range(self._num_slots))
         self._freed = []
-        self._by_slot = {}
+        self._steps.clear()
+
+    def forget_steps(self) -> None:
+        """No step under way is wanted any more."""
+        self._steps.clear()
 
     def submission(self, request: Request) -> Submission:
         """What the request was submitted as."""
@@ -87,19 +108,19 @@ class EngineExecutor:
         changes = _Changes()
         members = plan.pool or ()
         self._make_room(plan)
-        self._by_slot = {}
-        self._scored = {}
+        step = _Step()
+        self._steps.append(step)
         for entry in plan.chunks:
-            self._add_chunk(entry, memory, changes)
+            self._add_chunk(entry, memory, changes, step)
         for request in members:
             row = self._row(request, changes)
             if row.goes_on:
                 self._tell_table(request, row, memory, changes)
                 changes.decodes.append(row.slot)
-                self._by_slot[row.slot] = request
+                step.entries[row.slot] = step.sampled[row.slot] = request
             else:
                 entry = PlannedChunk(request, 1, request.num_computed_tokens - 1, "running")
-                self._add_chunk(entry, memory, changes)
+                self._add_chunk(entry, memory, changes, step)
         freed, self._freed = self._freed, []
         return StepInput(changes.chunks, changes.decodes, changes.new, freed, changes.tables, plan.copies)
 
@@ -137,52 +158,51 @@ class EngineExecutor:
             decodes.append(row.slot)
             block = growing.get(request)
             if block is not None:
-                tables.append(TableUpdate(row.slot, row.num_blocks, [block]))
+                tables.append(TableUpdate(row.slot, row.num_blocks[0], [block]))
         return StepInput([], decodes, [], [], tables, [])
 
     def step_result(self, output: StepOutput) -> StepResult:
         """What the mechanism has to know of a worker's answer; requests' outputs are brought up to date."""
         tokens: list[tuple[Request, int]] = []
         stopped: list[Request] = []
-        by_slot, logprobs, faults = self._by_slot, output.logprobs, output.faults
-        failed = {request: f"{request.request_id}: {why}" for request, why in self._faulty(faults)}
+        step, logprobs, faults = self._steps.popleft(), output.logprobs, output.faults
+        faulty = {step.entries[slot]: why for slot, why in faults.items() if slot in step.entries}
+        failed = {request: f"{request.request_id}: {why}" for request, why in faulty.items()}
         for request in failed:
             self._submissions[request].collected.is_faulty = True
         for slot, token in zip(output.slots, output.token_ids, strict=True):
             if slot in faults:
                 continue
-            request = by_slot[slot]
+            request = step.sampled[slot]
             tokens.append((request, token))
             if self._submissions[request].collected.append(token, logprobs.get(slot)):
                 stopped.append(request)
         for slot, entries in output.prompt_logprobs.items():
-            collected, start = self._scored[slot]
+            collected, start = step.scored[slot]
             collected.prompt_logprobs[start:] = entries
         return StepResult(tokens, frozenset(stopped), failed)
 
     # Inside
 
-    def _faulty(self, faults: Mapping[int, str]) -> list[tuple[Request, str]]:
-        """Whose rows failed: of those that sample, and of those that do not yet."""
-        if not faults:
-            return []
-        return [(request, faults[row.slot]) for request, row in self._rows.items() if row.slot in faults]
-
-    def _add_chunk(self, entry: PlannedChunk, memory: KvMemory, changes: _Changes) -> None:
+    def _add_chunk(self, entry: PlannedChunk, memory: KvMemory, changes: _Changes, step: _Step) -> None:
         request, num_tokens, start, kind = entry
         row = self._row(request, changes)
         if kind != "running":
-            row.num_blocks = 0
+            row.num_blocks.clear()
         self._tell_table(request, row, memory, changes)
         end = start + num_tokens
         samples = end == request.num_known_tokens
-        followers = self._followers(request, row.slot, start, end)
-        changes.chunks.append(Chunk(row.slot, self._tokens(request, start, end), start, samples, followers))
-        row.goes_on = samples
+        followers = self._followers(request, row.slot, start, end, step)
+        groups = memory.active_groups(request, start) if memory.num_groups > 1 else ()
+        changes.chunks.append(
+            Chunk(row.slot, self._tokens(request, start, end), start, samples, followers, tuple(groups))
+        )
+        row.goes_on = samples and not self._tells_tokens
+        step.entries[row.slot] = request
         if samples:
-            self._by_slot[row.slot] = request
+            step.sampled[row.slot] = request
 
-    def _followers(self, request: Request, slot: int, start: int, end: int) -> Sequence[int]:
+    def _followers(self, request: Request, slot: int, start: int, end: int, step: _Step) -> Sequence[int]:
         """Prompt tokens whose log-probabilities a chunk of positions `start` .. `end` - 1 gives and somebody wants."""
         submission = self._submissions[request]
         collected = submission.collected
@@ -190,7 +210,7 @@ class EngineExecutor:
             end, len(submission.prompt_token_ids) - 1
         ):
             return ()
-        self._scored[slot] = (collected, start)
+        step.scored[slot] = (collected, start)
         return list(submission.prompt_token_ids[start + 1 : end + 1])
 
     def _tokens(self, request: Request, start: int, end: int) -> list[int]:
@@ -203,11 +223,18 @@ class EngineExecutor:
         return [*prompt[start:num_prompt], *outputs]
 
     def _tell_table(self, request: Request, row: _Row, memory: KvMemory, changes: _Changes) -> None:
-        known = row.num_blocks
-        if memory.num_held_blocks(request) != known:
-            table = memory.block_table(request)
-            changes.tables.append(TableUpdate(row.slot, known, list(table[known:])))
-            row.num_blocks = len(table)
+        if memory.num_groups == 1:
+            known = row.num_blocks.get(0, 0)
+            if memory.num_held_blocks(request) != known:
+                table = memory.block_table(request)
+                changes.tables.append(TableUpdate(row.slot, known, list(table[known:])))
+                row.num_blocks[0] = len(table)
+            return
+        for group, table in zip(memory.groups_of(request), memory.group_tables(request), strict=True):
+            known = row.num_blocks.get(group, 0)
+            if len(table) != known:
+                changes.tables.append(TableUpdate(row.slot, known, list(table[known:]), group))
+                row.num_blocks[group] = len(table)
 
     def _row(self, request: Request, changes: _Changes) -> _Row:
         row = self._rows.get(request)

@@ -12,7 +12,9 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from queue import Empty, SimpleQueue
+from typing import TypeAlias
 
 from vajra_py.contract.observer import EndReason
 from vajra_py.engine.clock import TICKS_PER_NANOSECOND, EngineClock
@@ -20,11 +22,11 @@ from vajra_py.engine.compute import StepOutput
 from vajra_py.engine.executor import joined
 from vajra_py.engine.outputs import Submission
 from vajra_py.engine.supervision import GivenUp, Restarted, Restarter
-from vajra_py.engine.units import LoopOptions, Message, Stop, SwapPolicy, TakeBack, Timed, Unit
-from vajra_py.engine.worker import Finished, ReplicaKey, lost
+from vajra_py.engine.units import LoopOptions, Message, StepUnderWay, Stop, SwapPolicy, TakeBack, Timed, Unit
+from vajra_py.engine.worker import Finished, LeftFirstStage, ReplicaKey, lost
 from vajra_py.errors import ExecutorError, PolicyError, VajraError
 from vajra_py.plugins.watchdog import no_endless_calls
-from vajra_py.runtime.records.input_log import Abandonment, Failure, Input, PolicyChange, Restart
+from vajra_py.runtime.records.input_log import Abandonment, Failure, Input, PolicyChange, Restart, StageEnd
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.backend import Backend
 from vajra_py.runtime.serving.controller import Controller
@@ -37,6 +39,8 @@ from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
 from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
 _log = logging.getLogger(__name__)
+
+News: TypeAlias = LeftFirstStage | Finished | Restarted | GivenUp
 
 
 class EngineLoop(Backend[Unit]):
@@ -72,7 +76,7 @@ class EngineLoop(Backend[Unit]):
         self._driver = Driver(controller, self, self._units.values(), rules, note)
         self._driver.form_step = self._form_step
         self._events = self._driver.events
-        self._finished: deque[Finished | Restarted | GivenUp] = deque()
+        self._finished: deque[News] = deque()
         self._suspects: dict[Request, int] = {}
         """Requests that were computed with others when a replica was lost, and how many tokens each is to give by itself."""
         self._num_suspected: dict[Request, int] = {}
@@ -171,7 +175,7 @@ class EngineLoop(Backend[Unit]):
 
     @property
     def _num_in_flight(self) -> int:
-        return sum(unit.plan is not None for unit in self._units.values())
+        return sum(len(unit.under_way) for unit in self._units.values())
 
     def _receive(self) -> None:
         while True:
@@ -182,7 +186,7 @@ class EngineLoop(Backend[Unit]):
 
     def _sort(self, message: Message) -> None:
         """Make a message an event of the next turn; of what workers answer, one a turn."""
-        if isinstance(message, Finished | Restarted | GivenUp):
+        if isinstance(message, LeftFirstStage | Finished | Restarted | GivenUp):
             self._finished.append(message)
         elif isinstance(message, Submission):
             self._events.push(self.now, Phase.ARRIVAL, message)
@@ -224,7 +228,7 @@ class EngineLoop(Backend[Unit]):
             if submission is not None and submission.on_progress is not None:
                 submission.on_progress(submission, request, None)
 
-    def _take_news(self, news: Finished | Restarted | GivenUp) -> None:
+    def _take_news(self, news: News) -> None:
         """Make what a worker answered an event of this turn."""
         unit = self._units[news.replica]
         if isinstance(news, Restarted):
@@ -235,21 +239,38 @@ class EngineLoop(Backend[Unit]):
             self._abandon_unless_some(news.replica[0], lost(news.replica, news.why))
         elif unit.is_lost:
             return
+        elif isinstance(news, LeftFirstStage):
+            self._left_first_stage(unit)
         elif news.output is None:
             self._lose(unit, lost(news.replica, news.error or "its worker is gone"))
-        elif unit.is_stale:
-            unit.is_stale = False
-            unit.forget_parts()
-            self._driver.freed(unit)
-            self._take_up_deferred()
-        elif unit.parts_left:
-            unit.outputs.append(news.output)
-            unit.part = unit.parts_left.pop(0)
-            unit.worker.submit(unit.part)
+        elif unit.num_stale:
+            unit.num_stale -= 1
+            if not unit.num_stale:
+                self._driver.freed(unit)
+                self._take_up_deferred()
         else:
-            output = news.output if not unit.outputs else joined([*unit.outputs, news.output])
-            unit.forget_parts()
+            self._part_came_back(unit, news.output)
+
+    def _part_came_back(self, unit: Unit, output: StepOutput) -> None:
+        step = unit.under_way[0]
+        step.outputs.append(output)
+        step.parts.popleft()
+        if not step.parts:
+            output = output if len(step.outputs) == 1 else joined(step.outputs)
             self._events.push(self.now, Phase.STEP_END, (unit, output, unit.epoch), unit.rank)
+        elif unit.num_stages == 1:
+            unit.worker.submit(step.parts[0])
+
+    def _left_first_stage(self, unit: Unit) -> None:
+        if unit.num_stale:
+            return
+        step = unit.under_way[-1]  # the one before has left it already
+        step.num_entering -= 1
+        if not step.num_entering:
+            plan, replica = step.plan, unit.replica
+            if self._note is not None:
+                self._note(StageEnd(self.now, replica.replicaset, replica.replica_id, plan.step_index))
+            self._events.push(self.now, Phase.STAGE_END, (unit, plan, unit.epoch), unit.rank)
 
     # Requests
 
@@ -301,14 +322,14 @@ class EngineLoop(Backend[Unit]):
 
     def launch(self, replica: Unit, plan: StepPlan) -> int:
         """See `Backend`: its worker is told what changed; what comes back is a message."""
-        replica.plan = plan
         step = replica.executor.step_input(plan, replica.replica.memory)
-        if self._suspects:
-            replica.part, *replica.parts_left = replica.executor.parts(step, self._suspects)
-        else:
-            replica.part = step
-        if replica.parts_left or replica.ahead is None:
-            replica.worker.submit(replica.part)
+        parts = deque(replica.executor.parts(step, self._suspects) if self._suspects else [step])
+        replica.under_way.append(StepUnderWay(plan, parts, len(parts)))
+        if replica.num_stages > 1:
+            for part in parts:
+                replica.worker.submit(part)
+        elif len(parts) > 1 or replica.ahead is None:
+            replica.worker.submit(parts[0])
             if replica.ahead is not None:
                 replica.ahead.forget()
         else:
@@ -317,8 +338,7 @@ class EngineLoop(Backend[Unit]):
 
     def on_step_end(self, replica: Unit, payload: StepOutput) -> None:
         """See `Backend`."""
-        plan, replica.plan = replica.plan, None
-        assert plan is not None
+        plan = replica.under_way.popleft().plan
         replica.compute_s += payload.duration_s
         replica.busy_ticks += self.now - plan.formed_at
         result = replica.executor.step_result(payload)
@@ -329,17 +349,20 @@ class EngineLoop(Backend[Unit]):
 
     def cancel(self, replica: Unit) -> int:
         """See `Backend`: a worker finishes the step that it is in before the replica is free."""
-        if replica.plan is not None:
-            replica.plan, replica.is_stale = None, not replica.is_lost
-        return NEVER if replica.is_stale else self.now
+        if not replica.is_lost:
+            told = [step.parts if replica.num_stages > 1 else list(step.parts)[:1] for step in replica.under_way]
+            replica.num_stale += sum(map(len, told))
+        replica.under_way.clear()
+        replica.executor.forget_steps()
+        return NEVER if replica.num_stale else self.now
 
     # Replicas and policies come and go
 
     def _lose(self, unit: Unit, detail: str) -> None:
         name, replica_id = unit.replica.replicaset, unit.replica.replica_id
-        unit.is_lost, unit.is_stale, self.last_loss = True, False, detail
-        blamed = [] if unit.part is None else unit.executor.requests_of(unit.part)
-        unit.forget_parts()
+        unit.is_lost, unit.num_stale, self.last_loss = True, 0, detail
+        computed = [unit.executor.requests_of(step.parts[0]) for step in unit.under_way]
+        blamed = list(dict.fromkeys(chain.from_iterable(computed)))
         self._take_up_deferred()
         if self.restarter is not None and self.restarter.lost((name, replica_id), unit.worker, unit.replica.num_steps):
             self._restarting.add((name, replica_id))
@@ -393,7 +416,7 @@ class EngineLoop(Backend[Unit]):
     def on_policy_change(self, payload: SwapPolicy) -> None:
         """See `Backend`; it waits for workers that finish a step whose plan was dropped."""
         name = payload.change.replicaset
-        if any(unit.is_stale for unit in self._units.values() if unit.replica.replicaset == name):
+        if any(unit.num_stale for unit in self._units.values() if unit.replica.replicaset == name):
             self._deferred.append(payload)
             return
         try:

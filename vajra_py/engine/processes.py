@@ -1,7 +1,8 @@
 """Replicas computed in processes of their own, one a rank.
 
-The controller sends every rank the same steps through pipes and takes the tokens of the first; all ranks sample alike, so
-the others' answers are only waited for. A rank that dies takes the replica with it, and nothing else.
+The controller sends every rank the same steps through pipes and waits for the answers of all. Of ranks that share layers the
+first one's counts, since they sample alike; of pipeline stages the last; of KV-parallel groups each, for its own requests.
+A rank that dies takes the replica with it, and nothing else.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import shutil
 import sys
 import tempfile
 import threading
+from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import connection, get_context
@@ -20,8 +23,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from vajra_py.engine.compute import Foreseen, ModelFacts, ModelRunner, RunnerOptions, StepInput, load_runner
-from vajra_py.engine.worker import Deliver, Finished, LoadRunner, ReplicaKey, calm_threads, placed, said
+from vajra_py.engine.compute import Foreseen, ModelFacts, ModelRunner, RunnerOptions, StepInput, StepOutput, load_runner
+from vajra_py.engine.executor import joined
+from vajra_py.engine.worker import Deliver, Finished, LeftFirstStage, LoadRunner, ReplicaKey, calm_threads, placed, said
 from vajra_py.errors import ExecutorError
 from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
@@ -82,7 +86,8 @@ class ProcessWorker:
         self._closes = threading.Lock()
         self._receiver: threading.Thread | None = None
         self._closing = False
-        ranks = options.tensor_parallel_size
+        self._options = options
+        ranks = options.num_ranks
         if ranks > 1:
             self._rendezvous = tempfile.mkdtemp(prefix="vajra-ranks-")
             options = replace(options, rendezvous=f"file://{Path(self._rendezvous) / 'store'}")
@@ -94,7 +99,7 @@ class ProcessWorker:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=serve_steps,
-                args=(theirs, replace(options, tensor_parallel_rank=rank), first_ordinal + rank, load),
+                args=(theirs, replace(options, rank=rank), first_ordinal + rank, load),
                 name=f"vajra-worker-{replica[1]}-{rank}",
                 daemon=True,
             )
@@ -114,12 +119,13 @@ class ProcessWorker:
         return self._facts
 
     def profile_num_blocks(self, memory_fraction: float) -> int:
-        """See `Worker`: the fewest that any rank has room for."""
-        return int(min(self._call("profile_num_blocks", memory_fraction)))
+        """See `Worker`: the fewest that any rank has room for; on a CPU, ranks share its memory."""
+        sharing = len(self._pipes) if self.facts.device == "cpu" else 1
+        return int(min(self._call("profile_num_blocks", memory_fraction / sharing)))
 
     def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
         """See `Worker`."""
-        self._call("allocate", num_blocks, num_host_blocks)
+        self._call("allocate", num_blocks // self._options.kv_groups, num_host_blocks)
         self._deliver = deliver
         self._receiver = threading.Thread(target=self._receive, name=f"vajra-pipe-{self._replica[1]}", daemon=True)
         self._receiver.start()
@@ -200,11 +206,40 @@ class ProcessWorker:
     def _receive(self) -> None:
         """Deliver steps as they come back, until a rank is lost or the worker is closed."""
         assert self._deliver is not None
+        options, pipes = self._options, list(self._pipes)
+        first_stage = [rank for rank in range(len(pipes)) if _stage_of(options, rank) == 0]
+        answers: list[deque[StepOutput]] = [deque() for _ in pipes]
+        num_answers = [0] * len(pipes)
+        num_left = 0
         while True:
-            try:
-                answers = self._answers()
-            except Exception as error:
-                if not self._closing:
-                    self._deliver(Finished(self._replica, None, said(error)))
-                return
-            self._deliver(Finished(self._replica, answers[0]))
+            for ready in connection.wait(pipes):
+                rank = pipes.index(ready)  # type: ignore[arg-type]
+                try:
+                    answer = pipes[rank].recv()
+                except (EOFError, OSError):
+                    answer = ExecutorError(self._died(rank))
+                if isinstance(answer, BaseException):
+                    if not self._closing:
+                        self._deliver(Finished(self._replica, None, said(answer)))
+                    return
+                answers[rank].append(answer)
+                num_answers[rank] += 1
+                if options.pipeline_stages > 1 and min(num_answers[one] for one in first_stage) > num_left:
+                    num_left += 1
+                    self._deliver(LeftFirstStage(self._replica))
+                if all(answers):
+                    self._deliver(Finished(self._replica, self._joined([one.popleft() for one in answers])))
+
+    def _joined(self, answers: Sequence[StepOutput]) -> StepOutput:
+        """What a step gave, by the answers of all ranks; stages compute one after the other, groups side by side."""
+        options = self._options
+        stages, groups = range(options.pipeline_stages), range(options.kv_groups)
+        if len(stages) == len(groups) == 1:
+            return answers[0]
+        duration_s = sum(max(answers[options.rank_of(group, one, 0)].duration_s for group in groups) for one in stages)
+        outputs = [answers[options.rank_of(group, stages[-1], 0)] for group in groups]
+        return replace(joined(outputs), duration_s=duration_s)
+
+
+def _stage_of(options: RunnerOptions, rank: int) -> int:
+    return replace(options, rank=rank).stage

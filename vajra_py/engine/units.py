@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -11,7 +12,7 @@ from vajra_py.engine.compute import StepInput, StepOutput
 from vajra_py.engine.executor import EngineExecutor
 from vajra_py.engine.outputs import Submission
 from vajra_py.engine.supervision import GivenUp, Restarted
-from vajra_py.engine.worker import Finished, Worker
+from vajra_py.engine.worker import Finished, LeftFirstStage, Worker
 from vajra_py.errors import VajraError
 from vajra_py.runtime.records.input_log import PolicyChange
 from vajra_py.runtime.serving.backend import BackendReplica
@@ -39,7 +40,7 @@ class SwapPolicy:
     done: Callable[[Swapped | VajraError], None]
 
 
-Message: TypeAlias = Submission | TakeBack | SwapPolicy | Finished | Restarted | GivenUp | Stop
+Message: TypeAlias = Submission | TakeBack | SwapPolicy | LeftFirstStage | Finished | Restarted | GivenUp | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,23 @@ class Timed:
 
 
 @dataclass(eq=False, slots=True)
+class StepUnderWay:
+    """A step in flight, which its worker computes whole or in parts.
+
+    Attributes:
+        plan: what was decided.
+        parts: what has not come back: the worker is told one after the other, with pipeline stages all of them at once.
+        num_entering: how many of these have not left the first pipeline stage.
+        outputs: of the parts that came back.
+    """
+
+    plan: StepPlan
+    parts: deque[StepInput]
+    num_entering: int
+    outputs: list[StepOutput] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
 class Unit(BackendReplica):
     """One replica with what computes for it."""
 
@@ -58,25 +76,15 @@ class Unit(BackendReplica):
     worker: Worker
     ahead: LookAhead | None = None
     """Whether, and how, its worker begins steps before they are decided."""
-    plan: StepPlan | None = None
-    """The step in flight."""
-    part: StepInput | None = None
-    """What its worker computes now: that step, or a part of it."""
-    parts_left: list[StepInput] = field(default_factory=list)
-    """What of that step comes after."""
-    outputs: list[StepOutput] = field(default_factory=list)
-    """Of the parts that came back."""
+    under_way: deque[StepUnderWay] = field(default_factory=deque)
+    """Steps in flight, in order: one, or as many as there are pipeline stages."""
     is_lost: bool = False
-    is_stale: bool = False
-    """Whether it computes a step whose plan was dropped."""
+    num_stale: int = 0
+    """How many answers are still to come of steps whose plans were dropped."""
     compute_s: float = 0.0
     """What its steps took on the device, in all."""
     busy_ticks: int = 0
     """What they took from forming them to taking their results in."""
-
-    def forget_parts(self) -> None:
-        """Nothing is computed any more."""
-        self.part, self.parts_left, self.outputs = None, [], []
 
 
 @dataclass(frozen=True, slots=True)

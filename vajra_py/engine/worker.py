@@ -1,7 +1,8 @@
 """Where a replica computes: the controller's thread, a thread of its own, or one process a rank.
 
 Invariants:
-    - A worker gets one step at a time and delivers one `Finished` for each, never before `submit` was called.
+    - A worker gets one step at a time and delivers one `Finished` for each, never before `submit` was called. With pipeline
+      stages it gets the next one when it has delivered `LeftFirstStage`.
     - After a `Finished` with an error the worker is not used again; a process that dies delivers one, whenever it dies.
 """
 
@@ -45,7 +46,14 @@ class Finished:
     error: str | None = None
 
 
-Deliver: TypeAlias = Callable[[Finished], None]
+@dataclass(frozen=True, slots=True)
+class LeftFirstStage:
+    """A step has left the first of several pipeline stages, so that the next one may enter it; its `Finished` is to come."""
+
+    replica: ReplicaKey
+
+
+Deliver: TypeAlias = Callable[[Finished | LeftFirstStage], None]
 
 
 class Worker(Protocol):

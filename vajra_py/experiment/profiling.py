@@ -131,7 +131,12 @@ def profile_model(
     engine: EngineConfig = config.backend.settings
     inspect_model(engine.model, engine.random_weights)
     calm_threads()
-    options = placed(engine.runner_options(replica, engine.num_threads), 0)
+    options = placed(engine.runner_options(replica, replica.pipeline_stages or 1, engine.num_threads), 0)
+    if options.num_ranks > 1:
+        message = f"a profile is measured on one rank (the settings make a replica of {options.num_ranks})"
+        raise ConfigError(
+            Problem("profile", message, "Allowed: tensor_parallel 1, pipeline_stages 1, kv_parallel.groups 1")
+        )
     runner = load(Reference.room(options))
     others = OtherLoad()
     try:

@@ -34,6 +34,7 @@ from vajra_py.runtime.records.input_log import (
     Expiry,
     Input,
     RecordedOutput,
+    StageEnd,
     Swap,
     read_inputs,
     read_rows,
@@ -66,6 +67,8 @@ class Recording:
     """By the request's index."""
     durations: Mapping[tuple[str, int], Mapping[int, int]]
     """Ticks of each step, by (replicaset, replica) and step index."""
+    stage_ends: Mapping[tuple[str, int], Mapping[int, int]]
+    """Likewise, when each step left the first of several pipeline stages."""
     ended_at: int
     """Tick of the last thing that is recorded."""
     engine: Mapping[str, Any]
@@ -125,7 +128,7 @@ def read_recording(path: Path, registry: Registry | None = None) -> Recording:
     except (OSError, EOFError, ValueError, KeyError, pa.ArrowException) as error:
         raise RunError(str(Problem(str(path), f"its recording cannot be read ({error})"))) from error
     last = max([last, *(one.tick for one in inputs)])
-    return Recording(path, config, inputs, outputs, durations, last, engine)
+    return Recording(path, config, inputs, outputs, durations, _stage_ends(inputs), last, engine)
 
 
 def _durations(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[tuple[str, int], dict[int, int]], int]:
@@ -139,6 +142,14 @@ def _durations(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[tuple[str, int],
             last = max(last, ended)
             found.setdefault((row["replicaset"], row["replica_id"]), {})[row["step"]] = ended - formed
     return found, last
+
+
+def _stage_ends(inputs: Iterable[Input]) -> dict[tuple[str, int], dict[int, int]]:
+    found: dict[tuple[str, int], dict[int, int]] = {}
+    for one in inputs:
+        if isinstance(one, StageEnd):
+            found.setdefault((one.replicaset, one.replica_id), {})[one.step] = one.tick
+    return found
 
 
 def _ticks(seconds: float) -> int:
@@ -183,13 +194,19 @@ def _why_not_ahead(recording: Recording) -> str | None:
 class _RecordedTimer:
     """Steps of one replica last as long as they did."""
 
-    def __init__(self, replica: Replica, ticks: Mapping[int, int]) -> None:
+    def __init__(self, replica: Replica, recording: Recording) -> None:
         self._replica = replica
-        self._ticks = ticks
+        key = (replica.replicaset, replica.replica_id)
+        self._ticks = recording.durations.get(key, {})
+        self._stage_ends = recording.stage_ends.get(key, {})
 
     def stage_ticks(self, plan: StepPlan) -> int:
         """See `StepTimer`."""
         return self._ticks.get(plan.step_index, _NEVER_CAME_BACK)
+
+    def first_stage_ticks(self, plan: StepPlan) -> int:
+        """See `TimesFirstStage`."""
+        return self._stage_ends.get(plan.step_index, plan.formed_at + _NEVER_CAME_BACK) - plan.formed_at
 
     def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> list[int]:
         """See `TimesRuns`: the step just formed and those after it."""
@@ -247,11 +264,10 @@ def _simulator(
         expires=False,
         contains_breaches=any(isinstance(one, Breach) for one in recording.inputs),
     )
-    durations = recording.durations
     simulator = Simulator(
         controller,
         executor,
-        lambda replica: _RecordedTimer(replica, durations.get((replica.replicaset, replica.replica_id), {})),
+        lambda replica: _RecordedTimer(replica, recording),
         options,
     )
     for one in recording.inputs:
@@ -263,7 +279,7 @@ def _simulator(
             simulator.inject(one.tick, Phase.ABORT, one.request_id)
         elif isinstance(one, Swap):
             simulator.inject(one.tick, Phase.POLICY, one.change())
-        elif not isinstance(one, Breach):  # a breach happens again by itself, or is missed
+        elif not isinstance(one, Breach | StageEnd):  # a breach happens again by itself, or is missed
             simulator.inject(one.tick, Phase.FAILURE, one)
     return simulator
 

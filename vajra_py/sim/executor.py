@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -23,6 +23,17 @@ class StepTimer(Protocol):
 
     def stage_ticks(self, plan: StepPlan) -> int:
         """Ticks that one pipeline stage (the whole step, when there is one) is busy with the plan."""
+
+
+@runtime_checkable
+class TimesFirstStage(Protocol):
+    """A timer of steps that went through pipeline stages: `stage_ticks` is how long a step took in all of them."""
+
+    def stage_ticks(self, plan: StepPlan) -> int:
+        """Ticks from forming the step to its result."""
+
+    def first_stage_ticks(self, plan: StepPlan) -> int:
+        """Ticks from forming the step until the first stage was free."""
 
 
 class PredictedTimer:

@@ -24,7 +24,7 @@ from vajra_py.runtime.step.plan import StepPlan
 from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
 from vajra_py.runtime.support.gc_control import infrequent_collections
 from vajra_py.sim.decode_runs import TimesRuns
-from vajra_py.sim.executor import SimulatedExecutor, StepTimer
+from vajra_py.sim.executor import SimulatedExecutor, StepTimer, TimesFirstStage
 from vajra_py.sim.fast_forward import DecodeFastForward
 from vajra_py.sim.replica import SimReplica
 from vajra_py.workload import RequestSpec, Workload
@@ -241,12 +241,16 @@ class Simulator(Backend[SimReplica]):
         return end
 
     def _launch_in_stages(self, one: SimReplica, plan: StepPlan) -> int:
-        free_at = one.stage_free_at
-        ticks = max(1, one.timer.stage_ticks(plan))
-        leaves_at = self.now
-        for stage, free in enumerate(free_at):
-            leaves_at = max(leaves_at, free) + ticks
-            free_at[stage] = leaves_at
+        free_at, timer = one.stage_free_at, one.timer
+        if isinstance(timer, TimesFirstStage):
+            leaves_at = self.now + timer.stage_ticks(plan)
+            free_at[0] = min(self.now + timer.first_stage_ticks(plan), leaves_at)
+        else:
+            ticks = max(1, timer.stage_ticks(plan))
+            leaves_at = self.now
+            for stage, free in enumerate(free_at):
+                leaves_at = max(leaves_at, free) + ticks
+                free_at[stage] = leaves_at
         events = self._driver.events
         events.push(free_at[0], Phase.STAGE_END, (one, plan, one.epoch), one.rank)
         events.push(leaves_at, _STEP_END, (one, plan, one.epoch), one.rank)

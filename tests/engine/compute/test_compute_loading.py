@@ -196,7 +196,7 @@ def test_absent_device(copied: Path, device: str) -> None:
         ({"block_size": 0}, "block_size"),
         ({"max_requests": 0}, "max_requests"),
         ({"num_threads": 0}, "num_threads"),
-        ({"tensor_parallel_size": 2, "tensor_parallel_rank": 2}, "tensor_parallel_rank"),
+        ({"tensor_parallel_size": 2, "rank": 2}, "rank"),
         ({"tensor_parallel_size": 2}, "rendezvous"),
     ],
 )

@@ -29,7 +29,7 @@ rank, folder, directories, prompts = int(sys.argv[1]), sys.argv[2], json.loads(s
 found = {}
 for number, directory in enumerate(directories):
     runner = load_runner(RunnerOptions(
-        directory, block_size=4, max_requests=4, num_threads=1, tensor_parallel_size=2, tensor_parallel_rank=rank,
+        directory, block_size=4, max_requests=4, num_threads=1, tensor_parallel_size=2, rank=rank,
         rendezvous=f"file://{folder}/meet{number}",
     ))
     runner.allocate(32)
@@ -94,17 +94,18 @@ def test_two_ranks_equal_one(compute_kit: Any, small_models: Callable[[str], str
     [
         ("llama", {"num_key_value_heads": 1}, "KV heads (1) cannot be divided among 2 ranks"),
         ("llama", {"intermediate_size": 63}, "inner width (63) cannot be divided among 2 ranks"),
-        ("olmo2", {}, "tensor parallelism divides these types alone"),
+        ("olmo2", {}, "tensor parallelism and pipeline stages divide these types alone"),
     ],
 )
 def test_models_that_cannot_be_divided(
     compute_kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, int], reason: str
 ) -> None:
     from vajra_py.engine.compute import runner
+    from vajra_py.engine.compute.ranks import Ranks
     from vajra_py.engine.compute.shard import Shard
 
     directory = compute_kit.write_model(tmp_path, family, **changes)
-    monkeypatch.setattr(runner, "join_group", lambda options: Shard(0, 2))
+    monkeypatch.setattr(runner, "join_ranks", lambda options: Ranks(Shard(0, 2)))
     with pytest.raises(ConfigError) as caught:
         load_runner(RunnerOptions(directory, tensor_parallel_size=2, rendezvous="tcp://localhost:1"))
     assert reason in str(caught.value)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from vajra_kernels import AttentionMetadata, paged_attention, write_kv
+from vajra_py.engine.compute.kv_groups import Metadata, Scores, write_and_attend, write_and_attend_with_lse
 
 PLAIN = "vajra_paged"
 """The attention that sees no mask from transformers: windows come as arguments."""
@@ -60,7 +60,7 @@ class MaskSpec:
 class PagedStep:
     """A step under way: its batch, and each layer's (K cache, V cache) [num_blocks, block_size, Hkv, D]."""
 
-    metadata: AttentionMetadata
+    metadata: Metadata
     caches: list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -128,16 +128,12 @@ def _attend(
         return _record(step, facts, asked, query)
     if step is None:
         raise RuntimeError("paged attention was called outside a step")
-    metadata = step.metadata
-    k_cache, v_cache = step.caches[int(module.layer_idx)]  # type: ignore[arg-type]
-    write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), k_cache, v_cache, metadata.slot_mapping)
-    rows = query[0].transpose(0, 1)
+    cache = step.caches[int(module.layer_idx)]  # type: ignore[arg-type]
+    rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    scores = Scores(scale, window, softcap)
     if sinks is None:
-        out = paged_attention(rows, k_cache, v_cache, metadata, scale=scale, window=window, softcap=softcap)
-        return out[None], None
-    out, lse = paged_attention(
-        rows, k_cache, v_cache, metadata, scale=scale, window=window, softcap=softcap, return_lse=True
-    )
+        return write_and_attend(rows, cache, step.metadata, scores)[None], None
+    out, lse = write_and_attend_with_lse(rows, cache, step.metadata, scores)
     # A sink is one more score without a value: it takes its share of the probability.
     return (out * torch.sigmoid(lse - sinks.float()).unsqueeze(-1).to(out.dtype))[None], None
 

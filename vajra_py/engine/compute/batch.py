@@ -19,7 +19,8 @@ import torch
 from vajra_kernels import AttentionMetadata
 from vajra_kernels.cpu_plan import CpuPlans
 from vajra_kernels.metadata import StepMemo
-from vajra_py.engine.compute.interface import StepInput, TableUpdate
+from vajra_py.engine.compute.interface import Chunk, StepInput, TableUpdate
+from vajra_py.engine.compute.kv_groups import Exchange, GroupLinks, Metadata, SplitMetadata
 from vajra_py.engine.compute.transfer import all_to_device
 from vajra_py.errors import ExecutorError
 
@@ -35,12 +36,15 @@ class HostBatch:
         num_decodes: how many of them go on from the token that was sampled last.
         token_ids: of the chunks, one after another.
         query_lens: of every sequence.
-        kv_lens: of every sequence, this step's tokens included.
+        kv_lens: of every sequence, this step's tokens included; of the part held here, with KV parallelism.
         positions: of every token.
-        write_slots: where every token's K and V go (block * block_size + offset).
+        write_slots: where every token's K and V go (block * block_size + offset); of sequences whose newest part is here.
         table: int32 [sequences, blocks of the longest].
         sampled: the sequences that are sampled, in the order in which the step lists them (decodes, then chunks).
         followers: by sequence, the tokens to score by the logits of its first tokens; only of sequences that have any.
+        num_newest: how many sequences have their newest part here: all, without KV parallelism.
+        groups: with KV parallelism, the groups that compute each sequence.
+        max_kv_len: the longest sequence, all parts together.
     """
 
     slots: Ints
@@ -53,6 +57,9 @@ class HostBatch:
     table: npt.NDArray[np.int32]
     sampled: Ints
     followers: Mapping[int, Sequence[int]]
+    num_newest: int
+    groups: Sequence[Sequence[int]]
+    max_kv_len: int
 
     @property
     def sampled_slots(self) -> Ints:
@@ -76,16 +83,33 @@ class BatchInputs:
     positions: torch.Tensor
     rows: torch.Tensor
     slots: torch.Tensor
-    metadata: AttentionMetadata
+    metadata: Metadata
 
 
 class BatchState:
     """What a worker remembers of its slots: block tables, progress, and the last sampled tokens (on the device)."""
 
-    __slots__ = ("_device", "_limits", "block_size", "last_tokens", "max_model_len", "num_computed", "tables")
+    __slots__ = (
+        "_device",
+        "_groups",
+        "_limits",
+        "block_size",
+        "last_tokens",
+        "max_model_len",
+        "num_computed",
+        "tables",
+    )
 
-    def __init__(self, max_requests: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_requests: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        groups: GroupLinks | None = None,
+    ) -> None:
         self.block_size = block_size
+        self._groups = groups
         self._device = device
         self._limits = (max_requests, max_model_len)
         self.max_model_len = max_model_len
@@ -119,7 +143,7 @@ class BatchState:
 
     def take(self, step: StepInput) -> HostBatch:
         """The step's batch; progress is counted on as if it were computed."""
-        order = sorted(range(len(step.chunks)), key=lambda index: len(step.chunks[index].token_ids) > 1)
+        order = sorted(range(len(step.chunks)), key=lambda index: self._place(step.chunks[index]))
         chunks = [step.chunks[index] for index in order]
         slots = np.array([*step.decodes, *(chunk.slot for chunk in chunks)], np.int64)
         self._check_slots(slots)
@@ -134,24 +158,42 @@ class BatchState:
         self.num_computed[slots] = kv_lens
         sampled = [(order[place], num_decodes + place) for place, chunk in enumerate(chunks) if chunk.samples]
         sampled.sort()
-        positions, table = kv_lens - 1, self.tables[slots, : -(-int(kv_lens.max()) // self.block_size)]
+        positions, held, num_newest, begins = kv_lens - 1, kv_lens, len(slots), first
+        if self._groups is not None:
+            size, own = self._groups.group_tokens, self._groups.own
+            begins = np.array([one.groups.index(own) * size for one in chunks], np.int64)
+            held = np.minimum(kv_lens - begins, size)
+            num_newest = sum(one.groups[-1] == own for one in chunks)
+        table = self.tables[slots, : -(-int(held.max()) // self.block_size)]
         sequence_of = np.arange(len(slots))
         if chunks:
             sequence_of = np.repeat(sequence_of, query_lens)
             positions = np.arange(len(sequence_of)) + (kv_lens - np.cumsum(query_lens))[sequence_of]
-        blocks = table[sequence_of, positions // self.block_size].astype(np.int64)
+        places, writers = positions, sequence_of
+        if self._groups is not None:
+            writers = sequence_of[sequence_of < num_newest]
+            places = positions[: len(writers)] - begins[writers]
+        blocks = table[writers, places // self.block_size].astype(np.int64)
         return HostBatch(
             slots=slots,
             num_decodes=num_decodes,
             token_ids=token_ids,
             query_lens=query_lens,
-            kv_lens=kv_lens,
+            kv_lens=held,
             positions=positions,
-            write_slots=blocks * self.block_size + positions % self.block_size,
+            write_slots=blocks * self.block_size + places % self.block_size,
             table=table,
             sampled=np.array([*range(num_decodes), *(sequence for _, sequence in sampled)], np.int64),
             followers={num_decodes + place: one.followers for place, one in enumerate(chunks) if one.followers},
+            num_newest=num_newest,
+            groups=[one.groups for one in chunks] if self._groups is not None else (),
+            max_kv_len=int(kv_lens.max()),
         )
+
+    def _place(self, chunk: Chunk) -> tuple[bool, bool]:
+        """By what chunks are ordered: those whose newest part is here first, then by whether they are longer than a token."""
+        is_earlier = self._groups is not None and chunk.groups[-1] != self._groups.own
+        return is_earlier, len(chunk.token_ids) > 1
 
     def _check_slots(self, slots: Ints) -> None:
         if not slots.size:
@@ -171,8 +213,6 @@ class BatchState:
     def tensors(self, batch: HostBatch) -> BatchInputs:
         """The batch on the device."""
         ends = np.cumsum(batch.query_lens)
-        query_start = np.zeros(len(ends) + 1, np.int32)
-        query_start[1:] = ends
         longs = [
             batch.slots[: batch.num_decodes],
             batch.token_ids,
@@ -182,25 +222,67 @@ class BatchState:
             batch.sampled_slots,
         ]
         last, given, positions, write_slots, rows, sampled_slots = all_to_device(longs, self._device)
-        ints = [query_start, batch.kv_lens.astype(np.int32), batch.table.reshape(-1)]
-        starts, kv_lens, table = all_to_device(ints, self._device)
         token_ids = given if not batch.num_decodes else torch.cat((self.last_tokens[last], given))
-        is_single = batch.query_lens == 1
-        kv_list = tuple(batch.kv_lens.tolist())
-        metadata = AttentionMetadata(
+        metadata: Metadata
+        if any(len(one) > 1 for one in batch.groups):
+            metadata = self._split(batch, write_slots)
+        else:
+            metadata = self._metadata(batch, slice(0, len(batch.slots)), write_slots)
+        return BatchInputs(token_ids, positions, rows, sampled_slots, metadata)
+
+    def _metadata(
+        self, batch: HostBatch, sequences: slice, write_slots: torch.Tensor, causal: bool = True
+    ) -> AttentionMetadata:
+        query_lens, kv_lens, table = batch.query_lens[sequences], batch.kv_lens[sequences], batch.table[sequences]
+        query_start = np.zeros(len(query_lens) + 1, np.int32)
+        query_start[1:] = np.cumsum(query_lens)
+        ints = [query_start, kv_lens.astype(np.int32), table.reshape(-1)]
+        starts, lens, blocks = all_to_device(ints, self._device)
+        is_single = query_lens == 1
+        kv_list = tuple(kv_lens.tolist())
+        return AttentionMetadata(
             query_start=starts,
-            kv_lens=kv_lens,
-            block_table=table.view(batch.table.shape),
+            kv_lens=lens,
+            block_table=blocks.view(table.shape),
             slot_mapping=write_slots,
             block_size=self.block_size,
             num_decodes=len(is_single) if is_single.all() else int(np.argmin(is_single)),
-            num_query_tokens=len(batch.positions),
-            max_query_len=int(batch.query_lens.max()),
+            num_query_tokens=int(query_start[-1]),
+            max_query_len=int(query_lens.max()),
             max_kv_len=max(kv_list),
             num_kv_tokens=sum(kv_list),
-            memo=StepMemo(CpuPlans(tuple(batch.query_lens.tolist()), kv_list)),
+            causal=causal,
+            memo=StepMemo(CpuPlans(tuple(query_lens.tolist()), kv_list)),
         )
-        return BatchInputs(token_ids, positions, rows, sampled_slots, metadata)
+
+    def _split(self, batch: HostBatch, write_slots: torch.Tensor) -> SplitMetadata:
+        """The batch's metadata where other groups compute some of its sequences too."""
+        assert self._groups is not None
+        count, newest = len(batch.slots), batch.num_newest
+        ends = np.cumsum(batch.query_lens)
+        # In the order of slots, which is the same in every group.
+        shared = sorted((k for k in range(count) if len(batch.groups[k]) > 1), key=lambda k: int(batch.slots[k]))
+        rows = {k: np.arange(ends[k] - batch.query_lens[k], ends[k]) for k in shared}
+        first = dict(zip(shared, np.cumsum([0, *(len(rows[k]) for k in shared)]).tolist(), strict=False))
+        others = sorted({group for k in shared for group in batch.groups[k]} - {self._groups.own})
+        exchanges = []
+        for group in others:
+            theirs = [k for k in shared if group in batch.groups[k]]
+            places = [first[k] + np.arange(len(rows[k])) for k in theirs]
+            exchanged, at = all_to_device(
+                [np.concatenate([rows[k] for k in theirs]), np.concatenate(places)], self._device
+            )
+            exchanges.append(Exchange(group, self._groups.ranks[group], exchanged, at))
+        (merged,) = all_to_device([np.concatenate([rows[k] for k in shared])], self._device)
+        nowhere = write_slots[:0]
+        return SplitMetadata(
+            self._metadata(batch, slice(0, newest), write_slots) if newest else None,
+            self._metadata(batch, slice(newest, count), nowhere, causal=False) if newest < count else None,
+            merged,
+            exchanges,
+            sum(group < self._groups.own for group in others),
+            batch.max_kv_len,
+        )
 
 
 def _joined(token_ids: Sequence[Sequence[int]]) -> Ints:

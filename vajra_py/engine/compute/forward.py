@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from vajra_kernels import AttentionMetadata
 from vajra_py.engine.compute.attention import LayerFacts, PagedStep, Probe, under_way
+from vajra_py.engine.compute.kv_groups import Metadata
 from vajra_py.errors import ConfigError, Problem
 
 Caches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -22,13 +22,15 @@ class Forward(Protocol):
     """A model's forward pass over paged KV."""
 
     name: str
+    has_head: bool
+    """Whether it gives logits; False: it is a pipeline stage that others follow, and gives [0, vocab]."""
 
     def __call__(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         rows: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: Metadata,
         caches: Caches,
     ) -> torch.Tensor:
         """Logits [R, vocab] of the tokens at `rows` int64 [R], of token_ids and positions int64 [T]."""
@@ -38,6 +40,7 @@ class TransformersForward:
     """The model's own modules, attention replaced."""
 
     name = "transformers"
+    has_head = True
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -47,7 +50,7 @@ class TransformersForward:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         rows: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: Metadata,
         caches: Caches,
     ) -> torch.Tensor:
         """See `Forward`."""

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from vajra_kernels import AttentionMetadata, paged_attention, write_kv
 from vajra_py.engine.compute.attention import LayerFacts
 from vajra_py.engine.compute.forward import Caches
 from vajra_py.engine.compute.fused_parts import Mlp, ModuleMlp, Norm, Product, Rope, RopeTables, activation_of
+from vajra_py.engine.compute.kv_groups import Metadata, Scores, write_and_attend
 from vajra_py.engine.compute.shard import Shard
+from vajra_py.engine.compute.stage import Stage
 
 KNOWN_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"})
 """Architectures with this shape of decoder; others run on transformers' modules."""
@@ -53,7 +54,7 @@ class FusedLayer:
         self,
         hidden: torch.Tensor,
         rotations: dict[Rope, torch.Tensor | tuple[torch.Tensor, torch.Tensor]],
-        metadata: AttentionMetadata,
+        metadata: Metadata,
         cache: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         """Attention's result [T, Hq * D] before its output product."""
@@ -67,15 +68,8 @@ class FusedLayer:
             rotated = self.head_norm(rotated)
         rotated = self.rope.apply(rotated, rotations[self.rope])
         value = qkv[:, num_rotated * dim :].view(num_tokens, facts.num_kv_heads, facts.value_dim)
-        write_kv(rotated[:, facts.num_query_heads :], value, *cache, metadata.slot_mapping)
-        out = paged_attention(
-            rotated[:, : facts.num_query_heads],
-            *cache,
-            metadata,
-            scale=facts.scale,
-            window=facts.window,
-            softcap=facts.softcap,
-        )
+        query, key = rotated[:, : facts.num_query_heads], rotated[:, facts.num_query_heads :]
+        out = write_and_attend((query, key, value), cache, metadata, Scores(facts.scale, facts.window, facts.softcap))
         return out.view(num_tokens, -1)
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -92,16 +86,21 @@ class FusedForward:
 
     name = "fused"
 
-    def __init__(self, model: Any, layers: list[LayerFacts], shard: Shard, device: torch.device) -> None:
-        """Takes the layers' weights from `model` to `device`. `layers` are this rank's.
+    def __init__(
+        self, model: Any, layers: list[LayerFacts], shard: Shard, device: torch.device, stage: Stage | None = None
+    ) -> None:
+        """Takes the layers' weights from `model` to `device`. `layers` are this rank's, of its pipeline stage alone.
 
         Raises:
             AttributeError, ValueError: the model is not built as its type lets expect.
         """
         body = model.model
         config = model.config
-        if len(body.layers) != len(layers):
-            raise ValueError(f"{len(body.layers)} layers, of which {len(layers)} attend")
+        self._stage = stage = stage or Stage()
+        self.has_head = stage.is_last
+        own = stage.layers(len(body.layers))
+        if len(own) != len(layers):
+            raise ValueError(f"{len(own)} layers, of which {len(layers)} attend")
         self._embedding: torch.Tensor = body.embed_tokens.weight.to(device)
         scale = getattr(body.embed_tokens, "embed_scale", None)
         self._embed_scale = None if scale is None else scale.to(device, self._embedding.dtype)
@@ -110,7 +109,8 @@ class FusedForward:
         builder = _Builder(RopeTables(body.rotary_emb.to(device), self._embedding.dtype), shard, device, folds)
         self._layers: list[FusedLayer] = []
         for index, layer in enumerate(body.layers):
-            self._layers.append(builder.layer(layer, layers[index]))
+            if index in own:
+                self._layers.append(builder.layer(layer, layers[index - own.start]))
             body.layers[index] = torch.nn.Identity()
         self._ropes = list(dict.fromkeys(layer.rope for layer in self._layers))
         self._shard = shard
@@ -126,20 +126,27 @@ class FusedForward:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         rows: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: Metadata,
         caches: Caches,
     ) -> torch.Tensor:
         """See `Forward`."""
-        hidden = functional.embedding(token_ids, self._embedding)
-        if self._embed_scale is not None:
-            hidden *= self._embed_scale
+        stage = self._stage
+        if stage.is_first:
+            hidden = functional.embedding(token_ids, self._embedding)
+            if self._embed_scale is not None:
+                hidden *= self._embed_scale
+        else:
+            hidden = stage.receive(self._embedding.new_empty((token_ids.shape[0], self._embedding.shape[1])))
         rotations = {rope: rope.at(positions, metadata.max_kv_len) for rope in self._ropes}
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             attended = layer.attend(hidden, rotations, metadata, caches[index])
-            if index == last and rows.shape[0] != token_ids.shape[0]:  # else all rows, in order
+            if index == last and stage.is_last and rows.shape[0] != token_ids.shape[0]:  # else all rows, in order
                 hidden, attended = hidden[rows], attended[rows]
             hidden = layer.finish(hidden, attended)
+        if not stage.is_last:
+            stage.send(hidden)
+            return hidden.new_empty((0, self._embedding.shape[0]))
         logits = self._shard.gather_columns(self._head(self._norm(hidden)), self._embedding.shape[0])
         if self._softcap is not None:
             logits = logits.div_(self._softcap).tanh_().mul_(self._softcap)

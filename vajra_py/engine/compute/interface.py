@@ -86,11 +86,12 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
-    """A slot's block table changed: from entry `start` on it is `block_ids` (entries before stay)."""
+    """A slot's block table in a KV-parallel group changed: from entry `start` on it is `block_ids` (entries before stay)."""
 
     slot: int
     start: int
     block_ids: Sequence[int]
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,8 @@ class Chunk:
         samples: whether the last token's logits give a token (the chunk reaches the end of what is known).
         followers: the tokens that follow the chunk's first ones, as many as are to be scored: the k-th gets its
             log-probability from the logits of the k-th token. For requests with `prompt_logprobs`.
+        groups: with KV parallelism, the groups that compute it: each holds `kv_group_tokens` earlier tokens of the
+            request, the last one those behind them, this chunk's included.
     """
 
     slot: int
@@ -111,6 +114,7 @@ class Chunk:
     num_computed: int
     samples: bool
     followers: Sequence[int] = ()
+    groups: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +206,10 @@ class RunnerOptions:
         max_graph_rows: largest batch of decodes that runs as a captured CUDA graph; 0: none does.
         num_threads: threads of CPU computation, or None to leave them as they are.
         tensor_parallel_size: ranks that share every layer.
-        tensor_parallel_rank: which of them this is.
+        pipeline_stages: parts that the layers are divided into, one after another.
+        kv_groups: KV-parallel groups, each of which holds the whole model and KV blocks of its own.
+        kv_group_tokens: tokens of one request that one group holds; read with several groups.
+        rank: this rank among the replica's, which are counted by group, in it by stage, in it by tensor-parallel rank.
         rendezvous: address at which ranks meet (`tcp://host:port` or `file:///path`), with more than one.
         self_check: compare with transformers' own attention while loading.
         fused: use this package's own forward pass where the model is of a kind that it knows (faster), else transformers'.
@@ -220,10 +227,37 @@ class RunnerOptions:
     max_graph_rows: int = 256
     num_threads: int | None = None
     tensor_parallel_size: int = 1
-    tensor_parallel_rank: int = 0
+    pipeline_stages: int = 1
+    kv_groups: int = 1
+    kv_group_tokens: int = 0
+    rank: int = 0
     rendezvous: str | None = None
     self_check: bool = True
     fused: bool = True
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute one replica."""
+        return self.tensor_parallel_size * self.pipeline_stages * self.kv_groups
+
+    @property
+    def tensor_rank(self) -> int:
+        """Place of this rank among those that share its layers."""
+        return self.rank % self.tensor_parallel_size
+
+    @property
+    def stage(self) -> int:
+        """Pipeline stage of this rank."""
+        return self.rank // self.tensor_parallel_size % self.pipeline_stages
+
+    @property
+    def kv_group(self) -> int:
+        """KV-parallel group of this rank."""
+        return self.rank // (self.tensor_parallel_size * self.pipeline_stages)
+
+    def rank_of(self, kv_group: int, stage: int, tensor_rank: int) -> int:
+        """The rank at this place."""
+        return (kv_group * self.pipeline_stages + stage) * self.tensor_parallel_size + tensor_rank
 
 
 @dataclass(frozen=True, slots=True)

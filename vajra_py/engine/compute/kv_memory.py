@@ -29,8 +29,12 @@ class KvMemory:
         sizes: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
+        shared_file: str | None = None,
     ) -> None:
-        """Allocates; `sizes` is (num_blocks, num_host_blocks, block_size)."""
+        """Allocates; `sizes` is (num_blocks, num_host_blocks, block_size).
+
+        `shared_file`: where host memory is that other processes have too; files of that name and a number are made.
+        """
         self.num_blocks, self.num_host_blocks, block_size = sizes
         self._device: list[torch.Tensor] = []
         self._host: list[torch.Tensor] = []
@@ -45,7 +49,9 @@ class KvMemory:
                 self.caches[index] = (keys[place], values[place])
             self._device += [keys, values]
             if self.num_host_blocks:
-                self._host += [allocate_swap_space(cache, self.num_host_blocks) for cache in (keys, values)]
+                for cache in (keys, values):
+                    file = None if shared_file is None else f"{shared_file}-{len(self._host)}"
+                    self._host.append(allocate_swap_space(cache, self.num_host_blocks, file))
 
     def _stacked(
         self, num_layers: int, block_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device

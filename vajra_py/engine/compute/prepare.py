@@ -19,8 +19,8 @@ from vajra_py.engine.compute.forward import Forward, TransformersForward, probe_
 from vajra_py.engine.compute.fused import KNOWN_TYPES, FusedForward
 from vajra_py.engine.compute.interface import ModelFacts, RunnerOptions
 from vajra_py.engine.compute.loading import LoadedModel, find_device, load_model
+from vajra_py.engine.compute.ranks import Ranks
 from vajra_py.engine.compute.selfcheck import SelfCheck
-from vajra_py.engine.compute.shard import Shard
 from vajra_py.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -38,36 +38,39 @@ class PreparedModel:
     dtype: torch.dtype
 
 
-def prepare(options: RunnerOptions, shard: Shard) -> PreparedModel:
+def prepare(options: RunnerOptions, ranks: Ranks) -> PreparedModel:
     """A checked model.
 
     Raises:
         ConfigError: see `load_runner`.
     """
     device = find_device(options.device)
-    # With several ranks, each takes its part from the host: no device ever holds the whole model.
-    loaded = load_model(options if shard.size == 1 else replace(options, device="cpu", dtype=_dtype_name(options)))
+    # Where ranks divide the layers, each takes its part from the host: no device ever holds the whole model.
+    divided = replace(options, device="cpu", dtype=_dtype_name(options))
+    loaded = load_model(divided if ranks.divides_layers else options)
     with LOADING.shared():
-        prepared = _prepared(loaded, options, shard, device)
+        prepared = _prepared(loaded, options, ranks, device)
     # The fused pass took the weights away: without it, they are read again.
-    return prepared or prepare(replace(options, fused=False), shard)
+    return prepared or prepare(replace(options, fused=False), ranks)
 
 
-def _prepared(loaded: LoadedModel, options: RunnerOptions, shard: Shard, device: torch.device) -> PreparedModel | None:
+def _prepared(loaded: LoadedModel, options: RunnerOptions, ranks: Ranks, device: torch.device) -> PreparedModel | None:
     """The loaded model with the forward pass that it is to use; None when it is to be loaded again without the fused one."""
     where = f"model {loaded.where}"
     layers = probe_layers(loaded.model, where)
     counts = _count(loaded.model)
-    if shard.size > 1:
-        _check_divisible(loaded, layers, shard, where)
+    if ranks.groups is not None:
+        _check_windows(loaded, layers, ranks.groups.group_tokens, where)
+    if ranks.divides_layers:
+        _check_divisible(loaded, layers, ranks, options.fused, where)
     elif options.self_check:
         layers = _check_modules(loaded, layers, where)
-    local = [shard.layer(one) for one in layers]
+    local = ranks.own_layers(layers)
     forward: Forward | None = None
     if options.fused and loaded.config.model_type in KNOWN_TYPES:
-        forward, difference = _fuse(loaded, local, shard, options.self_check, device)
-        if forward is None and shard.size > 1:
-            raise unsupported(where, loaded.model, f"its division among {shard.size} ranks failed: {difference}")
+        forward, difference = _fuse(loaded, local, ranks, options.self_check, device)
+        if forward is None and ranks.divides_layers:
+            raise unsupported(where, loaded.model, f"its division among {options.num_ranks} ranks failed: {difference}")
         if forward is None:
             _log.warning("%s: runs on transformers' modules, since %s", where, difference)
             return None
@@ -82,14 +85,29 @@ def _dtype_name(options: RunnerOptions) -> str:
     return options.dtype if options.dtype != "auto" or options.device == "cpu" else "bfloat16"
 
 
-def _check_divisible(loaded: LoadedModel, layers: list[LayerFacts], shard: Shard, where: str) -> None:
+def _check_divisible(loaded: LoadedModel, layers: list[LayerFacts], ranks: Ranks, fused: bool, where: str) -> None:
     if loaded.config.model_type not in KNOWN_TYPES:
         known = ", ".join(sorted(KNOWN_TYPES))
-        raise unsupported(where, loaded.model, f"tensor parallelism divides these types alone: {known}")
+        reason = f"tensor parallelism and pipeline stages divide these types alone: {known}"
+        raise unsupported(where, loaded.model, reason)
+    if not fused:
+        raise unsupported(where, loaded.model, "only the fused forward pass can be divided (fused: false)")
     inner = getattr(loaded.config, "moe_intermediate_size", None) or loaded.config.intermediate_size
-    problem = shard.problem(layers, int(inner))
+    problem = ranks.shard.problem(layers, int(inner))
+    if len(layers) < ranks.stage.count:
+        problem = f"{len(layers)} layers cannot be divided among {ranks.stage.count} pipeline stages"
     if problem is not None:
         raise unsupported(where, loaded.model, problem)
+
+
+def _check_windows(loaded: LoadedModel, layers: list[LayerFacts], group_tokens: int, where: str) -> None:
+    """A window would have to end within an earlier group's part, which kernels see all of."""
+    for layer in layers:
+        if layer.window is not None and group_tokens < loaded.max_model_len and layer.window < loaded.max_model_len:
+            reason = (
+                f"KV-parallel groups spread requests, and layer {layer.layer_index} sees {layer.window} tokens only"
+            )
+            raise unsupported(where, loaded.model, reason)
 
 
 def _check_modules(loaded: LoadedModel, layers: list[LayerFacts], where: str) -> list[LayerFacts]:
@@ -112,17 +130,17 @@ def _check_modules(loaded: LoadedModel, layers: list[LayerFacts], where: str) ->
 
 
 def _fuse(
-    loaded: LoadedModel, layers: list[LayerFacts], shard: Shard, checks: bool, device: torch.device
+    loaded: LoadedModel, layers: list[LayerFacts], ranks: Ranks, checks: bool, device: torch.device
 ) -> tuple[Forward | None, str | None]:
     """(the fused forward pass, None), or (None, what is wrong with it)."""
     check = SelfCheck(loaded) if checks else None
     try:
         with torch.inference_mode():
-            forward = FusedForward(loaded.model, layers, shard, device)
+            forward = FusedForward(loaded.model, layers, ranks.shard, device, ranks.stage)
     except (AttributeError, ValueError, RuntimeError, AssertionError) as error:
         return None, f"its modules are not what {loaded.config.model_type} has ({error})"
     if check is not None:
-        narrow = [shard.layer(one) for one in check.layers]
+        narrow = ranks.own_layers(check.layers)
         forward.set_layers(narrow)
         difference = check.difference(forward, narrow, device)
         forward.set_layers(layers)
@@ -147,7 +165,7 @@ def _facts(
     return ModelFacts(
         model_type=str(loaded.config.model_type),
         num_parameters=counts[0],
-        weight_bytes=counts[1] // options.tensor_parallel_size,
+        weight_bytes=counts[1] // (options.tensor_parallel_size * options.pipeline_stages),
         num_layers=len(layers),
         num_query_heads=first.num_query_heads,
         num_kv_heads=first.num_kv_heads,

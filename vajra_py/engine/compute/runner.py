@@ -37,10 +37,11 @@ from vajra_py.engine.compute.kv_memory import KvMemory
 from vajra_py.engine.compute.loading import find_device
 from vajra_py.engine.compute.memory import step_bytes, usable_bytes
 from vajra_py.engine.compute.prepare import PreparedModel, prepare
+from vajra_py.engine.compute.ranks import Ranks, join_ranks, leave_ranks, swap_file
 from vajra_py.engine.compute.sampler import LOST_ROW, NO_TOKEN, Sampler
-from vajra_py.engine.compute.shard import join_group, leave_group
 from vajra_py.engine.compute.transfer import to_device, to_host
 from vajra_py.errors import ConfigError, ExecutorError, Problem
+from vajra_py.runtime.kv import BlockCopy
 
 _log = logging.getLogger(__name__)
 _ROW_ERRORS = (RuntimeError, IndexError, ValueError, OverflowError, TypeError, MemoryError)
@@ -99,8 +100,15 @@ class AheadStep:
 class TorchRunner:
     """A `ForeseeingRunner` in this process."""
 
-    def __init__(self, model: PreparedModel, options: RunnerOptions, capture: Capture | None = None) -> None:
+    def __init__(
+        self,
+        model: PreparedModel,
+        options: RunnerOptions,
+        capture: Capture | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         self._model = model
+        self._ranks = ranks or Ranks()
         self._options = options
         facts, device = model.facts, model.device
         self._memory: KvMemory | None = None
@@ -109,7 +117,9 @@ class TorchRunner:
         self._ahead: AheadStep | None = None
         self._faults: dict[int, str] = {}
         """By slot, why its row cannot be computed; until it is freed."""
-        self._state = BatchState(options.max_requests, facts.max_model_len, options.block_size, device)
+        self._state = BatchState(
+            options.max_requests, facts.max_model_len, options.block_size, device, self._ranks.groups
+        )
         self._sampler = Sampler(options.max_requests, facts.vocab_size, facts.eos_token_ids, device)
 
     @classmethod
@@ -119,7 +129,8 @@ class TorchRunner:
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
         with current(find_device(options.device)):
-            return cls(prepare(options, join_group(options)), options, capture)
+            ranks = join_ranks(options)
+            return cls(prepare(options, ranks), options, capture, ranks)
 
     @property
     def facts(self) -> ModelFacts:
@@ -164,7 +175,8 @@ class TorchRunner:
             )
         sizes = (num_blocks, num_host_blocks, self._options.block_size)
         try:
-            self._memory = KvMemory(self._model.layers, sizes, self._model.dtype, self._model.device)
+            shared = swap_file(self._options) if num_host_blocks and self._ranks.groups is not None else None
+            self._memory = KvMemory(self._model.layers, sizes, self._model.dtype, self._model.device, shared)
         except (RuntimeError, MemoryError) as error:
             raise ExecutorError(
                 f"KV memory: {num_blocks} device and {num_host_blocks} host blocks do not fit ({error})"
@@ -181,8 +193,8 @@ class TorchRunner:
             capture = CudaCapture(device)
         if capture is None or not largest:
             return None
-        if options.tensor_parallel_size > 1:
-            _log.info("decodes run without CUDA graphs: several ranks share the layers")
+        if not self._ranks.is_alone:
+            _log.info("decodes run without CUDA graphs: several ranks compute them")
             return None
         vocab_size = self._model.facts.vocab_size
         return DecodeGraphs.captured(self._model.forward, memory.caches, self._state, vocab_size, largest, capture)
@@ -234,17 +246,18 @@ class TorchRunner:
         self._memory = self._graphs = self._ahead = None
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
-        leave_group()
+        leave_ranks()
 
     def _submitted(self, step: StepInput, memory: KvMemory) -> PendingStep:
         on_cuda = self._model.device.type == "cuda"
+        step = self._ranks.part(step)
         started: float | torch.cuda.Event = _marked() if on_cuda else time.perf_counter()
         self._take_changes(step, memory)
         before = self._state.num_computed.copy()
         try:
             computed = self._computed(step, memory)
         except _ROW_ERRORS as error:
-            if self._options.tensor_parallel_size > 1:  # other ranks may not have met it
+            if not self._ranks.is_alone:  # other ranks may not have met it
                 raise
             self._state.num_computed[:] = before
             computed = self._apart(step, memory, error)
@@ -254,12 +267,14 @@ class TorchRunner:
             rows = (*step.decodes, *(chunk.slot for chunk in step.chunks))
             done.faults = {slot: self._faults[slot] for slot in rows if slot in self._faults}
         if isinstance(started, float):
-            done.duration_s = time.perf_counter() - started
+            done.duration_s = time.perf_counter() - started - self._ranks.stage.take_waited_s()
         else:
             done.done = _marked()
         return done
 
     def _computed(self, step: StepInput, memory: KvMemory) -> Computed:
+        if self._ranks.groups is not None and not step.chunks:  # other groups compute this step
+            return Computed(np.empty(0, np.int64), torch.empty(0, dtype=torch.int64), {}, {})
         if self._faults:
             for slot in (*step.decodes, *(chunk.slot for chunk in step.chunks)):
                 if slot in self._faults:
@@ -344,7 +359,19 @@ class TorchRunner:
         if step.tables:
             self._state.update_tables(step.tables, memory.num_blocks)
         if step.copies:
-            memory.copy(step.copies)
+            self._copy(step.copies, memory)
+
+    def _copy(self, copies: Sequence[BlockCopy], memory: KvMemory) -> None:
+        groups = self._ranks.groups
+        if groups is None:
+            memory.copy(copies)
+            return
+        # Groups share the host's blocks: what one reads or frees there, another may write next.
+        for _, run in groupby(copies, key=lambda one: one.direction):
+            if self._model.device.type == "cuda":
+                torch.cuda.synchronize(self._model.device)
+            groups.wait_for_all()
+            memory.copy([one for one in run if one.group == groups.own])
 
     def _check_new(self, new: NewRow) -> None:
         if not 0 <= new.slot < self._options.max_requests:
@@ -390,6 +417,8 @@ class TorchRunner:
         most = 2 * min(
             self._options.max_requests, self._options.max_step_tokens
         )  # of six copies that are left room for
+        if self._ranks.stage.count > 1 or self._ranks.groups is not None:
+            most = len(wanted)  # the other ranks compute the step once
         found: torch.Tensor | None = None
         for begin in range(0, len(wanted), most):
             piece = wanted[begin : begin + most]
@@ -431,8 +460,7 @@ def _check_options(options: RunnerOptions) -> None:
         problems.append(Problem("max_graph_rows", f"negative ({options.max_graph_rows})", "Allowed: 0 or more"))
     if options.num_threads is not None and options.num_threads < 1:
         problems.append(Problem("num_threads", f"not positive ({options.num_threads})", "Allowed: 1 or more"))
-    if not 0 <= options.tensor_parallel_rank < options.tensor_parallel_size:
-        ranks = f"rank {options.tensor_parallel_rank} of {options.tensor_parallel_size}"
-        problems.append(Problem("tensor_parallel_rank", f"no such rank ({ranks})", "Ranks count from 0"))
+    if not 0 <= options.rank < options.num_ranks:
+        problems.append(Problem("rank", f"no such rank ({options.rank} of {options.num_ranks})", "Ranks count from 0"))
     if problems:
         raise ConfigError(problems)

@@ -18,18 +18,17 @@ from torch import distributed
 
 from vajra_py.engine.compute.attention import LayerFacts
 from vajra_py.engine.compute.fused_parts import Norm, Product
-from vajra_py.engine.compute.interface import RunnerOptions
-from vajra_py.errors import ConfigError, Problem
 
 
 class Shard:
     """Rank `rank` of `size`."""
 
-    __slots__ = ("rank", "size")
+    __slots__ = ("_group", "rank", "size")
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, group: distributed.ProcessGroup | None = None) -> None:
         self.rank = rank
         self.size = size
+        self._group = group
 
     def layer(self, facts: LayerFacts) -> LayerFacts:
         """What a layer asks for on one rank."""
@@ -84,7 +83,7 @@ class Shard:
     def add(self, hidden: torch.Tensor, part: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         """Hidden + norm(sum over ranks of part), in place of `hidden`."""
         if self.size > 1:
-            distributed.all_reduce(part)
+            distributed.all_reduce(part, group=self._group)
         return hidden.add_(part if norm is None else norm(part))
 
     def gather_columns(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -92,30 +91,5 @@ class Shard:
         if logits.shape[1] == vocab_size:
             return logits
         parts = [torch.empty_like(logits) for _ in range(self.size)]
-        distributed.all_gather(parts, logits.contiguous())
+        distributed.all_gather(parts, logits.contiguous(), group=self._group)
         return torch.cat(parts, -1)
-
-
-def join_group(options: RunnerOptions) -> Shard:
-    """This rank's shard, after meeting the other ranks (a group of one meets nobody).
-
-    Raises:
-        ConfigError: no rendezvous, or the ranks do not meet.
-    """
-    rank, size = options.tensor_parallel_rank, options.tensor_parallel_size
-    if size == 1:
-        return Shard()
-    if options.rendezvous is None:
-        raise ConfigError(Problem("rendezvous", f"missing for {size} ranks", "Give tcp://host:port or file:///path"))
-    backend = "nccl" if options.device.startswith("cuda") else "gloo"
-    try:
-        distributed.init_process_group(backend, init_method=options.rendezvous, rank=rank, world_size=size)
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(Problem("rendezvous", f"rank {rank} of {size} does not meet the others ({error})")) from error
-    return Shard(rank, size)
-
-
-def leave_group() -> None:
-    """Leave the group of ranks, if there is one."""
-    if distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()

@@ -176,6 +176,12 @@ class KvMemory(Protocol):
     def pending_prefill_work(self) -> Sequence[int]:
         """Squared prompt tokens still to prefill, by group."""
 
+    def groups_of(self, request: KvRequest) -> Sequence[int]:
+        """Groups that hold a resident request's KV, first tokens' group first."""
+
+    def group_tables(self, request: KvRequest) -> Sequence[Sequence[int]]:
+        """The request's block ids in each of `groups_of`; not to be changed."""
+
     def active_groups(self, request: KvRequest, num_done_tokens: int | None = None) -> Sequence[int]:
         """Groups that take part in computing the token after the first `num_done_tokens`."""
 

@@ -1,6 +1,7 @@
 """Log of external inputs to a run with the ticks at which the controller took them in.
 
-One JSON line for each arrival, abort, expiry, failure, restart and swap of a policy, in the order in which they were handled. With the durations of
+One JSON line for each arrival, abort, expiry, failure, restart, swap of a policy and step that left the first of several
+pipeline stages, in the order in which they were handled. With the durations of
 the steps (the decision log has them) and the tokens that came out, it is all that a run's decisions depend on besides its
 settings: what is needed to take them again. The log is complete up to the last line that was written.
 """
@@ -144,8 +145,18 @@ class Breach:
     detail: str
 
 
-Input: TypeAlias = Arrival | Abort | Expiry | Failure | Restart | Abandonment | Swap | Breach
-_KINDS: Mapping[str, type[Abort | Expiry | Failure | Restart | Abandonment | Swap | Breach]] = {
+@dataclass(frozen=True, slots=True)
+class StageEnd:
+    """A step left the first of several pipeline stages, so that the next one could enter it."""
+
+    tick: int
+    replicaset: str
+    replica_id: int
+    step: int
+
+
+Input: TypeAlias = Arrival | Abort | Expiry | Failure | Restart | Abandonment | Swap | Breach | StageEnd
+_KINDS: Mapping[str, type[Abort | Expiry | Failure | Restart | Abandonment | Swap | Breach | StageEnd]] = {
     "abort": Abort,
     "expiry": Expiry,
     "failure": Failure,
@@ -153,6 +164,7 @@ _KINDS: Mapping[str, type[Abort | Expiry | Failure | Restart | Abandonment | Swa
     "abandonment": Abandonment,
     "policy": Swap,
     "breach": Breach,
+    "stage": StageEnd,
 }
 
 

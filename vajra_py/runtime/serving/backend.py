@@ -52,7 +52,7 @@ class Backend(Protocol[S]):
     def launch(self, replica: S, plan: StepPlan) -> int:
         """Begin to execute a plan; returns the tick from which the replica can take another one.
 
-        `NEVER`: when this one came back. Its end is pushed as `(replica, anything, replica.epoch)`, with the replica's rank.
+        `NEVER`: when this one came back, or with pipeline stages when its `Phase.STAGE_END` was pushed. Its end is pushed as `(replica, anything, replica.epoch)`, with the replica's rank.
         """
 
     def cancel(self, replica: S) -> int:

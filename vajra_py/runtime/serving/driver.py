@@ -226,7 +226,7 @@ class Driver(Generic[R]):
 
     def complete(self, one: R, plan: StepPlan, result: StepResult, *, at_once: bool = True) -> None:
         """A step came back now. `at_once`: see `_wake`."""
-        if one.free_at == NEVER:
+        if one.free_at == NEVER and one.num_stages == 1:
             one.free_at = self.now
         if self._looks_at_departures and self.fast_forward is not None:
             self.fast_forward.sync_before(one)
@@ -244,6 +244,8 @@ class Driver(Generic[R]):
         self._wake(one, at_once=at_once)
 
     def _stage_ended(self, one: R, plan: StepPlan, _: int) -> None:
+        if one.free_at == NEVER:
+            one.free_at = self.now
         one.replica.first_stage_completed(plan)
         self._wake(one)
 

@@ -1,0 +1,163 @@
+"""Attention of requests whose KV is spread over KV-parallel groups.
+
+Every group that holds some of a request's KV computes its tokens and attends over its own part; in each layer these groups
+send one another their results with the log-sum-exps of the scores, and each merges all of them (Medha, arXiv 2409.17264,
+section 4). Requests of one group are attended to as ever, and groups that share no request exchange nothing.
+
+Invariants:
+    - K and V of new tokens are written by the group that holds a request's newest tokens, and by no other.
+    - All groups merge a request's parts in the same order, that of the groups' numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import distributed
+
+from vajra_kernels import AttentionMetadata, merge_partials, paged_attention, write_kv
+
+
+class GroupLinks:
+    """One rank's group, and the ranks of the other groups that have the same layers."""
+
+    __slots__ = ("_parallel", "group_tokens", "own", "ranks")
+
+    def __init__(
+        self, own: int, group_tokens: int, ranks: Sequence[int], parallel: distributed.ProcessGroup | None = None
+    ) -> None:
+        """`ranks` by group, this one's included; `parallel` is the process group of all of them."""
+        self.own = own
+        self.group_tokens = group_tokens
+        self.ranks = ranks
+        self._parallel = parallel
+
+    def wait_for_all(self) -> None:
+        """Return when the same rank of every group has called this."""
+        distributed.barrier(self._parallel)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Rows that another group computes too.
+
+    Attributes:
+        group: which one.
+        rank: of it, to exchange with.
+        rows: int64 [S], rows of the flattened batch, in the same order on both sides.
+        places: int64 [S], where they are among all shared rows.
+    """
+
+    group: int
+    rank: int
+    rows: torch.Tensor
+    places: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SplitMetadata:
+    """A step's batch in which some requests' KV is spread over groups.
+
+    Rows of requests whose newest tokens are held here come first, then those of which an earlier part is.
+
+    Attributes:
+        newest: the former, with the lengths of the part held here; None without any.
+        earlier: the latter, whose queries see all of that part; None without any.
+        shared: int64 [S], rows that other groups compute too.
+        exchanges: with each of those groups, by number.
+        own_place: how many of them have a smaller number than this one.
+        max_kv_len: the longest sequence, all parts together.
+    """
+
+    newest: AttentionMetadata | None
+    earlier: AttentionMetadata | None
+    shared: torch.Tensor
+    exchanges: Sequence[Exchange]
+    own_place: int
+    max_kv_len: int
+
+    def merged(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Replace the shared rows of out [T, Hq, D] and lse [T, Hq] by attention over all parts."""
+        width = out.shape[2]
+        packed = torch.cat((out.float(), lse.unsqueeze(-1)), -1)
+        count = len(self.exchanges) + 1
+        parts = packed.new_zeros((count, self.shared.shape[0], *packed.shape[1:]))
+        parts[..., width] = float("-inf")
+        parts[self.own_place] = packed[self.shared]
+        sent = [packed[one.rows] for one in self.exchanges]
+        received = [torch.empty_like(one) for one in sent]
+        operations = []
+        for one, mine, theirs in zip(self.exchanges, sent, received, strict=True):
+            operations.append(distributed.P2POp(distributed.isend, mine, one.rank))
+            operations.append(distributed.P2POp(distributed.irecv, theirs, one.rank))
+        for work in distributed.batch_isend_irecv(operations):
+            work.wait()
+        places = [place for place in range(count) if place != self.own_place]
+        for place, one, theirs in zip(places, self.exchanges, received, strict=True):
+            parts[place, one.places] = theirs
+        whole, whole_lse = merge_partials(parts[..., :width].contiguous(), parts[..., width].contiguous())
+        out[self.shared] = whole.to(out.dtype)
+        lse[self.shared] = whole_lse
+
+
+Metadata = AttentionMetadata | SplitMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How one layer's scores are made: their factor, window and cap."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+def write_and_attend(
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    cache: tuple[torch.Tensor, torch.Tensor],
+    metadata: Metadata,
+    scores: Scores,
+) -> torch.Tensor:
+    """Write a step's K and V, then attend: [T, Hq, Dv] of rows (query [T, Hq, D], key and value [T, Hkv, D])."""
+    if isinstance(metadata, SplitMetadata):
+        return write_and_attend_with_lse(rows, cache, metadata, scores)[0]
+    query, key, value = rows
+    write_kv(key, value, *cache, metadata.slot_mapping)
+    return paged_attention(query, *cache, metadata, scale=scores.scale, window=scores.window, softcap=scores.softcap)
+
+
+def write_and_attend_with_lse(
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    cache: tuple[torch.Tensor, torch.Tensor],
+    metadata: Metadata,
+    scores: Scores,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with the scores' log-sum-exps, float32 [T, Hq]."""
+    query, key, value = rows
+    split = metadata if isinstance(metadata, SplitMetadata) else None
+    newest = metadata if isinstance(metadata, AttentionMetadata) else metadata.newest
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    num_newest = 0
+    if newest is not None:
+        num_newest = newest.num_query_tokens
+        write_kv(key[:num_newest], value[:num_newest], *cache, newest.slot_mapping)
+        parts.append(_attended(query[:num_newest], cache, newest, scores))
+    if split is None:
+        return parts[0]
+    if split.earlier is not None:
+        parts.append(_attended(query[num_newest:], cache, split.earlier, scores))
+    out = torch.cat([one for one, _ in parts])
+    lse = torch.cat([one for _, one in parts])
+    split.merged(out, lse)
+    return out, lse
+
+
+def _attended(
+    query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], metadata: AttentionMetadata, scores: Scores
+) -> tuple[torch.Tensor, torch.Tensor]:
+    window = scores.window if metadata.causal else None  # models whose windows matter are refused
+    return paged_attention(
+        query, *cache, metadata, scale=scores.scale, window=window, softcap=scores.softcap, return_lse=True
+    )

@@ -1,0 +1,67 @@
+"""Pipeline parallelism: each stage's layers, and hidden states on their way from one stage to the next.
+
+Invariants:
+    - Stages take steps in the order in which they are told them, so what one sends is what the next one waits for.
+    - Sending does not wait for the receiver while fewer steps than there are stages are on their way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import torch
+from torch import distributed
+
+
+class Stage:
+    """Stage `index` of `count`."""
+
+    __slots__ = ("_following", "_previous", "_sent", "_waited_s", "count", "index")
+
+    def __init__(
+        self, index: int = 0, count: int = 1, previous: int | None = None, following: int | None = None
+    ) -> None:
+        """`previous` and `following` are the ranks that hidden states come from and go to."""
+        self.index = index
+        self.count = count
+        self._previous = previous
+        self._following = following
+        self._sent: deque[tuple[distributed.Work | None, torch.Tensor]] = deque()
+        self._waited_s = 0.0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it embeds tokens."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it gives logits."""
+        return self.index == self.count - 1
+
+    def layers(self, num_layers: int) -> range:
+        """Its layers; the stages with one layer more come first."""
+        each, more = divmod(num_layers, self.count)
+        first = self.index * each + min(self.index, more)
+        return range(first, first + each + (self.index < more))
+
+    def receive(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`hidden` [T, h], filled with the previous stage's hidden states."""
+        started = time.perf_counter()
+        distributed.recv(hidden, self._previous)
+        self._waited_s += time.perf_counter() - started
+        return hidden
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """Send hidden states [T, h] to the next stage."""
+        if len(self._sent) >= self.count:
+            work, _ = self._sent.popleft()
+            if work is not None:
+                work.wait()
+        self._sent.append((distributed.isend(hidden, self._following), hidden))
+
+    def take_waited_s(self) -> float:
+        """Seconds spent in `receive` since this was last asked."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
