@@ -26,6 +26,8 @@ class _Row:
     slot: int
     num_blocks: dict[int, int] = field(default_factory=dict)
     """By KV-parallel group, leading entries of its block table there."""
+    sampling_group: int | None = None
+    """The KV-parallel group that holds its newest tokens, and samples."""
     is_foreseeable: bool = True
     """Whether a token of it leaves nothing behind in the worker but itself."""
     goes_on: bool = False
@@ -193,7 +195,10 @@ class EngineExecutor:
         end = start + num_tokens
         samples = end == request.num_known_tokens
         followers = self._followers(request, row.slot, start, end, step)
-        groups = memory.active_groups(request, start) if memory.num_groups > 1 else ()
+        groups: Sequence[int] = ()
+        if memory.num_groups > 1:
+            groups = memory.active_groups(request, start)
+            self._tell_sampler(request, row, groups[-1], changes)
         changes.chunks.append(
             Chunk(row.slot, self._tokens(request, start, end), start, samples, followers, tuple(groups))
         )
@@ -244,6 +249,13 @@ class EngineExecutor:
             row = self._rows[request] = _Row(heapq.heappop(self._free), is_foreseeable=is_foreseeable)
             changes.new.append(self._new_row(request, row.slot))
         return row
+
+    def _tell_sampler(self, request: Request, row: _Row, group: int, changes: _Changes) -> None:
+        """Begin a request's slot anew where another group samples from now on, which has not seen its tokens so far."""
+        if row.sampling_group not in (None, group):
+            self._freed.append(row.slot)
+            changes.new.append(self._new_row(request, row.slot))
+        row.sampling_group = group
 
     def _new_row(self, request: Request, slot: int) -> NewRow:
         submission = self._submissions[request]

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,14 @@ class ProcessWorker:
     """The processes of one replica. They load side by side: make all workers, then `wait_loaded` for each."""
 
     def __init__(
-        self, replica: ReplicaKey, options: RunnerOptions, first_ordinal: int, load: LoadRunner = load_runner
+        self,
+        replica: ReplicaKey,
+        options: RunnerOptions,
+        first_ordinal: int,
+        load: LoadRunner = load_runner,
+        context: BaseContext | None = None,
     ) -> None:
+        """`context`: how processes are started; spawned, unless given."""
         self._replica = replica
         self._rendezvous: str | None = None
         self._facts: ModelFacts | None = None
@@ -91,7 +98,7 @@ class ProcessWorker:
         if ranks > 1:
             self._rendezvous = tempfile.mkdtemp(prefix="vajra-ranks-")
             options = replace(options, rendezvous=f"file://{Path(self._rendezvous) / 'store'}")
-        context = get_context("spawn")
+        context = context or get_context("spawn")
         calm_threads()
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from vajra_py.contract import BatchFeatures
 from vajra_py.contract.latency import CONTEXT_GRAIN_TOKENS, LatencyModel
+from vajra_py.latency.unknown import NoPredictions
 from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.requests.request import Request
 
@@ -122,7 +123,14 @@ class ShapeTracker:
         """The shape of the group that takes longest."""
         if self._one_group:
             return shapes[0]
+        if isinstance(self._latency, NoPredictions):
+            return max(shapes, key=_work)
         return max(shapes, key=self._latency.stage_time_s)
+
+
+def _work(shape: BatchFeatures) -> tuple[int, int]:
+    """What a group has to do, where nobody knows how long that takes: tokens, then the context that they read."""
+    return shape.num_tokens, shape.decode_context_tokens + shape.prefill_attention_pairs
 
 
 def _merging(shape: BatchFeatures, num_tokens: int) -> BatchFeatures:
