@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ class ProcessWorker:
         options: RunnerOptions,
         first_ordinal: int,
         load: LoadRunner = load_runner,
-        context: BaseContext | None = None,
+        context: SpawnContext | ForkServerContext | None = None,
     ) -> None:
         """`context`: how processes are started; spawned, unless given."""
         self._replica = replica
