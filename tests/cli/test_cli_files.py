@@ -22,9 +22,9 @@ def test_a_sweep_counts_its_runs(vajra: Vajra, small: Path) -> None:
     assert "right (6 runs)" in vajra("check", small).out
 
 
-@pytest.mark.parametrize("command", ["run", "check", "workload"])
+@pytest.mark.parametrize("command", ["run", "check", "workloads describe"])
 def test_a_missing_file(command: str, vajra: Vajra) -> None:
-    said = vajra(command, "nowhere.yaml")
+    said = vajra(*command.split(), "nowhere.yaml")
     assert said.code == 2
     assert said.err == "nowhere.yaml: cannot be read (No such file or directory).\n"
 

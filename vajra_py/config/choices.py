@@ -71,8 +71,8 @@ class PluginParts:
         self._backend()
         observers = self.data.get("observers")
         if isinstance(observers, list):
-            for index in range(len(observers)):
-                observers[index] = self._typed(("observers", index), self._registry.observers, "an observer")
+            for index, value in enumerate(observers):
+                observers[index] = self._typed(("observers", index), value, self._registry.observers, "an observer")
         self._workload()
 
     def _found(self, path: KeyPath, message: str, allowed: str | None = None) -> None:
@@ -141,26 +141,25 @@ class PluginParts:
     def _typed(
         self,
         path: KeyPath,
+        given: Any,
         offers: Mapping[str, Offer[LatencyModelSpec]]
         | Mapping[str, Offer[OutputLengthSpec]]
         | Mapping[str, Offer[ObserverSpec]],
         noun: str,
     ) -> TypedChoice:
         """What `{type: name, …}` says, completed, or a stand-in."""
-        node = self._root.get(*path)
-        value = plain(node) if node is not None else None
-        if not isinstance(value, dict):
-            self._found(path, f"must be the name of {noun}, or a mapping with type (got {show(value)})")
+        if not isinstance(given, dict):
+            self._found(path, f"must be the name of {noun}, or a mapping with type (got {show(given)})")
             return TypedChoice(type=STAND_IN)
-        name = value.pop("type", None)
+        name = given.get("type")
         if not isinstance(name, str) or name not in offers:
             missing = name is None
             message = "is missing" if missing else f"no installed package offers {noun} of that name (got {show(name)})"
             self._found((*path, "type"), message, did_you_mean(str(name or ""), offers))
             return TypedChoice(type=STAND_IN)
         config = offers[name].spec.config
-        given = {**value, "type": name} if "type" in config.model_fields else value
-        model = self._validated(config, given, path, str(offers[name].source))
+        params = {key: each for key, each in given.items() if key != "type" or "type" in config.model_fields}
+        model = self._validated(config, params, path, str(offers[name].source))
         return (
             TypedChoice(type=STAND_IN)
             if model is None
@@ -206,10 +205,13 @@ class PluginParts:
             return
         for key in ("latency", "predictions"):
             if section.get(key) is not None:
-                section[key] = self._typed((*path, key), self._registry.latency_models, "a latency model")
+                offers = self._registry.latency_models
+                section[key] = self._typed((*path, key), section[key], offers, "a latency model")
         if section.get("output_length") is not None:
-            offers = self._registry.output_lengths
-            section["output_length"] = self._typed((*path, "output_length"), offers, "an output-length predictor")
+            lengths, given = self._registry.output_lengths, section["output_length"]
+            section["output_length"] = self._typed(
+                (*path, "output_length"), given, lengths, "an output-length predictor"
+            )
 
     def _workload(self) -> None:
         if "workload" not in self.data:
