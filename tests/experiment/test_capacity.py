@@ -88,6 +88,7 @@ def test_the_fewest_replicas(tmp_path: Path) -> None:
     assert found.answer is not None
     assert found.answer.outcome == "found"
     best = int(found.answer.setting[0])
+    assert found.unit == "replicas"
     slacks = {point.setting[0]: sum(point.slacks) for point in found.curve}
     assert slacks[best] >= 0
     assert slacks.get(best - 1, -1) < 0
@@ -118,12 +119,13 @@ def test_an_attainment_of_requests_without_an_slo_is_said(tmp_path: Path) -> Non
         ("sweep={workload.rate: [1, 2]}", "is what the search varies"),
         ("capacity.rate.path=workload.rat", "workload.rat"),
         ("capacity.replicas={num_replicas: {max: 4}}", "two questions"),
+        ("capacity.replicas={num_replicas: {max: 4, cost: 1}, other.num_replicas: {max: 4}}", "cost is given for some"),
     ],
 )
 def test_a_question_that_cannot_be_answered_is_refused_before_anything_runs(
     tmp_path: Path, override: str, said: str
 ) -> None:
-    overrides = [override, "capacity.rate.min=1"] if "replicas" in override else [override]
+    overrides = [override, "capacity.rate.min=1"] if said == "two questions" else [override]
     with pytest.raises(ConfigError) as error:
         find_capacity(load_config(write(tmp_path), overrides), workers=1)
     assert said in str(error.value)

@@ -36,7 +36,8 @@ class ReplicaSearch(_Section):
     min: _Count = Field(1, description="Fewest replicas.")
     max: _Count = Field(description="Most replicas.")
     cost: _Positive | None = Field(
-        None, description="Cost of one replica, in any unit that all share; null: the price of its devices per hour."
+        None,
+        description="Cost of one replica, in any unit; given for all kinds of replicas or for none (each then costs the same).",
     )
 
     @model_validator(mode="after")
@@ -88,6 +89,9 @@ class CapacityConfig(_Section):
     def _one_question(self) -> Self:
         if self.rate is not None and self.replicas is not None:
             raise ValueError("rate and replicas are two questions. Allowed: one of the two")
+        given = {one.cost is None for one in (self.replicas or {}).values()}
+        if len(given) > 1:
+            raise ValueError("cost is given for some replicas. Allowed: for all of them, or for none")
         if self.max_replications < self.replications:
             raise ValueError(
                 f"max_replications must not be below replications (got {self.max_replications} and {self.replications})"

@@ -29,7 +29,6 @@ from vajra_py.experiment.capacity_search import (
 )
 from vajra_py.experiment.folder import RunFolder
 from vajra_py.experiment.pool import RunPool, RunTask, TaskProgress, local_pool
-from vajra_py.experiment.prices import replica_prices
 from vajra_py.metrics.run_data import RunData
 from vajra_py.metrics.summary import Summary
 from vajra_py.plugins import Registry, load_registry
@@ -211,13 +210,21 @@ def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
         if clash:
             raise ConfigError(Problem(f"sweep.{clash[0]}", "is what the search varies", "Allowed: other settings"))
         mapping = one.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"capacity", "sweep"})
-        costs, unit = replica_prices(one, asked)
+        costs, unit = _costs(asked)
         label = " ".join(part.partition("=")[2] or part for part in point.label.split()) or one.name
         folder = config.output_dir / config.name / point.point_id if config.sweep else config.output_dir / config.name
         question = _Question(label, mapping, folder, one.seed, asked, parse_slo(asked.slo), paths, costs, unit)
         _check_start(question, registry)
         found.append(question)
     return found
+
+
+def _costs(asked: CapacityConfig) -> tuple[tuple[float, ...], str]:
+    """What a replica of each kind costs, and the unit of it; nothing where a rate is searched."""
+    given = [one.cost for one in (asked.replicas or {}).values()]
+    if asked.rate is not None:
+        return (), "requests/s"
+    return tuple(cost or 1.0 for cost in given), "replicas" if None in given else "of cost"
 
 
 def _check_start(question: _Question, registry: Registry) -> None:

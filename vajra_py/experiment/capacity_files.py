@@ -105,7 +105,7 @@ def write_capacity_files(
     limits = [Limit(text, one.limit, _is_fraction(one)) for text, one in conditions.items()]
     curves = [_curve(answer) for answer in known]
     unit = known[0].unit
-    figure = capacity_figure(curves, limits, "rate (requests/s)" if unit == "requests/s" else unit)
+    figure = capacity_figure(curves, limits, {"requests/s": "rate (requests/s)", "of cost": "cost"}.get(unit, unit))
     for suffix in formats:
         path = folder / f"capacity.{suffix}"
         figure.savefig(path, metadata={"Date": None} if suffix == "svg" else None)
