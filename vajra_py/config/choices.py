@@ -26,7 +26,7 @@ STAND_IN = "stand-in"
 
 _BACKENDS: dict[str, type[BaseModel]] = {}
 
-_LATE_BACKENDS: Mapping[str, str] = {"engine": "vajra_py.engine.config"}
+_LATE_BACKENDS: Mapping[str, str] = {"engine": "vajra_py.engine.config", "vllm": "vajra_py.vllm.config"}
 """Backends of this package by the module that registers them, imported when a file names one."""
 
 

@@ -60,6 +60,13 @@ class VllmV1Config(PolicyConfig):
         description="Steps from one that computes prompts to the next, unless requests queue up; 1: every step may.",
         json_schema_extra={"unit": "steps"},
     )
+    continues_after_own_preemption: bool = Field(
+        True,
+        description=(
+            "Whether the running requests behind one that gave way for want of blocks of its own still get their turn "
+            "(vLLM 0.33); if not, the step's running requests end there (0.32). It matters with `lowest_priority` alone."
+        ),
+    )
 
 
 class VllmV1:
@@ -161,7 +168,9 @@ class VllmV1:
             victim = self._victim(replica)
             if batch.preempt(victim) is not None:
                 return False
-            if victim is request or batch.add(request, num_tokens) is None:
+            if victim is request:
+                return self._config.continues_after_own_preemption
+            if batch.add(request, num_tokens) is None:
                 return True
 
     def _victim(self, replica: LocalReplicaView) -> RequestView:

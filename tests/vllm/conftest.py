@@ -1,0 +1,19 @@
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import pytest
+
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    from vajra_py.engine.tiny import write_tiny_model
+
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    write_tiny_model(folder)
+    yield str(folder)

@@ -1,0 +1,217 @@
+"""Drives a scheduler as vLLM's engine core does, with tokens made up in place of a model's."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+EOS = 7
+VOCABULARY = 512
+
+
+def vllm_config(model: str, *, is_async: bool = False, **options: Any) -> Any:
+    config = EngineArgs(model=model, skip_tokenizer_init=True, dtype="float32", **options).create_engine_config()
+    config.scheduler_config.async_scheduling = is_async
+    return config
+
+
+def kv_cache(num_blocks: int, block_size: int) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+    )
+
+
+def make_scheduler(cls: type[Any], config: Any, num_blocks: int, block_size: int, **options: Any) -> Any:
+    config.cache_config.num_gpu_blocks = num_blocks
+    config.cache_config.block_size = block_size
+    return cls(
+        vllm_config=config,
+        kv_cache_config=kv_cache(num_blocks, block_size),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=block_size,
+        hash_block_size=block_size,
+        **options,
+    )
+
+
+@dataclass(frozen=True)
+class Wish:
+    name: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    arrives: int
+    """Before which call of `schedule`."""
+    priority: int = 0
+    aborts: int | None = None
+    ends_at: int | None = None
+    """After how many tokens it puts out the end-of-sequence token."""
+    salt: str | None = None
+
+
+_NONE_HASH: list[bool] = []
+
+
+def request_of(wish: Wish, block_size: int, caches: bool) -> Request:
+    hash_fn = get_hash_fn_by_name("sha256")
+    if not _NONE_HASH:
+        init_none_hash(hash_fn)
+        _NONE_HASH.append(True)
+    params = SamplingParams(max_tokens=wish.max_tokens, temperature=0.0)
+    params.update_from_generation_config({}, EOS)
+    return Request(
+        request_id=wish.name,
+        prompt_token_ids=list(wish.prompt),
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=1e10 + wish.arrives + int(wish.name.rsplit("-", 1)[1]) * 1e-4,
+        priority=wish.priority,
+        cache_salt=wish.salt,
+        block_hasher=get_request_block_hasher(block_size, hash_fn) if caches else None,
+    )
+
+
+@dataclass
+class Step:
+    scheduled: dict[str, int]
+    computed: dict[str, int]
+    preempted: list[str]
+    free: int
+
+
+@dataclass
+class Core:
+    """`EngineCore.step`, or `step_with_batch_queue` with a queue of two."""
+
+    scheduler: Any
+    is_async: bool = False
+    steps: list[Step] = field(default_factory=list)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    known: dict[str, list[int]] = field(default_factory=dict)
+    tables: dict[str, list[int]] = field(default_factory=dict)
+    queue: deque[tuple[Any, Any]] = field(default_factory=deque)
+    wishes: dict[str, Wish] = field(default_factory=dict)
+    produced: dict[str, int] = field(default_factory=dict)
+
+    def add(self, wish: Wish, block_size: int, caches: bool) -> None:
+        self.wishes[wish.name] = wish
+        self.scheduler.add_request(request_of(wish, block_size, caches))
+
+    def step(self) -> None:
+        if not self.is_async:
+            if self.scheduler.has_requests():
+                output = self.scheduler.schedule()
+                self.note(output)
+                self.update(output, self.execute(output))
+            return
+        executed = False
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self.note(output)
+            executed = output.total_num_scheduled_tokens > 0
+            self.queue.appendleft((output, self.execute(output)))
+            if len(self.queue) < 2 and (executed or self.scheduler.has_requests()):
+                return
+        if self.queue:
+            self.update(*self.queue.pop())
+
+    def note(self, output: Any) -> None:
+        computed = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        assert computed.keys() == output.num_scheduled_tokens.keys()
+        assert output.total_num_scheduled_tokens == sum(output.num_scheduled_tokens.values())
+        preempted = sorted(output.preempted_req_ids or ())
+        self.steps.append(Step(dict(output.num_scheduled_tokens), computed, preempted, free_blocks(self.scheduler)))
+
+    def execute(self, output: Any) -> ModelRunnerOutput:
+        """What a worker would do, checking what it is told."""
+        for name in output.finished_req_ids:
+            self.known.pop(name, None)
+            self.tables.pop(name, None)
+        for one in output.scheduled_new_reqs:
+            assert one.req_id not in self.known
+            self.known[one.req_id] = list(one.prompt_token_ids)
+            self.tables[one.req_id] = list(one.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        for index, name in enumerate(cached.req_ids):
+            assert name in self.known
+            blocks = cached.new_block_ids[index]
+            if name in cached.resumed_req_ids:
+                self.tables[name] = list(blocks[0])
+            elif blocks is not None:
+                self.tables[name] += blocks[0]
+            if name in cached.all_token_ids:
+                assert cached.all_token_ids[name] == self.known[name], name
+            assert cached.num_output_tokens[index] == len(self.known[name]) - len(self.wishes[name].prompt)
+        sampled = []
+        size = self.scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        names = list(output.num_scheduled_tokens)
+        for name in names:
+            start = self.steps[-1].computed[name]
+            end = start + output.num_scheduled_tokens[name]
+            table, known = self.tables[name], self.known[name]
+            assert len(table) * size >= end and 0 not in table
+            assert len(set(table)) == len(table)
+            assert end <= len(known)
+            if end < len(known):
+                sampled.append([])
+                continue
+            token = self.token(name, len(known) - len(self.wishes[name].prompt))
+            known.append(token)
+            sampled.append([token])
+        return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
+
+    def token(self, name: str, position: int) -> int:
+        if position + 1 == self.wishes[name].ends_at:
+            return EOS
+        return EOS + 1 + zlib.crc32(f"{name} {position}".encode()) % VOCABULARY
+
+    def update(self, output: Any, result: ModelRunnerOutput) -> None:
+        for each in self.scheduler.update_from_output(output, result).values():
+            for one in each.outputs:
+                assert one.request_id not in self.reasons
+                self.tokens.setdefault(one.request_id, []).extend(one.new_token_ids)
+                if one.finish_reason is not None:
+                    self.reasons[one.request_id] = str(one.finish_reason)
+
+    def abort(self, name: str) -> None:
+        if name not in self.reasons:
+            self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+            self.reasons[name] = "abort"
+
+    def run(self, wishes: list[Wish], block_size: int, caches: bool, max_steps: int = 20000) -> None:
+        arrivals = deque(sorted(wishes, key=lambda one: one.arrives))
+        aborts = sorted((one.aborts, one.name) for one in wishes if one.aborts is not None)
+        turn = 0
+        while arrivals or self.scheduler.has_requests() or self.queue:
+            while arrivals and arrivals[0].arrives <= turn:
+                self.add(arrivals.popleft(), block_size, caches)
+            while aborts and aborts[0][0] <= turn:
+                _, name = aborts.pop(0)
+                if name in self.wishes:
+                    self.abort(name)
+            self.step()
+            turn += 1
+            assert turn < max_steps, "it never ends"
+
+
+def free_blocks(scheduler: Any) -> int:
+    if hasattr(scheduler, "mechanism"):
+        return scheduler.mechanism.replica.memory.free_blocks
+    return scheduler.kv_cache_manager.block_pool.get_num_free_blocks()

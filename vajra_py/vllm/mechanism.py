@@ -1,0 +1,293 @@
+"""The mechanism behind a scheduler of vLLM's: a driver whose steps somebody else executes, in turns.
+
+vLLM asks for a step, executes it, and brings the tokens. A turn is what happens at one tick between two steps: the last
+step ends, requests arrive and are aborted, and the policy forms the next step. A simulator that is given the same events at
+the same ticks decides the same.
+
+With asynchronous scheduling vLLM asks for a step before the tokens of the last one are there. How many tokens come is known
+(each request that caught up gives one), so the turn ends the last step with tokens that have no identity yet. What they are
+is learnt a turn later; a request that they stopped ends with the step that it is in by then.
+
+This module is the only one of the package that knows the runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vajra_py.config import ExperimentConfig
+from vajra_py.contract import EndReason, Observer
+from vajra_py.errors import ConfigError, PolicyError, Problem
+from vajra_py.latency.unknown import NoPredictions
+from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
+from vajra_py.runtime.assembly import ModelFacts, Services, build_controller
+from vajra_py.runtime.clock import NEVER
+from vajra_py.runtime.controller import Controller
+from vajra_py.runtime.executor import PlannedChunk, StepPlan, StepResult
+from vajra_py.runtime.input_log import Arrival, Input
+from vajra_py.runtime.kv import BlockKeys, PrivateKeys, TokenKeys
+from vajra_py.runtime.replica import Replica
+from vajra_py.runtime.request import Request, RequestFacts, RequestState
+from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.serving.backend import Backend, BackendReplica
+from vajra_py.runtime.serving.driver import Driver, DriverOptions
+from vajra_py.runtime.serving.events import Phase
+
+__all__ = [
+    "EndReason",
+    "Intake",
+    "Mechanism",
+    "PlannedChunk",
+    "Replica",
+    "Request",
+    "RequestFacts",
+    "StepPlan",
+    "TokenKeys",
+    "make_mechanism",
+]
+
+TICKS_PER_NANOSECOND = 1000
+Clock = Callable[[], int]
+"""Nanoseconds since the scheduler was made."""
+
+
+@dataclass(eq=False, slots=True)
+class Intake:
+    """A request as it is handed to the mechanism, and what became of it.
+
+    Attributes:
+        prompt_token_ids: what others can share its blocks by; None: its content is nobody else's.
+        on_ended: told of its end, whatever ended it.
+        request: what the mechanism made of it, once it has been taken in.
+    """
+
+    facts: RequestFacts
+    arrived_at: float
+    prompt_token_ids: Sequence[int] | None
+    salt: str
+    on_ended: Callable[[Request, EndReason], None]
+    keys: TokenKeys | None = None
+    request: Request | None = None
+
+    def make_keys(self, block_size: int) -> BlockKeys:
+        """What identifies its blocks in the prefix cache."""
+        if self.prompt_token_ids is None:
+            return PrivateKeys(self.facts.request_id)
+        self.keys = TokenKeys(self.prompt_token_ids, block_size, self.salt)
+        return self.keys
+
+
+@dataclass(slots=True)
+class _Executor:
+    """Somebody else executes: nothing is known in advance, nothing is kept."""
+
+    def known_output_tokens(self, request: Request) -> int | None:
+        """See `Executor`."""
+        return None
+
+    def release(self, request: Request) -> None:
+        """See `Executor`."""
+
+
+@dataclass(eq=False, slots=True)
+class _Unit(BackendReplica):
+    """The one replica, and the step that it executes."""
+
+    plan: StepPlan | None = None
+    stopped: set[Request] = field(default_factory=set)
+    """Requests whose last token is known; they end with the step in flight."""
+
+
+class _GaveWay(Observer):
+    """Collects who lost their KV blocks, in attempts at a step that ran nothing too."""
+
+    wants_step_ends = False
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def on_preempted(self, request: Any, mode: str, now: float) -> None:
+        """See `Observer`."""
+        self.names.append(request.request_id)
+
+    def on_uprooted(self, request: Any, replica_id: int, now: float) -> None:
+        """See `Observer`."""
+        self.names.append(request.request_id)
+
+
+class Mechanism(Backend[_Unit]):
+    """One replica, driven in turns. For one thread."""
+
+    def __init__(self, controller: Controller, clock: Clock, note: Callable[[Input], None] | None = None) -> None:
+        self.controller = controller
+        self.replica = next(iter(controller.replicasets.values())).replicas[0]
+        self.note = note
+        self.fault: PolicyError | None = None
+        """What a policy did for which nothing is scheduled any more."""
+        self._clock = clock
+        self._unit = _Unit(self.replica)
+        self._driver: Driver[_Unit] = Driver(
+            controller, self, (self._unit,), DriverOptions(isolates_policies=True), self._note
+        )
+        self._turn: int | None = None
+        self._intakes: dict[Request, Intake] = {}
+        self._gave_way = _GaveWay()
+        self.watch(())
+
+    def watch(self, observers: Sequence[Observer]) -> None:
+        """Let these observers see everything; before the first request."""
+        self.controller.watch([self._gave_way, *observers])
+
+    def take_preempted(self) -> list[str]:
+        """Who lost their KV blocks since this was last asked."""
+        names = self._gave_way.names
+        if names:
+            self._gave_way.names = []
+        return names
+
+    @property
+    def now(self) -> int:
+        """The tick of the last turn."""
+        return self._driver.now
+
+    @property
+    def num_steps(self) -> int:
+        """Steps so far."""
+        return self._driver.num_steps
+
+    @property
+    def plan(self) -> StepPlan | None:
+        """The step in flight."""
+        return self._unit.plan
+
+    def intake_of(self, request: Request) -> Intake:
+        """What a request was handed in as."""
+        return self._intakes[request]
+
+    # Between steps
+
+    def open_turn(self) -> int:
+        """The tick at which everything happens until the next step is formed: the first thing's."""
+        if self._turn is None:
+            self._turn = max(self._clock() * TICKS_PER_NANOSECOND, self._driver.now + TICKS_PER_NANOSECOND)
+        return self._turn
+
+    def arrive(self, intake: Intake) -> None:
+        """A request comes in with the next step."""
+        self._driver.events.push(self.open_turn(), Phase.ARRIVAL, intake)
+
+    def abort(self, request_id: str) -> None:
+        """A request is taken back; with a step in flight, when that comes back."""
+        self._driver.events.push(self.open_turn(), Phase.ABORT, request_id)
+
+    def stop(self, request: Request) -> None:
+        """The request's last token is known: it ends with the step in flight, whatever that gives."""
+        if request.state is RequestState.RUNNING:
+            self._unit.stopped.add(request)
+        elif request.state is not RequestState.ENDED:  # it gave way after its last token had been computed
+            self.abort(request.request_id)
+
+    def step(self) -> StepPlan | None:
+        """The next step, after the last one has ended and everything else of this turn has happened; None: nothing runs."""
+        tick, unit = self.open_turn(), self._unit
+        self._turn = None
+        before = unit.plan
+        if before is not None:
+            stopped = frozenset(one for one in unit.stopped if one.state is RequestState.RUNNING)
+            unit.stopped.clear()
+            result = StepResult(stopped=stopped)
+            self._driver.events.push(tick, Phase.STEP_END, (unit, result, unit.epoch), unit.rank)
+        self._driver.events.bring_forward(tick)
+        self._driver.run_until(tick)
+        return None if unit.plan is before else unit.plan
+
+    # What the driver asks
+
+    def launch(self, replica: _Unit, plan: StepPlan) -> int:
+        """See `Backend`."""
+        replica.plan = plan
+        return NEVER
+
+    def cancel(self, replica: _Unit) -> int:
+        """See `Backend`: what comes back for it is not waited for."""
+        replica.plan = None
+        replica.stopped.clear()
+        return self._driver.now
+
+    def on_arrival(self, payload: Intake) -> None:
+        """See `Backend`."""
+        now = self._driver.now
+        if self.note is not None:
+            tokens = None if payload.prompt_token_ids is None else tuple(payload.prompt_token_ids)
+            self.note(Arrival(now, payload.arrived_at, payload.facts, None, tokens))
+        self._driver.submit(payload.facts, payload.make_keys, payload, payload.arrived_at)
+
+    def on_step_end(self, replica: _Unit, payload: StepResult) -> None:
+        """See `Backend`."""
+        plan, replica.plan = replica.plan, None
+        assert plan is not None
+        self._driver.complete(replica, plan, payload)
+
+    def on_policy_change(self, payload: Any) -> None:
+        """See `Backend`."""
+        self._driver.swap_policy(payload)
+
+    def on_submitted(self, request: Request, payload: Intake) -> None:
+        """See `Backend`."""
+        payload.request = request
+        self._intakes[request] = payload
+
+    def on_placed(self, request: Request, replicas: Sequence[_Unit]) -> None:
+        """See `Backend`."""
+
+    def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
+        """See `Backend`."""
+        for request, reason in ended:
+            self._intakes.pop(request).on_ended(request, reason)
+
+    def on_isolated(self, replicaset: str, error: PolicyError) -> None:
+        """See `Backend`."""
+        self.fault = error
+
+    def _note(self, entry: Input) -> None:
+        if self.note is not None:
+            self.note(entry)
+
+
+def make_mechanism(
+    config: ExperimentConfig, registry: Registry, clock: Clock, max_model_len: int, bytes_per_token: int
+) -> Mechanism:
+    """The mechanism of an experiment's settings, which give every size.
+
+    Raises `ConfigError` where they describe more than one replica, and what building a policy raises.
+    """
+    replicasets = config.effective_replicasets
+    if len(replicasets) != 1 or next(iter(replicasets.values())).num_replicas != 1:
+        sizes = {name: one.num_replicas for name, one in replicasets.items()}
+        message = f"a vLLM is one replica of one replicaset (got {sizes})"
+        raise ConfigError(Problem("replicasets", message, "Allowed: one, with num_replicas: 1"))
+    settings = config.backend.settings
+    seeds = SeedTree(config.seed).child("policies")
+    latency = getattr(settings, "latency", None)
+    lengths = getattr(settings, "output_length", None)
+    executor = _Executor()
+    services = Services(
+        registry=registry,
+        latency=(
+            NoPredictions(f"backend.{config.backend.kind}.latency")
+            if latency is None
+            else build_latency_model(latency.type, latency.params, registry)
+        ),
+        output_lengths=build_output_lengths(
+            "none" if lengths is None else lengths.type,
+            {} if lengths is None else lengths.params,
+            Truth(seeds.child("output_lengths").stream, {}),
+            registry,
+        ),
+        seeds=seeds,
+        facts=ModelFacts(None, max_model_len, bytes_per_token),
+        executor_of=lambda replicaset, replica_id: executor,
+    )
+    return Mechanism(build_controller(config, services), clock)

@@ -1,0 +1,218 @@
+"""Tell vLLM's workers what a plan computes, as changes to what they know.
+
+A steady step (every decode of the step before, and nothing else) costs a handful of array operations: the ids do not change,
+every count grows by one, and who needs a block is known from the counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from vajra_py.vllm.mechanism import PlannedChunk, Replica, Request, StepPlan
+from vajra_py.vllm.records import Record
+
+Ints = npt.NDArray[np.int64]
+
+
+class Messages:
+    """Makes the `SchedulerOutput` of each plan.
+
+    vLLM's block 0 is nobody's, so block `n` of the KV memory is its block `n + 1`.
+    """
+
+    def __init__(self, replica: Replica, records: dict[str, Record], *, resumes_as_new: bool, zeroes: bool) -> None:
+        self._replica = replica
+        self._records = records
+        self._resumes_as_new = resumes_as_new
+        """Whether resumed requests are told like new ones (vLLM's second model runner)."""
+        self._zeroes = zeroes
+        self._block_size = replica.limits.block_size
+        self._order: Sequence[Request] | None = None
+        """The decodes that the arrays below describe; its identity changes when somebody joins or leaves."""
+        self._decodes: list[Record] = []
+        self._ids: list[str] = []
+        self._computed: Ints = np.empty(0, dtype=np.int64)
+        self._output: Ints = np.empty(0, dtype=np.int64)
+        self._at_step = -1
+        """The pool's step that the arrays are at."""
+        self._last = -1
+        """The last step that all of these decodes were part of at once; -1: none since they were looked at."""
+        self._step = 0
+        self.finished: set[str] = set()
+        """Requests that the workers may forget with the next step."""
+        self.preempted: set[str] = set()
+
+    def empty(self) -> SchedulerOutput:
+        """A step that computes nothing, and tells what has ended."""
+        return self._output_of(_Draft())
+
+    def tell(self, plan: StepPlan) -> SchedulerOutput:
+        """The step; to be made before its result is applied."""
+        self._step += 1
+        draft = _Draft()
+        for chunk in plan.chunks:
+            self._add_chunk(chunk, draft)
+        if plan.pool is not None:
+            self._add_decodes(plan, draft)
+        return self._output_of(draft)
+
+    def _output_of(self, draft: _Draft) -> SchedulerOutput:
+        output = SchedulerOutput(
+            scheduled_new_reqs=draft.new,
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=draft.ids,
+                resumed_req_ids=draft.resumed,
+                new_token_ids=[],
+                all_token_ids=draft.all_tokens,
+                new_block_ids=draft.blocks,
+                num_computed_tokens=draft.computed,
+                num_output_tokens=draft.outputs,
+            ),
+            num_scheduled_tokens=draft.scheduled,
+            total_num_scheduled_tokens=draft.num_tokens,
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            finished_req_ids=self.finished,
+            free_encoder_mm_hashes=[],
+            preempted_req_ids=self.preempted,
+            new_block_ids_to_zero=draft.taken if self._zeroes and draft.taken else None,
+        )
+        self.finished, self.preempted = set(), set()
+        return output
+
+    # One by one
+
+    def _add_chunk(self, chunk: PlannedChunk, draft: _Draft) -> None:
+        request, num_tokens, computed, kind = chunk
+        record = self._records.get(request.request_id)
+        if record is None:  # it has ended while the step before was computed; its part of this one is not computed
+            return
+        if kind != "running":
+            record.num_told = 0
+        blocks = self._new_blocks(record, request)
+        if self._zeroes and blocks is not None:
+            shared = computed // self._block_size if kind != "running" else 0
+            draft.taken += blocks[shared:]
+        name = record.request_id
+        draft.scheduled[name] = num_tokens
+        draft.num_tokens += num_tokens
+        was_absent, record.ran_in = record.ran_in != self._step - 1, self._step
+        if not record.is_known or (kind == "resumed" and self._resumes_as_new):
+            draft.new.append(self._as_new(record, blocks or [], computed))
+            record.is_known = True
+            return
+        draft.ids.append(name)
+        draft.blocks.append(None if blocks is None else (blocks,))
+        draft.computed.append(computed)
+        draft.outputs.append(request.num_output_tokens)
+        if kind != "running":
+            draft.resumed.add(name)
+        if was_absent and not self._resumes_as_new:
+            draft.all_tokens[name] = record.all_tokens()
+
+    def _as_new(self, record: Record, blocks: list[int], computed: int) -> NewRequestData:
+        request = record.request
+        data = NewRequestData.from_request(
+            request, (blocks,), record.all_tokens() if self._resumes_as_new else None
+        )
+        data.num_computed_tokens = computed
+        return data
+
+    def _new_blocks(self, record: Record, request: Request) -> list[int] | None:
+        """Entries of the request's block table that the workers do not have."""
+        memory, known = self._replica.memory, record.num_told
+        held = memory.num_held_blocks(request)
+        if held == known:
+            return None
+        record.num_told = held
+        return [block + 1 for block in memory.block_table(request)[known:]]
+
+    # All at once
+
+    def _add_decodes(self, plan: StepPlan, draft: _Draft) -> None:
+        assert plan.pool is not None
+        order = plan.pool.in_admission_order()
+        if order is not self._order or plan.pool.num_committed != self._at_step + 1:
+            self._look_at(order)
+        self._at_step = plan.pool.num_committed
+        if len(self._decodes) != len(order) or self._are_absent():
+            self._settle()
+            for chunk in plan.entries():
+                if chunk.request in plan.pool:
+                    self._add_chunk(chunk, draft)
+            self._order = None
+            return
+        count, computed = len(self._ids), self._computed
+        new: list[Any] = [None] * count
+        for index in np.flatnonzero(computed % self._block_size == 0).tolist():
+            blocks = self._new_blocks(self._decodes[index], order[index])
+            if blocks is not None:
+                new[index] = (blocks,)
+                draft.taken += blocks
+        draft.ids += self._ids
+        draft.blocks += new
+        draft.computed += computed.tolist()
+        draft.outputs += self._output.tolist()
+        draft.scheduled.update(dict.fromkeys(self._ids, 1))
+        draft.num_tokens += count
+        self._last = self._step
+        computed += 1
+        self._output += 1
+
+    def _look_at(self, order: Sequence[Request]) -> None:
+        records = self._records
+        self._settle()
+        self._order = order
+        found = [records.get(request.request_id) for request in order]
+        self._decodes = [one for one in found if one is not None]
+        self._ids = [one.request_id for one in self._decodes]
+        self._computed = np.array([one.num_computed_tokens - 1 for one in order], dtype=np.int64)
+        self._output = np.array([one.num_output_tokens for one in order], dtype=np.int64)
+        self._last = -1
+
+    def _are_absent(self) -> bool:
+        """Whether one of the decodes was not part of the step before, so that more must be said of it."""
+        if self._last == self._step - 1:
+            return False
+        return any(one.ran_in != self._step - 1 for one in self._decodes)
+
+    def _settle(self) -> None:
+        """Write down for each of the decodes when it ran last."""
+        if self._last >= 0:
+            for record in self._decodes:
+                record.ran_in = max(record.ran_in, self._last)
+
+
+class _Draft:
+    """A step's message while it is put together."""
+
+    __slots__ = (
+        "all_tokens",
+        "blocks",
+        "computed",
+        "ids",
+        "new",
+        "num_tokens",
+        "outputs",
+        "resumed",
+        "scheduled",
+        "taken",
+    )
+
+    def __init__(self) -> None:
+        self.new: list[NewRequestData] = []
+        self.ids: list[str] = []
+        self.resumed: set[str] = set()
+        self.all_tokens: dict[str, list[int]] = {}
+        self.blocks: list[tuple[list[int], ...] | None] = []
+        self.computed: list[int] = []
+        self.outputs: list[int] = []
+        self.scheduled: dict[str, int] = {}
+        self.num_tokens = 0
+        self.taken: list[int] = []
+        """Blocks taken for this step whose content is not to be read."""

@@ -1,0 +1,137 @@
+"""What a scheduler keeps of each of vLLM's requests: its output, when it stops, and what the workers know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm.v1.core.sched.utils import check_stop
+from vllm.v1.request import Request as VllmRequest
+from vllm.v1.request import RequestStatus
+
+from vajra_py.errors import ConfigError, Problem, did_you_mean
+from vajra_py.vllm.mechanism import Intake, Request, RequestFacts
+
+PREFIX = "vajra_"
+"""How the names of `extra_args` (`vllm_xargs` of an HTTP request) begin that are for the scheduler."""
+_TEXTS = ("tenant", "slo_class", "session_id")
+_SECONDS = ("ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_s", "expires_after_s")
+
+
+class Record:
+    """One request of vLLM's, from its arrival until its last token is known."""
+
+    __slots__ = (
+        "append_key",
+        "client_index",
+        "intake",
+        "is_known",
+        "is_over",
+        "is_plain",
+        "limit",
+        "num_told",
+        "output",
+        "ran_in",
+        "request",
+        "request_id",
+        "stops",
+        "wants_logprobs",
+    )
+
+    def __init__(self, request: VllmRequest, intake: Intake, max_model_len: int) -> None:
+        params = request.sampling_params
+        assert params is not None
+        self.request = request
+        self.request_id = request.request_id
+        self.client_index = request.client_index
+        self.intake = intake
+        self.output: list[int] = []
+        self.limit = min(request.max_tokens, max_model_len - request.num_prompt_tokens)
+        self.stops: dict[int, int | None] = {token: token for token in params.stop_token_ids or ()}
+        """Tokens that end it, with the reason that its client is told."""
+        if params.eos_token_id is not None:
+            self.stops[params.eos_token_id] = None
+        self.is_plain = not request.use_structured_output and params.repetition_detection is None
+        """Whether stopping is a matter of the last token and the length alone."""
+        self.wants_logprobs = params.num_logprobs is not None
+        self.append_key: Callable[[int], None] | None = None
+        """Tells the prefix cache its tokens."""
+        self.is_over = False
+        """Whether its client was told the end."""
+        self.is_known = False
+        """Whether the workers have its prompt and parameters."""
+        self.num_told = 0
+        """Leading entries of its block table that the workers have."""
+        self.ran_in = -1
+        """The last step that it was part of."""
+
+    @property
+    def own(self) -> Request | None:
+        """What the mechanism made of it."""
+        return self.intake.request
+
+    def finishes_plainly(self, token: int) -> bool:
+        """Whether this token, which is in the output already, ends the request; writes the reason into it."""
+        request = self.request
+        if token in self.stops:
+            request.status = RequestStatus.FINISHED_STOPPED
+            request.stop_reason = self.stops[token]
+            return True
+        if len(self.output) >= self.limit:
+            request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+            return True
+        return False
+
+    def finishes(self, token: int, max_model_len: int) -> bool:
+        """The same for any request, by vLLM's own rules, which read the request."""
+        if self.is_plain:
+            return self.finishes_plainly(token)
+        self.request.append_output_token_ids(token)
+        return check_stop(self.request, max_model_len)
+
+    def all_tokens(self) -> list[int]:
+        """Prompt and output."""
+        prompt = self.request.prompt_token_ids
+        assert prompt is not None
+        return [*prompt, *self.output]
+
+
+def facts_of(request: VllmRequest, limit: int) -> RequestFacts:
+    """What the client says of its request. Raises `ConfigError` for what it says of its objectives in a wrong way."""
+    params = request.sampling_params
+    given = _given({} if params is None else params.extra_args or {})
+    return RequestFacts(
+        request_id=request.request_id,
+        num_prompt_tokens=request.num_prompt_tokens,
+        max_tokens=limit,
+        priority=request.priority,
+        **given,
+    )
+
+
+def _given(extra: Mapping[str, Any]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for name, value in extra.items():
+        if not name.startswith(PREFIX):
+            continue
+        key, where = name.removeprefix(PREFIX), f"extra_args.{name}"
+        if key in _TEXTS:
+            if not isinstance(value, str):
+                raise ConfigError(Problem(where, f"is not a text ({value!r})"))
+            given[key] = value
+        elif key in _SECONDS:
+            given[key] = _seconds(where, value)
+        else:
+            known = [PREFIX + one for one in (*_TEXTS, *_SECONDS)]
+            raise ConfigError(Problem(where, "is not known", did_you_mean(name, known)))
+    return given
+
+
+def _seconds(where: str, value: Any) -> float:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if isinstance(value, bool) or not 0 < seconds < float("inf"):
+        raise ConfigError(Problem(where, f"is not a time ({value!r})", "Seconds above 0"))
+    return seconds

