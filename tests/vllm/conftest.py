@@ -1,6 +1,5 @@
 import importlib.util
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,9 +10,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from vajra_py.engine.tiny import write_tiny_model
 
     folder = tmp_path_factory.mktemp("model") / "tiny"
     write_tiny_model(folder)
-    yield str(folder)
+    return str(folder)

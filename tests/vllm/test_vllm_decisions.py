@@ -42,7 +42,6 @@ def workload(rng: random.Random, block_size: int, num_blocks: int, max_len: int,
 def options(rng: random.Random, by_priority: bool, caches: bool) -> dict[str, Any]:
     chosen: dict[str, Any] = {
         "max_num_seqs": rng.choice((1, 2, 4, 8, 64)),
-        "max_num_batched_tokens": rng.choice((16, 32, 64, 256)),
         "max_model_len": 256,
         "enable_prefix_caching": caches,
         "scheduling_policy": "priority" if by_priority else "fcfs",

@@ -12,7 +12,16 @@ from pydantic import Field, model_validator
 from vajra_py.config import register_backend
 from vajra_py.engine.config import EngineConfig
 
-_ENGINES_OWN = ("workers", "self_check", "fused", "cuda_graphs", "look_ahead", "num_threads", "replicasets", "weights_seed")
+_ENGINES_OWN = (
+    "workers",
+    "self_check",
+    "fused",
+    "cuda_graphs",
+    "look_ahead",
+    "num_threads",
+    "replicasets",
+    "weights_seed",
+)
 
 
 class VllmBackendConfig(EngineConfig):

@@ -22,18 +22,18 @@ from vajra_py.contract import EndReason, Observer
 from vajra_py.errors import ConfigError, PolicyError, Problem
 from vajra_py.latency.unknown import NoPredictions
 from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
-from vajra_py.runtime.assembly import ModelFacts, Services, build_controller
-from vajra_py.runtime.clock import NEVER
-from vajra_py.runtime.controller import Controller
-from vajra_py.runtime.executor import PlannedChunk, StepPlan, StepResult
-from vajra_py.runtime.input_log import Arrival, Input
 from vajra_py.runtime.kv import BlockKeys, PrivateKeys, TokenKeys
-from vajra_py.runtime.replica import Replica
-from vajra_py.runtime.request import Request, RequestFacts, RequestState
-from vajra_py.runtime.seeds import SeedTree
+from vajra_py.runtime.records.input_log import Arrival, Failure, Input, Restart
+from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.backend import Backend, BackendReplica
+from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
+from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.driver import Driver, DriverOptions
 from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.step.plan import PlannedChunk, StepPlan, StepResult
+from vajra_py.runtime.support.clock import NEVER
+from vajra_py.runtime.support.seeds import SeedTree
 
 __all__ = [
     "EndReason",
@@ -49,6 +49,7 @@ __all__ = [
 ]
 
 TICKS_PER_NANOSECOND = 1000
+_ANY_NUMBER = 1 << 30
 Clock = Callable[[], int]
 """Nanoseconds since the scheduler was made."""
 
@@ -158,6 +159,11 @@ class Mechanism(Backend[_Unit]):
         return self._driver.num_steps
 
     @property
+    def num_running(self) -> int:
+        """Requests that hold KV blocks."""
+        return self.replica.running_set.num_running
+
+    @property
     def plan(self) -> StepPlan | None:
         """The step in flight."""
         return self._unit.plan
@@ -181,6 +187,13 @@ class Mechanism(Backend[_Unit]):
     def abort(self, request_id: str) -> None:
         """A request is taken back; with a step in flight, when that comes back."""
         self._driver.events.push(self.open_turn(), Phase.ABORT, request_id)
+
+    def forget_cache(self) -> None:
+        """Give every KV block up with the next step; who held some is computed again."""
+        tick, name, replica_id = self.open_turn(), self.replica.replicaset, self.replica.replica_id
+        lost = Failure(tick, name, replica_id, "its KV memory was reset", _ANY_NUMBER, ())
+        self._driver.events.push(tick, Phase.FAILURE, lost)
+        self._driver.events.push(tick, Phase.FAILURE, Restart(tick, name, replica_id))
 
     def stop(self, request: Request) -> None:
         """The request's last token is known: it ends with the step in flight, whatever that gives."""

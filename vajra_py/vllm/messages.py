@@ -117,9 +117,7 @@ class Messages:
 
     def _as_new(self, record: Record, blocks: list[int], computed: int) -> NewRequestData:
         request = record.request
-        data = NewRequestData.from_request(
-            request, (blocks,), record.all_tokens() if self._resumes_as_new else None
-        )
+        data = NewRequestData.from_request(request, (blocks,), record.all_tokens() if self._resumes_as_new else None)
         data.num_computed_tokens = computed
         return data
 

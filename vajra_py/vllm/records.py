@@ -87,7 +87,7 @@ class Record:
         if self.is_plain:
             return self.finishes_plainly(token)
         self.request.append_output_token_ids(token)
-        return check_stop(self.request, max_model_len)
+        return bool(check_stop(self.request, max_model_len))
 
     def all_tokens(self) -> list[int]:
         """Prompt and output."""

@@ -26,7 +26,7 @@ from vajra_py.plugins import load_registry
 from vajra_py.vllm.mechanism import EndReason, Intake, Mechanism, Request, StepPlan, make_mechanism
 from vajra_py.vllm.messages import Messages
 from vajra_py.vllm.records import Record, facts_of
-from vajra_py.vllm.settings import Sizes, Wishes, experiment_of, wishes_of
+from vajra_py.vllm.settings import Sizes, experiment_of, wishes_of
 from vajra_py.vllm.support import check_cache, check_options, check_version, installed_version
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class _Failed:
     why: str
 
 
-class Scheduler(SchedulerInterface):
+class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at run time alone
     """Schedules a vLLM by the policies of an experiment.
 
     Raises `ConfigError` for what cannot be scheduled.
@@ -53,7 +53,7 @@ class Scheduler(SchedulerInterface):
     connector = None
     ec_connector = None
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the interface's
         self,
         vllm_config: Any,
         kv_cache_config: Any,
@@ -86,11 +86,15 @@ class Scheduler(SchedulerInterface):
             zeroes=bool(kv_cache_config.needs_kv_cache_zeroing),
         )
         self._caches = bool(vllm_config.cache_config.enable_prefix_caching)
+        self._constrained: dict[str, Record] = {}
+        """Requests whose tokens a grammar constrains."""
         self._compiling: list[Record] = []
         """Requests whose grammar is not there yet."""
         self._failed: list[_Failed] = []
         self._finished_sets: dict[int, set[str]] | None = {} if include_finished_set else None
         self._pause = PauseState.UNPAUSED
+        self._forgets = False
+        """Whether all KV is to be given up before the next step, when every token of the last ones is known."""
         self._in_flight: deque[SchedulerOutput] = deque()
         self._prefix_stats = PrefixCacheStats()
 
@@ -130,6 +134,8 @@ class Scheduler(SchedulerInterface):
             self._fail(request, FinishReason.ERROR, str(error))
             return
         self._records[request.request_id] = record
+        if request.use_structured_output:
+            self._constrained[request.request_id] = record
         if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             self._compiling.append(record)
         else:
@@ -173,6 +179,7 @@ class Scheduler(SchedulerInterface):
                 self.mechanism.arrive(record.intake)
 
     def _fail(self, request: VllmRequest, reason: FinishReason, why: str) -> None:
+        self._constrained.pop(request.request_id, None)
         is_error = reason is FinishReason.ERROR
         request.status = RequestStatus.FINISHED_ERROR if is_error else RequestStatus.FINISHED_ABORTED
         self._failed.append(_Failed(request, reason, why))
@@ -196,7 +203,11 @@ class Scheduler(SchedulerInterface):
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[VllmRequest]:
         """Take requests back: aborted, or stopped by a string that the frontend found."""
-        names = [request_ids] if isinstance(request_ids, str) else list(self.requests if request_ids is None else request_ids)
+        names = (
+            [request_ids]
+            if isinstance(request_ids, str)
+            else list(self.requests if request_ids is None else request_ids)
+        )
         finished = []
         for name in names:
             record = self._records.get(name)
@@ -217,6 +228,7 @@ class Scheduler(SchedulerInterface):
         name = record.request_id
         del self._records[name]
         del self.requests[name]
+        self._constrained.pop(name, None)
         if record.is_known:
             self._messages.finished.add(name)
             record.is_known = False
@@ -232,7 +244,11 @@ class Scheduler(SchedulerInterface):
         """The next step, by the policies."""
         if self._compiling:
             self._take_compiled()
-        plan = None if self._pause is PauseState.PAUSED_ALL else self.mechanism.step()
+        waits = self._forgets and any(one.total_num_scheduled_tokens for one in self._in_flight)
+        if self._forgets and not waits:
+            self._forgets = False
+            self.mechanism.forget_cache()
+        plan = None if waits or self._pause is PauseState.PAUSED_ALL else self.mechanism.step()
         for name in self.mechanism.take_preempted():
             self._messages.preempted.add(name)
             if self.log_stats and name in self.requests:
@@ -246,7 +262,7 @@ class Scheduler(SchedulerInterface):
             if chunk.kind != "running":
                 self._admitted(chunk.request, chunk.num_computed_before)
         output = self._messages.tell(plan)
-        if self._structured_ids(output):
+        if self._constrained and self._sampling_by_grammar(output):
             output.has_structured_output_requests = True
             output.pending_structured_output_tokens = self._is_async and bool(self._in_flight)
         return output
@@ -267,22 +283,20 @@ class Scheduler(SchedulerInterface):
 
     # Structured output
 
-    def _structured_ids(self, output: SchedulerOutput) -> list[str]:
-        """Requests of a step whose token a grammar constrains."""
-        structured = [one for one in self._records.values() if not one.is_plain and one.request.use_structured_output]
+    def _sampling_by_grammar(self, output: SchedulerOutput) -> list[str]:
+        """Requests of a step that sample a token which a grammar constrains."""
         found = []
-        for record in structured:
-            if record.request_id in output.num_scheduled_tokens and record.own is not None:
-                own = record.own
-                if own.num_computed_tokens >= own.num_known_tokens:
-                    found.append(record.request_id)
+        for name, record in self._constrained.items():
+            own = record.own
+            if own is not None and name in output.num_scheduled_tokens and own.num_remaining_tokens <= 0:
+                found.append(name)
         return found
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """What the grammars of a step's requests allow."""
         if not scheduler_output.has_structured_output_requests:
             return None
-        names = [name for name in scheduler_output.num_scheduled_tokens if name in set(self._structured_ids(scheduler_output))]
+        names = self._sampling_by_grammar(scheduler_output)
         if not names:
             return None
         bitmask = self._structured.grammar_bitmask(self.requests, names, {})
@@ -328,10 +342,7 @@ class Scheduler(SchedulerInterface):
             produced.append(token)
             if record.append_key is not None:
                 record.append_key(token)
-            if record.is_plain:
-                stops = token in record.stops or len(produced) >= record.limit
-            else:
-                stops = True
+            stops = not record.is_plain or token in record.stops or len(produced) >= record.limit
             if not stops and is_simple and len(produced) > 1:
                 told = EngineCoreOutput(name, [token])
             else:
@@ -392,7 +403,7 @@ class Scheduler(SchedulerInterface):
 
     def get_request_counts(self) -> tuple[int, int]:
         """Running and waiting requests."""
-        running = self.mechanism.replica.residents.num_running
+        running = self.mechanism.num_running
         return running, max(0, len(self.requests) - running)
 
     def get_kv_cache_usage(self) -> float:
@@ -427,7 +438,10 @@ class Scheduler(SchedulerInterface):
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget every cached block; False, and nothing changed, when requests hold blocks and may not lose them."""
-        raise NotImplementedError
+        if self.mechanism.num_running and not reset_running_requests:
+            return False
+        self._forgets = True
+        return True
 
     def reset_encoder_cache(self) -> None:
         """There is no encoder."""

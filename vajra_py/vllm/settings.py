@@ -118,7 +118,7 @@ def _experiment_of_file(
 
 
 def _vllms_own(sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's own algorithm under the options that it was given."""
+    """VLLM's own algorithm under the options that it was given."""
     params = {
         "long_prefill_threshold_tokens": options.get("long_prefill_token_threshold", 0),
         "adaptive_long_prefill_threshold": options.get("long_prefill_token_threshold_adaptive", False),

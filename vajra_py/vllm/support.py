@@ -70,7 +70,10 @@ def _is_full_attention(spec: Any) -> bool:
 def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
     model, parallel, scheduler = config.model_config, config.parallel_config, config.scheduler_config
     if config.speculative_config is not None:
-        yield "--speculative-config", "speculative decoding proposes tokens that may be taken back, which no policy plans for"
+        yield (
+            "--speculative-config",
+            "speculative decoding proposes tokens that may be taken back, which no policy plans for",
+        )
     if config.lora_config is not None:
         yield "--enable-lora", "policies do not see which adapters a batch may hold"
     if config.kv_transfer_config is not None or getattr(config, "ec_transfer_config", None) is not None:
@@ -106,7 +109,7 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def policy_options(scheduler: Any) -> dict[str, Any]:
-    """vLLM's own options of how its scheduler decides that are set otherwise than they are by default, by name."""
+    """VLLM's own options of how its scheduler decides that are set otherwise than they are by default, by name."""
     usual = {
         "policy": "fcfs",
         "long_prefill_token_threshold": 0,
