@@ -19,7 +19,7 @@ def test_every_request_gets_the_tokens_that_vllms_gives_it(tiny_model: str, seed
     block_size = rng.choice((4, 16))
     num_blocks = rng.choice((8, 12, 20, 200)) * 16 // block_size + 1
     given = options(rng, by_priority, caches)
-    wishes = [one for one in workload(rng, block_size, num_blocks, 256, by_priority)]
+    wishes = list(workload(rng, block_size, num_blocks, 256, by_priority))
     runs = []
     for cls in (AsyncScheduler, Scheduler):
         config = vllm_config(tiny_model, is_async=True, **given)

@@ -28,7 +28,10 @@ def prompts(number: int, seed: int = 0) -> list[dict[str, list[int]]]:
     rng = random.Random(seed)
     common = [rng.randrange(3, 1000) for _ in range(300)]
     return [
-        {"prompt_token_ids": common[: rng.choice((0, 130, 270))] + [rng.randrange(3, 1000) for _ in range(rng.randint(1, 60))]}
+        {
+            "prompt_token_ids": common[: rng.choice((0, 130, 270))]
+            + [rng.randrange(3, 1000) for _ in range(rng.randint(1, 60))]
+        }
         for _ in range(number)
     ]
 
@@ -59,7 +62,10 @@ def scheduler_of(llm: LLM) -> Any:
 
 def said(llm: LLM, wanted: list[Any], params: list[SamplingParams]) -> list[Any]:
     outputs = llm.generate(wanted, params, use_tqdm=False)
-    return [[(list(one.token_ids), one.text, one.finish_reason, one.stop_reason) for one in each.outputs] for each in outputs]
+    return [
+        [(list(one.token_ids), one.text, one.finish_reason, one.stop_reason) for one in each.outputs]
+        for each in outputs
+    ]
 
 
 def test_the_process_is_one(ours: LLM) -> None:
@@ -107,7 +113,9 @@ def test_n_stop_strings_logprobs_and_priorities(ours: LLM, vllms: LLM) -> None:
 def test_structured_output(ours: LLM) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+    params = SamplingParams(
+        temperature=0.0, max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])
+    )
     outputs = ours.generate(prompts(5), [params] * 5, use_tqdm=False)
     assert {one.outputs[0].text for one in outputs} <= {"yes", "no"}
     assert all(one.outputs[0].finish_reason == "stop" for one in outputs)
