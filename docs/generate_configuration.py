@@ -82,6 +82,7 @@ TITLES = {
     "ClosedLoop": "Arrivals: `closed_loop`",
     "DeviceConfig": "A device's figures",
     "EngineConfig": "Backend: `engine`",
+    "VllmBackendConfig": "Backend: `vllm`",
     "ExperimentConfig": "The file",
     "KvParallelConfig": "KV parallelism",
     "Lengths": "Prompt and output lengths",
@@ -136,6 +137,8 @@ PLACES = {
     ("ReplicasetSimulatorConfig", "latency"): "[latency model](#latency-models) or null",
     ("ReplicasetSimulatorConfig", "predictions"): "[latency model](#latency-models) or null",
     ("EngineConfig", "latency"): "[latency model](#latency-models)",
+    ("VllmBackendConfig", "latency"): "[latency model](#latency-models)",
+    ("VllmBackendConfig", "output_length"): "[predictor](#output-lengths-that-policies-are-told)",
     ("ReplicasetEngineConfig", "latency"): "[latency model](#latency-models) or null",
     ("EngineConfig", "output_length"): "[predictor](#output-lengths-that-policies-are-told)",
 }

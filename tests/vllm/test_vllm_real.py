@@ -84,9 +84,9 @@ def test_greedy_tokens_are_vllms(ours: LLM, vllms: LLM, seed: int) -> None:
 
 
 def test_n_stop_strings_logprobs_and_priorities(ours: LLM, vllms: LLM) -> None:
-    rng = random.Random(7)
     wanted = prompts(6, 7)
-    first = said(vllms, wanted, [greedy(rng, ignore_eos=True) for _ in wanted])
+    wanted[1] = {"prompt_token_ids": list(range(30, 50))}  # with a seed, vLLM cannot cut a prompt on a CPU
+    first = said(vllms, wanted, [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)] * 6)
     piece = next(text for [(_, text, _, _)] in first if len(text) > 12)[6:9]
     params = [
         SamplingParams(temperature=0.0, max_tokens=40, stop=[piece]),
