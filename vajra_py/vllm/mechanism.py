@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vajra_py.config import ExperimentConfig
-from vajra_py.contract import EndReason, Observer
+from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import ConfigError, PolicyError, Problem
 from vajra_py.latency.unknown import NoPredictions
 from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
