@@ -77,7 +77,7 @@ validate-run: install ## compare a measured run with its simulation: RUN=folder 
 	@test -n "$(RUN)" -a -n "$(PROFILE)" || { echo 'make validate-run: needs RUN=folder (a measured run) and PROFILE=folder (a profile bundle).' >&2; exit 2; }
 	$(BIN)/vajra validate "$(RUN)" --profile "$(PROFILE)" $(if $(CALIBRATION),--calibration "$(CALIBRATION)")
 
-bench-silicon: install ## compare closed loops with the measured points of aiconfigurator-core (an hour)
+bench-silicon: install ## compare closed loops with the measured points of aiconfigurator-core (half an hour or more)
 	$(PIP) install --quiet -c constraints.txt aiconfigurator-core
 	$(PY) benchmarks/silicon.py
 
