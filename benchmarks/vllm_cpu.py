@@ -147,9 +147,7 @@ def main() -> None:
         for name in profiles:
             latency = {"type": "profiled", "path": str((options.place / f"{name}.json").resolve())}
             data = simulate_measured(run, latency, options.place / f"{load}-{name}")
-            print(
-                f"\n{load}, {name}: {len(results[load]['steps'])} steps measured, {data.summary.value('num_steps')} simulated"
-            )
+            print(f"\n{load}, {name}")
             print("\n".join(compare_with_measured(run, data).lines()))
 
 
