@@ -105,7 +105,9 @@ def test_a_row_that_fails_ends_its_request_alone_and_replays(
         return made[0]
 
     run = run_experiment(config_from_mapping(mapping), folder=tmp_path / "run", backend=backend)
-    details = {row["request_id"]: (row["reason"], row["detail"]) for row in run.requests().to_pylist()}
+    rows = run.requests().to_pylist()
+    details = {row["request_id"]: (row["reason"], row["detail"]) for row in rows}
+    counts = {row["request_id"]: row["num_output_tokens"] for row in rows}
     specs = {spec.request_id: spec for spec in made[0]._run.workload}
     reasons: list[str] = []
     for row in read_rows(tmp_path / "run" / "outputs.jsonl.gz"):
@@ -118,6 +120,7 @@ def test_a_row_that_fails_ends_its_request_alone_and_replays(
         elif lethal is not None and DEADLY in whole[:lethal]:
             lethal = whole.index(DEADLY) + 1
         assert row["token_ids"] == whole[:lethal]
+        assert counts[name] == len(row["token_ids"])
         assert row["reason"] == ("stop" if lethal is None else "failed")
         if lethal is not None:
             assert details[name] == ("failed", f"{name}: its logits are poisoned")

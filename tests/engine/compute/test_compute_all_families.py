@@ -83,25 +83,63 @@ def check(model: Any, job: Any, what: str) -> None:
     assert missing <= MARGIN, f"{what}: a token's logit is {missing:.3g} below the largest"
 
 
-@pytest.mark.parametrize("model_type", listed())
-def test_replicas_in_threads_give_transformers_tokens(compute_kit: Any, tmp_path: Path, model_type: str) -> None:
-    model = write_model(model_type, tmp_path)
-    runners = [compute_kit.runner(tmp_path, NUM_BLOCKS, NUM_HOST_BLOCKS) for _ in range(2)]
-    vocab_size = min(runners[0].facts.vocab_size, 128)
-    happened = dict.fromkeys(("recompute", "swap", "shared"), 0)
+def run_together(compute_kit: Any, models: list[Any], runners: list[Any], number: int, what: str) -> dict[str, int]:
+    """One schedule on runners in threads of their own, at once; how often what happened in it."""
 
-    def work(index: int, number: int) -> tuple[list[Any], dict[str, int]]:
+    def work(index: int) -> tuple[list[Any], dict[str, int]]:
+        vocab_size = min(runners[index].facts.vocab_size, 128)
         jobs = jobs_of(compute_kit, 1 + number, index, vocab_size)
         # The same steps in both threads, of other tokens: what is mixed up fits, and shows in tokens alone.
         driver = compute_kit.driver(runners[index], NUM_BLOCKS, 1 + number, NUM_HOST_BLOCKS)
         driver.run(jobs, together=5)
         return jobs, driver.counts
 
+    happened: dict[str, int] = {}
+    with ThreadPoolExecutor(len(runners)) as pool:
+        for index, (jobs, counts) in enumerate(pool.map(work, range(len(runners)))):
+            happened = {name: happened.get(name, 0) + count for name, count in counts.items()}
+            for place, job in enumerate(jobs):
+                check(models[index], job, f"{what}, runner {index}, schedule {number}, request {place}")
+    return happened
+
+
+@pytest.mark.parametrize("model_type", listed())
+def test_replicas_in_threads_give_transformers_tokens(compute_kit: Any, tmp_path: Path, model_type: str) -> None:
+    model = write_model(model_type, tmp_path)
+    runners = [compute_kit.runner(tmp_path, NUM_BLOCKS, NUM_HOST_BLOCKS) for _ in range(2)]
+    happened = dict.fromkeys(("recompute", "swap", "shared"), 0)
     for number in range(NUM_SCHEDULES):
-        with ThreadPoolExecutor(2) as pool:
-            for future in [pool.submit(work, index, number) for index in range(2)]:
-                jobs, counts = future.result()
-                happened = {name: count + counts[name] for name, count in happened.items()}
-                for place, job in enumerate(jobs):
-                    check(model, job, f"{model_type}, schedule {number}, request {place}")
+        counts = run_together(compute_kit, [model] * 2, runners, number, model_type)
+        happened = {name: count + counts[name] for name, count in happened.items()}
     assert all(happened.values()), f"the schedules were too tame to show anything ({happened})"
+
+
+@pytest.mark.parametrize(
+    "types",
+    [
+        ("llama", "gpt2"),
+        ("gemma2", "phimoe"),
+        ("qwen3_moe", "deepseek_v3"),
+        ("gpt_oss", "cohere2"),
+        ("mistral", "qwen2", "gemma3_text"),
+    ],
+    ids="+".join,
+)
+def test_different_models_in_threads_give_transformers_tokens(
+    compute_kit: Any, tmp_path: Path, types: tuple[str, ...]
+) -> None:
+    models = [write_model(one, tmp_path / one) for one in types]
+    with ThreadPoolExecutor(len(types)) as pool:  # loaded at once too
+        load = lambda one: compute_kit.runner(tmp_path / one, NUM_BLOCKS, NUM_HOST_BLOCKS)  # noqa: E731
+        runners = list(pool.map(load, types))
+    for number in range(3 * NUM_SCHEDULES):
+        run_together(compute_kit, models, runners, number, "+".join(types))
+
+
+@pytest.mark.parametrize("model_type", ["phimoe", "gpt_oss", "cohere2", "gemma2", "gpt2"])
+def test_tokens_are_right_without_the_self_check(compute_kit: Any, tmp_path: Path, model_type: str) -> None:
+    """Also those of types whose window is told through the mask alone."""
+    model = write_model(model_type, tmp_path)
+    runner = compute_kit.runner(tmp_path, NUM_BLOCKS, NUM_HOST_BLOCKS, self_check=False, fused=False)
+    for number in range(3):
+        run_together(compute_kit, [model], [runner], number, model_type)

@@ -3,6 +3,7 @@
 Invariants:
     - With the self-check on (the default), no forward pass is used that was not compared with transformers' own on the same
       weights.
+    - Without it, transformers' modules run with the attention that honours windows told through the mask.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ def _prepared(loaded: LoadedModel, options: RunnerOptions, ranks: Ranks, device:
             _log.warning("%s: runs on transformers' modules, since %s", where, difference)
             return None
     if forward is None:
+        if not options.self_check:
+            layers = local = _masked(loaded.model, where)  # a rank of several never comes here
         forward = TransformersForward(loaded.model)
     facts = _facts(loaded, forward.name, local, options, counts)
     return PreparedModel(forward, local, facts, loaded.config, device, loaded.dtype)
@@ -117,7 +120,6 @@ def _check_modules(loaded: LoadedModel, layers: list[LayerFacts], where: str) ->
     difference = check.difference(TransformersForward(model), check.layers, loaded.device)
     if difference is None:
         return layers
-    # Some models tell their window through the mask alone.
     model.set_attn_implementation(MASKED)
     try:
         check = SelfCheck(loaded)
@@ -126,6 +128,12 @@ def _check_modules(loaded: LoadedModel, layers: list[LayerFacts], where: str) ->
         passes = False
     if not passes:
         raise unsupported(where, model, difference)
+    return probe_layers(model, where)
+
+
+def _masked(model: Any, where: str) -> list[LayerFacts]:
+    """What layers ask for with the attention that reads masks: some models tell their window through the mask alone."""
+    model.set_attn_implementation(MASKED)
     return probe_layers(model, where)
 
 

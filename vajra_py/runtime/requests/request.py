@@ -261,6 +261,16 @@ class Request:
         assert self._pool is None
         self._output += 1
 
+    def take_back_output(self) -> None:
+        """Uncount the newest generated token; only outside a decode pool."""
+        assert self._pool is None
+        self._output -= 1
+        newest = self.token_log.pop()
+        if not isinstance(newest, int):
+            log, first, end = newest
+            if end - 1 > first:
+                self.token_log.append((log, first, end - 1))
+
     def join_pool(self, pool: SharedCounters) -> int:
         """Let the pool keep the counters from here on; returns by how much the computed tokens exceed its committed steps."""
         self._offset = self._computed - pool.num_committed

@@ -136,6 +136,13 @@ class RunningSet:
         else:
             del self.partial[request]
 
+    def take_back_token(self, request: Request) -> None:
+        """Undo the token that the pool's last step counted for a member and that never came."""
+        if request in self.pool.members:
+            self._leave_pool(request)
+            self.partial[request] = None
+            request.take_back_output()
+
 
 class StateView:
     """`LocalReplicaView` over the running_set: what a replica scheduler reads while it forms a step."""

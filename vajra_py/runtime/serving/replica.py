@@ -300,10 +300,10 @@ class Replica:
         if self._publish_at_end:
             self._publish_computed(plan)
         if plan.chunks:
-            done += self._apply_chunks(plan, now)
+            done += self._apply_chunks(plan, result, now)
         if result.stopped or result.failed:
             done += [one for one in dict.fromkeys((*result.stopped, *result.failed)) if one not in done]
-        finished = self._finish_all(done, result, to_seconds(now)) if done else []
+        finished = self._finish_all(plan, done, result, to_seconds(now)) if done else []
         if listeners:
             step = _as_told(plan, entries, to_seconds(now))
             for tell in listeners:
@@ -316,13 +316,17 @@ class Replica:
             log.on_plan_end(self.replicaset, plan, finished, now)
         return finished
 
-    def _finish_all(self, done: list[Request], result: StepResult, now: float) -> list[tuple[Request, EndReason]]:
+    def _finish_all(
+        self, plan: StepPlan, done: list[Request], result: StepResult, now: float
+    ) -> list[tuple[Request, EndReason]]:
         if len(done) > 1:
             done.sort(key=lambda one: one.admitted_index)
         finished = [(one, self._end_reason(one, result)) for one in done]
         for request, reason in finished:
             if reason is EndReason.FAILED:
                 self.memory.uncache_blocks(request, 0)  # whoever found its blocks would fail with them
+                if plan.pool is not None:
+                    self.running_set.take_back_token(request)
             self._finish(request, reason, now, result.failed.get(request, ""))
         return finished
 
@@ -343,7 +347,7 @@ class Replica:
             if request.state is RequestState.RUNNING:
                 self.memory.cache_blocks(request, request.num_computed_tokens)
 
-    def _apply_chunks(self, plan: StepPlan, now: int) -> list[Request]:
+    def _apply_chunks(self, plan: StepPlan, result: StepResult, now: int) -> list[Request]:
         running_set, memory = self.running_set, self.memory
         done: list[Request] = []
         is_split = memory.num_groups > 1
@@ -355,7 +359,7 @@ class Replica:
             end = computed_before + num_tokens
             if request.in_flight and end == request.num_computed_tokens:
                 self._land(request)
-            if end < request.num_known_tokens:
+            if end < request.num_known_tokens or request in result.failed:
                 continue
             request.add_output()
             request.token_log.append(now)
