@@ -3,8 +3,8 @@
 `make gauntlet SECONDS=600` runs, with a tiny model: any body of 8 MiB beside a client that asks for `/health`; a siege by hostile
 requests, slow clients, broken bytes, schemathesis and policy swaps while the disk is full; killed workers under a flood; and
 every preset under a flood. Innocent clients ask for greedy outputs that are known beforehand: another answer, an error or no
-answer is harm. The exit code is 1 when an innocent was harmed, when a status of 500 or more was not asked for, or when anything is left
-in the end.
+answer is harm. The exit code is 1 when an innocent was harmed, when a status of 500 or more was not asked for, when anything is left
+in the end, or when a server's memory grew by more than `MAX_GROWTH_MIB`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ import httpx
 NUM_INNOCENTS = 4
 PATIENCE_S = 60.0
 """How long an innocent waits."""
+MAX_GROWTH_MIB = 128
+"""A server that has more memory than this in the end than when it was ready has a leak; caches and reused heaps stay below."""
 KEY, ADMIN_KEY = "gauntlet", "gauntlet-admin"
 JSON = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
 ATTACKER = "127.0.0.2"
@@ -372,17 +374,24 @@ def serve(
     flags = [*flags, "--api-key", KEY, "--served-model-name", "tiny", "--no-access-log"]
     with flood.own_server(flags) as (process, url):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        rss = flood.resident_bytes(process.pid)
+        before_mib = round(flood.resident_bytes(process.pid) / 2**20)
         part(process, url, tally)
         outcome = flood.Outcome(num_killed=10**9)
         found = flood.check_rest(url, outcome)
         tally.wrong += outcome.wrong
-        tally.facts["memory before, MiB"] = round(rss / 2**20)
-        tally.facts["memory after, MiB"] = round(flood.resident_bytes(process.pid) / 2**20)
+        note_memory(tally, before_mib, round(flood.resident_bytes(process.pid) / 2**20))
         tally.facts["blocks in use in the end"] = found.get("vajra:kv_cache_usage_perc", -1.0)
     if process.returncode != 0:
         tally.wrong.append(f"the server ended with {process.returncode}")
     return tally
+
+
+def note_memory(tally: Tally, before_mib: int, after_mib: int) -> None:
+    """Keep a server's memory before and after, and whether it grew too much."""
+    tally.facts["memory before, MiB"], tally.facts["memory after, MiB"] = before_mib, after_mib
+    grown = after_mib - before_mib
+    if grown > MAX_GROWTH_MIB:
+        tally.wrong.append(f"memory grew by {grown} MiB; at most {MAX_GROWTH_MIB} are allowed")
 
 
 def sized(model: str, *more: str) -> list[str]:

@@ -200,6 +200,10 @@ class PuppetServer:
     server: Any
     thread: threading.Thread
 
+    def puppet(self, options: RunnerOptions) -> Puppet:
+        """What it loads unless a test says otherwise."""
+        return Puppet(options, self.strings)
+
     def drain(self) -> None:
         self.server.handle_exit(signal.SIGTERM, None)
 

@@ -131,7 +131,7 @@ def test_a_head_that_comes_at_once_is_measured_too(puppet_server: Callable[..., 
 
 
 def test_connections_are_counted_for_each_client_and_in_all(
-    puppet_server: Callable[..., Any], until: Callable[..., None]
+    puppet_server: Callable[..., Any], until: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     server = puppet_server(max_connections_per_client=3, max_connections=5)
     address = httpx.URL(server.url)
@@ -141,6 +141,8 @@ def test_connections_are_counted_for_each_client_and_in_all(
         refused = httpx.get(f"{server.url}/health")
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "too_many_connections"
+        lines = [one for one in caplog.messages if "is refused with 503" in one]
+        assert lines == ["a connection of 127.0.0.1 is refused with 503: " + refused.json()["error"]["message"]]
         other = httpx.HTTPTransport(local_address="127.0.0.2")
         with httpx.Client(transport=other) as client:
             assert client.get(f"{server.url}/health").status_code == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,23 @@ def test_metrics_count_what_happened(puppet_server: Callable[..., Any], prefix: 
     assert found["vajra:replicas_up", ()] == 1
     decisions = ("layer", "replica_scheduler"), ("policy", "vllm_v1"), SET
     assert found["vajra:policy_decision_seconds_count", decisions] >= server.strings.num_steps
+
+
+def test_tokens_are_counted_as_they_come(puppet_server: Callable[..., Any], until: Callable[..., None]) -> None:
+    server = puppet_server()
+    server.strings.hold()
+    answer: list[Any] = []
+    thread = threading.Thread(target=lambda: answer.append(server.post(prompt=[5] * 40, max_tokens=6)))
+    thread.start()
+    server.strings.step(3)
+    until(lambda: samples(server)["vajra:generation_tokens_total", (SET,)] == 3, "three tokens are counted")
+    found = samples(server)
+    assert found["vajra:prompt_tokens_total", (SET,)] == 40
+    assert found["vllm:request_generation_tokens_count", (SET,)] == 0
+    server.strings.let_go()
+    thread.join(60)
+    assert answer[0].status_code == 200
+    assert samples(server)["vajra:generation_tokens_total", (SET,)] == 6
 
 
 def test_dashboards_made_for_vllm_find_their_names(puppet_server: Callable[..., Any]) -> None:

@@ -100,6 +100,22 @@ def test_an_engine_that_does_not_load_leaves_no_running_recording(
     assert "the weights are gone" in found["error"]
 
 
+def test_nothing_of_a_recording_that_has_stopped_grows(puppet_server: Callable[..., Any], tmp_path: Path) -> None:
+    server = puppet_server(save_run=tmp_path / "session")
+    kept = server.service.session._parts.recording
+    assert server.post().status_code == 200
+    recorder, decisions = kept._recorder, kept._decisions
+    assert len(recorder.requests.to_table()) == 1
+    kept._stop(OSError(28, "No space left on device"))
+    for number in range(5):
+        assert server.post(seed=number).status_code == 200
+    assert len(recorder.requests.to_table()) == 1
+    assert len(decisions._records.arrived) <= 2  # the arrival that it finds itself stopped at
+    assert kept._recorder is None
+    server.stop()
+    assert manifest(tmp_path / "session")["status"] == "failed"
+
+
 def test_health_goes_on_while_nothing_is_recorded(puppet_server: Callable[..., Any], tmp_path: Path) -> None:
     server = puppet_server(save_run=tmp_path / "session")
     server.service.session._parts.recording._stop(OSError(28, "No space left on device"))

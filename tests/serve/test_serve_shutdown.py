@@ -1,7 +1,8 @@
-"""Is anything lost when a server ends, and does its session read like any run?"""
+"""Nothing is lost when a server ends, and its session reads like any run."""
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections.abc import Callable
@@ -86,6 +87,38 @@ def test_a_server_that_is_still_loading_says_so(puppet_server: Callable[..., Any
     server.thread.join(60)  # a server whose engine failed does not stay
     assert not server.thread.is_alive()
     assert "the weights are gone" in str(server.service.session.error)
+
+
+@pytest.mark.parametrize("outcome", ["loads", "fails"])
+def test_a_server_stopped_while_loading_ends_at_once(
+    puppet_server: Callable[..., Any], until: Callable[..., None], tmp_path: Path, outcome: str
+) -> None:
+    loads, may_load = threading.Event(), threading.Event()
+    plain: list[Any] = []
+
+    def load(options: Any) -> Any:
+        loads.set()
+        may_load.wait(60)
+        if outcome == "fails":
+            raise RuntimeError("the weights are gone")
+        return plain[0].puppet(options)
+
+    server = puppet_server(ready=False, load=load, save_run=tmp_path / "session")
+    plain.append(server)
+    assert loads.wait(60)
+    server.drain()
+    server.thread.join(60)  # the model is not loaded yet
+    assert not server.thread.is_alive()
+    session = server.service.session
+    assert session.error is None
+    assert session.has_ended
+    found = json.loads((tmp_path / "session" / "manifest.json").read_text())
+    assert found["status"] == "failed"
+    assert "stopped while the model was being loaded" in found["error"]
+    may_load.set()
+    until(lambda: not session._thread.is_alive(), "the engine's thread ends when it has loaded")
+    assert session.state.value == "closed"
+    assert session.engine is None
 
 
 def test_every_ticket_ends_when_the_engine_does(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import time
 from collections import Counter
 from enum import Enum
 from typing import Any
@@ -22,6 +23,7 @@ from vajra_py.serve.options import ServeOptions
 _log = logging.getLogger(__name__)
 _OTHER_DESCRIPTORS = 256
 """File descriptors that are not connections: listeners, workers, logs, recordings."""
+_LOG_EVERY_S = 1.0
 
 
 class Connections:
@@ -36,6 +38,9 @@ class Connections:
         self.alive: set[Connection] = set()
         self.num_refused = 0
         self.num_late = 0
+        self._logged_at: dict[int, float] = {}
+        """By status, when a refusal was last logged, on the monotonic clock."""
+        self._num_unlogged: Counter[int] = Counter()
 
     def make(
         self,
@@ -46,6 +51,18 @@ class Connections:
     ) -> Connection:
         """A protocol for a new connection, as uvicorn makes them."""
         return Connection(self, config, server_state, app_state, _loop)
+
+    def note_refusal(self, client: str, status: int, message: str) -> None:
+        """Count and log a refusal: no request line follows, and a flood of them writes one line a second for each status."""
+        self.num_refused += 1
+        now = time.monotonic()
+        if now - self._logged_at.get(status, -_LOG_EVERY_S) < _LOG_EVERY_S:
+            self._num_unlogged[status] += 1
+            return
+        self._logged_at[status] = now
+        more = self._num_unlogged.pop(status, 0)
+        since = f" ({more} more since the last such line)" if more else ""
+        _log.warning("a connection of %s is refused with %d: %s%s", client or "a Unix socket", status, message, since)
 
     def end_late(self, now: float) -> None:
         """Close the connections that have taken longer than they may."""
@@ -197,7 +214,7 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, status: int, message: str) -> None:
         """Answer, where nothing is being answered, and close."""
         self._is_refused = True
-        self._all.num_refused += 1
+        self._all.note_refusal("" if self.client is None else self.client[0], status, message)
         if self._is_answering:
             if self.cycle.response_started:
                 self.transport.abort()

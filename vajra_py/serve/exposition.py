@@ -33,8 +33,8 @@ _HISTOGRAMS = (
     ("request_generation_tokens", "Tokens of an output.", "output"),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[SetStats], float]], ...] = (
-    ("prompt_tokens", "Prompt tokens of requests that ended.", lambda one: one.prompt.total),
-    ("generation_tokens", "Output tokens of requests that ended.", lambda one: one.output.total),
+    ("prompt_tokens", "Prompt tokens of requests whose first token has come.", lambda one: one.num_prompt_tokens),
+    ("generation_tokens", "Output tokens that have come.", lambda one: one.num_output_tokens),
     ("num_preemptions", "Requests that gave way.", lambda one: one.num_preemptions),
     ("prefix_cache_queries", "Prompt tokens looked up.", lambda one: one.num_looked_up_tokens),
     ("prefix_cache_hits", "Prompt tokens found.", lambda one: one.num_cached_tokens),
@@ -116,6 +116,7 @@ class Exposition(Collector):
         stats, controller = source.stats, source.controller
         if stats is None or controller is None:
             return
+        stats.count_output_tokens()
         for prefix in self._prefixes:
             is_vllm = prefix == "vllm:"
             yield from self._gauges(controller, prefix)

@@ -14,6 +14,7 @@ from vajra_py.serve.stats import ServerStats, SetStats
 
 def live(controller: Controller, stats: ServerStats, catalogue: Catalogue) -> dict[str, Any]:
     """Everything that the page shows, as JSON has it."""
+    stats.count_output_tokens()
     return {
         "replicasets": [
             {"model": catalogue.label(name), **_replicaset(one, stats.sets[name])}
@@ -71,8 +72,8 @@ def _replicaset(one: Replicaset, stats: SetStats) -> dict[str, Any]:
         "policies": {layer.value: choice.policy for layer, choice in choices.items()},
         "replicas": [_replica(one, replica, stats) for replica in one.replicas],
         "shared_queue": len(one.shared),
-        "prompt_tokens": stats.prompt.total,
-        "output_tokens": stats.output.total,
+        "prompt_tokens": stats.num_prompt_tokens,
+        "output_tokens": stats.num_output_tokens,
         "ended": dict(stats.ended),
         "preemptions": stats.num_preemptions,
         "violations": sum(dict(stats.violations).values()),

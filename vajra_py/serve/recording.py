@@ -5,6 +5,7 @@ bytes a request and a step, 8 a token; so a session is recorded when asked for.
 
 Invariants:
     - A disk that is full ends the recording, and not the server: its manifest then says so.
+    - Once it has ended, nothing of it grows in memory.
     - Nobody but the server's user may read the folder: it holds prompts.
 """
 
@@ -34,6 +35,7 @@ from vajra_py.plugins import Registry
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.input_log import INPUTS_FILE, Input, InputLog
 from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.support.clock import to_seconds
 
 _log = logging.getLogger(__name__)
@@ -88,6 +90,8 @@ class RunRecording:
         self._outputs: gzip.GzipFile | None = None
         self._recorder: Recorder | None = None
         self._decisions: DecisionLog | None = None
+        self._controller: Controller | None = None
+        """Whom the recorder and the decision log watch; None: nobody."""
         self._changes = Changes()
         self.stopped = ""
         """Why nothing is recorded any more; empty: it is."""
@@ -97,6 +101,13 @@ class RunRecording:
         if not self.stopped:
             self.stopped = f"the recording stopped, and the server went on: {error}"
             _log.error("%s (%s)", self.stopped, self._place.path)
+
+    def _keeps_on(self) -> bool:
+        """Whether it still records; called between two events: when it has stopped, it watches nothing any more."""
+        if self.stopped and self._controller is not None:
+            self._controller.unwatch([one for one in (self._recorder, self._decisions) if one is not None])
+            self._controller = self._recorder = None
+        return not self.stopped
 
     def _open(self, path: Path) -> BinaryIO:
         return cast(BinaryIO, _Log(path, self._stop))
@@ -114,6 +125,7 @@ class RunRecording:
         sizes = {name: one.replicas[0].memory.num_blocks for name, one in engine.controller.replicasets.items()}
         self._recorder = Recorder(sizes.__getitem__, self._keeps_steps)
         self._decisions = DecisionLog(path / "decisions.parquet", self._open)
+        self._controller = engine.controller
         self._inputs = InputLog(path / INPUTS_FILE, self._open)
         self._raw_outputs = self._open(path / OUTPUTS_FILE)
         self._outputs = gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=self._raw_outputs, mtime=0)
@@ -121,11 +133,13 @@ class RunRecording:
     def note(self, entry: Input) -> None:
         """See `Recording`."""
         assert self._inputs is not None
-        self._inputs.note(entry)
+        if self._keeps_on():
+            self._inputs.note(entry)
 
     def ended(self, submission: Submission, request: Request, reason: EndReason) -> None:
         """See `Recording`."""
-        self._write_output(request, submission, reason.value)
+        if self._keeps_on():
+            self._write_output(request, submission, reason.value)
 
     def finish(self, loop: EngineLoop | None, error: BaseException | None) -> None:
         """See `Recording`."""

@@ -121,6 +121,9 @@ class EngineSession:
         self._mailbox: LoopBridge | None = None
         self._gate = threading.Lock()
         self._takes = False
+        self._is_loaded = False
+        self._is_abandoned = False
+        """The session was closed while the engine was being loaded; its thread only gives back what it made."""
         self._changed: asyncio.Event | None = None
         self._given_up: VajraError | None = None
         """Why it ends although its loop could go on."""
@@ -280,7 +283,7 @@ class EngineSession:
     async def close(self) -> None:
         """End everything that is left and the engine; returns when its thread is done."""
         self.drain()
-        if self._thread.ident is None:
+        if self._thread.ident is None or self._abandon_load():
             return
         await self._until(lambda: self.state is not SessionState.LOADING)
         if self._loop is not None:
@@ -288,16 +291,36 @@ class EngineSession:
         await self.ended()
         await asyncio.to_thread(self._thread.join)
 
+    def _abandon_load(self) -> bool:
+        """Close the session without waiting for a load that is under way; False when there is none."""
+        if self._is_abandoned:
+            return True
+        with self._gate:
+            if self._is_loaded or self.state is not SessionState.LOADING:
+                return False
+            self._is_abandoned = True
+        if self._parts.recording is not None:
+            self._parts.recording.finish(
+                None, ExecutorError("engine: the server was stopped while the model was being loaded")
+            )
+        self.state = SessionState.CLOSED
+        if self._changed is not None:
+            self._changed.set()
+        return True
+
     # The engine's side
 
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            self._load()
+            if not self._load():
+                return
             assert self._loop is not None
             self._loop.run()
             error = self._why_it_ended()
         except BaseException as raised:  # whatever it was, every client has to be told
+            if self._is_abandoned:
+                return
             error = raised
         with self._gate:
             self._takes = False
@@ -322,13 +345,19 @@ class EngineSession:
             return ExecutorError(f"engine: no replica is left, and none is started again ({self._loop.failed})")
         return self._given_up
 
-    def _load(self) -> None:
+    def _load(self) -> bool:
+        """Load the engine and begin to serve; False when nobody wants it any more."""
         parts = self._parts
         replaced = {"threaded": True, "make_clock": self._clock, **(parts.replaced or {})}
         services = engine_services(parts.config, parts.registry, {}, **replaced)
         calm_threads()  # before tokenizers: they load a tensor library
         self._load_tokenizers()
         engine = Engine.load(parts.config, services)
+        with self._gate:
+            self._is_loaded = not self._is_abandoned
+        if self._is_abandoned:
+            engine.close()
+            return False
         self.engine = engine
         recording = parts.recording
         if recording is not None:
@@ -345,6 +374,7 @@ class EngineSession:
         with self._gate:
             self._takes = True
         self._set_state(SessionState.READY)
+        return True
 
     def _clock(self) -> WallClock:
         self.clock_zero_ns = time.time_ns()

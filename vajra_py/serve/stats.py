@@ -103,6 +103,10 @@ class SetStats:
         self.measured_s = 0.0
         self.num_decodes = 0
         self.prefill_tokens = 0
+        self.num_prompt_tokens = 0
+        """Of requests whose first token has come."""
+        self.num_output_tokens = 0
+        """That have come, as of the last `count_output_tokens`."""
         self.last_steps: dict[ReplicaId, tuple[int, int, int]] = {}
         """By replica: decodes, prompts and prompt tokens of its last step."""
 
@@ -111,6 +115,7 @@ class ServerStats(Observer):
     """Counts what happens."""
 
     def __init__(self, controller: Controller, max_labels: int) -> None:
+        self._controller = controller
         self.sets = {name: SetStats() for name in controller.replicasets}
         self.decisions: dict[tuple[str, str, str], Histogram] = {}
         self.service_tokens: Counter[str] = Counter()
@@ -132,6 +137,10 @@ class ServerStats(Observer):
         stats.num_looked_up_tokens += request.num_prompt_tokens
         stats.num_cached_tokens += request.num_cached_tokens
         stats.queue.add(now - request.arrived_at)
+
+    def on_first_token(self, request: RequestView, now: float) -> None:
+        """Count its prompt."""
+        self._of(request).num_prompt_tokens += request.num_prompt_tokens
 
     def on_preempted(self, request: RequestView, mode: str, now: float) -> None:
         """Count it."""
@@ -223,6 +232,17 @@ class ServerStats(Observer):
         self.events.append((time.time(), kind, text[:500]))
 
     # What it comes to
+
+    def count_output_tokens(self) -> None:
+        """Bring `num_output_tokens` of every replicaset up to date: of requests that have ended and of those that run.
+
+        A request that ends meanwhile may be in neither for a moment, so a count never goes down.
+        """
+        running: Counter[str] = Counter()
+        for request in self._controller.alive():
+            running[request.replicaset] += request.num_output_tokens
+        for name, one in self.sets.items():
+            one.num_output_tokens = max(one.num_output_tokens, int(one.output.total) + running[name])
 
     def jain_index(self) -> float:
         """Jain's fairness of the tokens that tenants were served: 1 when all got the same, 1/n when one got everything."""

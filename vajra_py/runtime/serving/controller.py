@@ -52,6 +52,10 @@ class Controller:
         for replicaset in self.replicasets.values():
             replicaset.watch(observers)
 
+    def unwatch(self, observers: Sequence[Observer]) -> None:
+        """Let these observers see nothing any more; not while one of them is being told."""
+        self.watch([one for one in self._observers if not any(one is other for other in observers)])
+
     @property
     def num_alive(self) -> int:
         """Requests accepted and not ended."""
@@ -59,7 +63,8 @@ class Controller:
 
     def alive(self) -> Sequence[Request]:
         """Requests accepted and not ended, by submission; also when an error came between an end and its settlement."""
-        return [request for request, _ in self._alive.values() if request.state is not RequestState.ENDED]
+        entries = list(self._alive.values())  # at once: other threads may ask too
+        return [request for request, _ in entries if request.state is not RequestState.ENDED]
 
     def find(self, request_id: str) -> Request | None:
         """The living request of this id."""
