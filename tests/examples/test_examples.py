@@ -149,3 +149,14 @@ def test_equal_runs_give_equal_bytes(tmp_path: Path) -> None:
     unlogged = vajra.run(quiet, folder=tmp_path / "unlogged").path
     assert cmpfiles(first, unlogged, TABLES, shallow=False) == (TABLES, [], [])
     assert not (unlogged / "decisions.parquet").exists()
+
+
+@pytest.mark.slow
+def test_the_long_context_example_runs_on_the_engine(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    command = [sys.executable, str(EXAMPLES / "long_context_engine.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|") for line in done.stdout.splitlines()[2:]]
+    assert [row[2].strip() for row in rows] == ["engine", "simulator"] * 3
+    assert all(float(value) > 0 for row in rows for value in row[3:-1])
