@@ -383,6 +383,14 @@ def test_another_mechanism_is_found_out(path: str, value: Any, hollow_model: Pat
     assert report.difference is not None
 
 
+def test_what_was_cut_off_is_not_replayed(hollow_model: Path, tmp_path: Path) -> None:
+    run_it(settings(hollow_model, layers("fcfs", "round_robin", "fixed_chunk")), tmp_path / "run")
+    log = tmp_path / "run" / "decisions.parquet"
+    log.rename(log.with_name(log.name + ".journal.partial"))
+    with pytest.raises(RunError, match="was cut off"):
+        replay(tmp_path / "run")
+
+
 def test_a_simulation_is_not_replayed(tmp_path: Path) -> None:
     mapping = settings(tmp_path, layers("fcfs", "round_robin", "fixed_chunk"))
     mapping["backend"] = {"simulator": {"latency": LATENCY}}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vajra_py.contract.observer import Observer, StepEnd, StepRecord
+from vajra_py.errors import RunError
 from vajra_py.latency.packed_times import PackedTimes
 from vajra_py.metrics.recorder import Recorder
-from vajra_py.metrics.run_data import STEPS_FILE
+from vajra_py.metrics.run_data import STEPS_FILE, RunData
 from vajra_py.metrics.steps_table import STEP_COLUMNS, expand_steps
 from vajra_py.metrics.tables import write_parquet
 from vajra_py.runtime.records.decision_log import DecisionLog
@@ -125,6 +129,48 @@ def test_a_log_in_several_parts_is_read_as_one(tmp_path: Path, monkeypatch: pyte
         logs.append(list(read_decisions(tmp_path / f"{records_at_once}.parquet")))
     assert logs[0] == logs[1]
     assert logs[0]
+
+
+def test_a_killed_process_leaves_its_decisions_up_to_then(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys
+from pathlib import Path
+from vajra_py.config import config_from_mapping
+from vajra_py.experiment.run import run_experiment
+from vajra_py.runtime.records.decision_log import DecisionLog
+
+class Killing(DecisionLog):
+    num_plans = 0
+
+    def on_plan(self, *arguments):
+        super().on_plan(*arguments)
+        self.num_plans += 1
+        if self.num_plans == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+import vajra_py.experiment.run as module
+import vajra_py.runtime.records.decision_log as log
+log.RECORDS_PER_BATCH = 64
+module.DecisionLog = Killing
+profile = {"type": "profile", "profile": "azure2023_conv", "num_requests": 150, "rate": 10}
+scheduling = dict(request_prioritizer="fcfs", replicaset_scheduler="round_robin", replica_scheduler="fixed_chunk")
+latency = {"type": "roofline", "model": "llama-3-8b", "device": "a100-80gb-sxm"}
+settings = {"scheduling": scheduling, "workload": profile, "backend": {"simulator": {"latency": latency}}}
+run_experiment(config_from_mapping({"version": 1, **settings}), folder=Path(sys.argv[1]))
+"""
+    for name, killed_at in (("whole", 1_000_000), ("killed", 150)):
+        command = [sys.executable, "-c", script, str(tmp_path / name), str(killed_at)]
+        code = subprocess.run(command, check=False).returncode
+        assert code == (0 if name == "whole" else -signal.SIGKILL)
+    whole, killed = RunData.load(tmp_path / "whole"), RunData.load(tmp_path / "killed")
+    rows = list(killed.decisions())
+    assert len(rows) >= 64
+    assert rows == list(whole.decisions())[: len(rows)]
+    assert killed.has_cut_decisions
+    assert not whole.has_cut_decisions
+    assert not list((tmp_path / "whole").glob("*.partial"))
+    with pytest.raises(RunError, match="cut off"):
+        killed.requests()
 
 
 def test_an_unfinished_log_is_not_there_under_its_name(tmp_path: Path) -> None:

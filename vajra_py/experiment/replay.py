@@ -25,7 +25,7 @@ from vajra_py.metrics.recorder import Recorder
 from vajra_py.metrics.run_data import RunData
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.runtime.records.decision_log import DecisionLog
-from vajra_py.runtime.records.decision_reader import read_decisions
+from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
 from vajra_py.runtime.records.input_log import (
     INPUTS_FILE,
     Abort,
@@ -115,6 +115,10 @@ def read_recording(path: Path, registry: Registry | None = None) -> Recording:
         raise RunError(
             str(Problem(str(path), "has no decision log", "Allowed: runs with `output: {decision_log: true}`"))
         )
+    if is_cut(path / DECISIONS_FILE):
+        message = "was cut off (its process was killed, or still runs), so not everything that it did is known"
+        hint = "Allowed: runs that came to an end; what was decided until the cut: RunData.decisions()"
+        raise RunError(str(Problem(str(path), message, hint)))
     inputs = read_inputs(path / INPUTS_FILE)
     import pyarrow as pa
 

@@ -21,7 +21,7 @@ from vajra_py.metrics.definitions import Window
 from vajra_py.metrics.steps_table import STEP_COLUMNS, expand_steps
 from vajra_py.metrics.summary import Summary, covering_window, summarise
 from vajra_py.metrics.tables import REQUEST_COLUMNS, TBT_COLUMNS
-from vajra_py.runtime.records.decision_reader import read_decisions
+from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -146,10 +146,15 @@ class RunData:
         return {name: table.column(name).to_numpy(zero_copy_only=False)[inside] for name in columns}
 
     def decisions(self) -> Iterator[Mapping[str, Any]]:
-        """The decision log, a row per step in the order in which steps came back; RunError when it cannot be read."""
+        """The decision log, a row per step in the order in which steps came back; RunError when it cannot be read.
+
+        Of a run whose process was killed, the steps up to then (`has_cut_decisions`).
+        """
         import pyarrow as pa
 
-        path = self._file(DECISIONS_FILE, "Run again with the decision log on")
+        path = self.path / DECISIONS_FILE
+        if not self.has_cut_decisions:
+            path = self._file(DECISIONS_FILE, "Run again with the decision log on")
         try:
             yield from read_decisions(path)
         except (OSError, pa.ArrowException, ValueError, KeyError) as error:
@@ -160,11 +165,19 @@ class RunData:
         """Whether the run kept a decision log."""
         return (self.path / DECISIONS_FILE).exists()
 
+    @property
+    def has_cut_decisions(self) -> bool:
+        """Whether the decision log stops where the run's process was killed."""
+        return is_cut(self.path / DECISIONS_FILE)
+
     def _table(self, file: str, columns: Sequence[str]) -> ArrowTable:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        path = self._file(file, f"The run's status is: {self.manifest.get('status', 'unknown')}")
+        hint = f"The run's status is: {self.manifest.get('status', 'unknown')}"
+        if self.has_cut_decisions:
+            hint += ". It was cut off; what was decided until then: RunData.decisions()"
+        path = self._file(file, hint)
         unknown = [name for name in columns if name not in _TABLES[file]]
         if unknown:
             raise _problem(path, f"no such column ({', '.join(unknown)})", f"Allowed: {', '.join(_TABLES[file])}")

@@ -23,6 +23,7 @@ import numpy as np
 from vajra_py.contract import RequestView
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.latency.packed_times import PackedTimes
+from vajra_py.runtime.records.decision_journal import RECORDS_PER_BATCH, Batch, Journal, journal_path, read_journal
 from vajra_py.runtime.records.record_lists import list_array, reordered
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.requests.running_set import NO_CHANGES, PoolChanges
@@ -68,7 +69,10 @@ def open_binary(path: Path) -> BinaryIO:
 
 
 class DecisionLog(Observer):
-    """Writes `decisions.parquet` while the run goes on; the file appears under its name when it is whole, at the close."""
+    """Writes `decisions.parquet` while the run goes on; the file appears under its name when it is whole, at the close.
+
+    Until then a journal beside it has its records, for who reads what a killed process left.
+    """
 
     wants_step_ends = False
     wants_plans = True
@@ -79,6 +83,7 @@ class DecisionLog(Observer):
         self._open_file = open_file
         self._file: _Counted | None = None
         self._writer: Any = None
+        self._journal: Journal | None = None
         self._open: dict[tuple[str, int, int], tuple[StepPlan, PoolMoves]] = {}
         self._records = _Records()
 
@@ -125,10 +130,18 @@ class DecisionLog(Observer):
         assert self._file is not None
         self._file.close()
         os.replace(self._partial, self._path)
+        if self._journal is not None:
+            self._journal.close()
+            journal_path(self._path).unlink(missing_ok=True)
 
     def _keep(self, replicaset: str, plan: StepPlan, moves: PoolMoves, end: _End) -> None:
-        self._records.append(replicaset, plan, moves, end)
-        if len(self._records.notes) >= RECORDS_AT_ONCE:
+        records = self._records
+        records.append(replicaset, plan, moves, end)
+        if len(records.notes) - records.num_journaled >= RECORDS_PER_BATCH:
+            if self._journal is None:
+                self._journal = Journal(self._open_file(journal_path(self._path)))
+            self._journal.write(records.take_batch())
+        if len(records.notes) >= RECORDS_AT_ONCE:
             self._flush()
 
     def _flush(self) -> None:
@@ -168,6 +181,11 @@ _DISTINCT = ("arrived", "joined", "joined_order", "left", "chunk", "finished")
 _FIELDS = ("replicaset", "formed", *SCALARS, *(f"num_{name}" for name in LISTS))
 
 
+def journaled_tables(path: Path) -> list[Any]:
+    """What the journal of an unfinished log holds, a table a batch."""
+    return [_Records.of(batch).table() for batch in read_journal(journal_path(path))]
+
+
 class _Records:
     """Records that are written together."""
 
@@ -182,6 +200,40 @@ class _Records:
         self._pack = Struct(f"<{len(_FIELDS)}q").pack
         self._ends = array("q")
         self._numbers = {name: array("q") for name in LISTS}
+        self.num_journaled = 0
+        """Records that `take_batch` has given out."""
+        self._batch_starts = dict.fromkeys(("rows", "ends", "ids", *LISTS), 0)
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Records:
+        """The records of a journal's batch."""
+        records = cls()
+        num_records = len(batch.rows) // (8 * len(_FIELDS))
+        records.notes, records.ids = list(batch.notes) or [""] * num_records, list(batch.ids)
+        records._replicasets = {name: rank for rank, name in enumerate(batch.replicasets)}
+        records._rows += batch.rows
+        records._ends.frombytes(batch.ends)
+        for name, numbers in batch.lists.items():
+            records._numbers[name].frombytes(numbers)
+        return records
+
+    def take_batch(self) -> Batch:
+        """The records since this was last asked; they stay here too."""
+        starts = self._batch_starts
+        num_ids = len(self.ids) - len(self.arrived)  # the others belong to the next record
+        notes = self.notes[self.num_journaled :]
+        batch = Batch(
+            list(self._replicasets),
+            bytes(self._rows[starts["rows"] :]),
+            self._ends[starts["ends"] :].tobytes(),
+            notes if any(notes) else [],
+            self.ids[starts["ids"] : num_ids],
+            {name: numbers[starts[name] :].tobytes() for name, numbers in self._numbers.items()},
+        )
+        self.num_journaled = len(self.notes)
+        starts |= {"rows": len(self._rows), "ends": len(self._ends), "ids": num_ids}
+        starts |= {name: len(numbers) for name, numbers in self._numbers.items()}
+        return batch
 
     def take_back_arrived(self) -> tuple[list[str], array[int]]:
         """Ids and indices of the requests that arrived since the last record."""

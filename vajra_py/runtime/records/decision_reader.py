@@ -12,7 +12,17 @@ import numpy as np
 
 from vajra_py.contract.observer import StepRecord
 from vajra_py.latency.packed_times import PackedTimes
-from vajra_py.runtime.records.decision_log import CAME_BACK, KINDS, LISTS, MODES, NEVER_CAME_BACK, REASONS, SCALARS
+from vajra_py.runtime.records.decision_journal import journal_path
+from vajra_py.runtime.records.decision_log import (
+    CAME_BACK,
+    KINDS,
+    LISTS,
+    MODES,
+    NEVER_CAME_BACK,
+    REASONS,
+    SCALARS,
+    journaled_tables,
+)
 from vajra_py.runtime.support.clock import NEVER, to_seconds
 
 Row: TypeAlias = dict[str, Any]
@@ -24,25 +34,37 @@ _RUNNING = KINDS[0]
 def read_decisions(path: Path) -> Iterator[Row]:
     """The rows of a log; those of steps that never came back are the last. Ties between replicas go by name and id.
 
+    Of a log that a killed process left unfinished (`is_cut`), what its journal holds.
+
     Raises what pyarrow raises when the file is none or is cut off (`OSError`, `pyarrow.ArrowException`), `ValueError` when its
     records do not go together.
     """
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(path) as file:
-        groups = [_Group(file.read_row_group(number)) for number in range(file.num_row_groups)]
+    if is_cut(path):
+        groups = [_Group(table) for table in journaled_tables(path)]
+    else:
+        with pq.ParquetFile(path) as file:
+            groups = [_Group(file.read_row_group(number)) for number in range(file.num_row_groups)]
     ids: dict[int, str] = {}
     replicas: dict[tuple[str, int], list[tuple[_Group, int]]] = {}
     for group in groups:
         ids.update(group.ids())
         for number, key in enumerate(zip(group.column("replicaset"), group.column("replica_id"), strict=True)):
             replicas.setdefault(key, []).append((group, number))
+    if is_cut(path):
+        replicas = {key: _without_gaps(records) for key, records in replicas.items()}
     unfinished: list[tuple[_Key, Row]] = []
     readers = [_ReplicaReader(key, records, ids, unfinished) for key, records in sorted(replicas.items())]
     for _, row in merge(*(one.rows() for one in readers)):
         yield row
     for _, row in sorted(unfinished, key=lambda entry: entry[0]):
         yield row
+
+
+def is_cut(path: Path) -> bool:
+    """Whether the process that wrote this log was killed (or still writes it): it has no end."""
+    return not path.exists() and journal_path(path).exists()
 
 
 def step_row(step: StepRecord) -> Row:
@@ -154,8 +176,7 @@ class _ReplicaReader:
         self._ids = ids
         self._unfinished = unfinished
         # Groups hold records as steps came back: with several in flight, a later one that only preempts may be in an earlier one.
-        step, status = SCALARS.index("step"), SCALARS.index("status")
-        self._records = sorted(records, key=lambda one: _formation(one[0].scalars[one[1]], step, status))
+        self._records = sorted(records, key=_formation)
         self._decodes: dict[int, tuple[int, int]] = {}
         """Request to (admission, computed tokens when the replica had run no step of decodes)."""
         self._ordered: list[tuple[str, int]] = []
@@ -239,5 +260,24 @@ class _ReplicaReader:
         return entries + decodes[num_taken:]
 
 
-def _formation(scalars: tuple[int, ...], step: int, status: int) -> tuple[int, bool]:
-    return scalars[step], scalars[status] in (CAME_BACK, NEVER_CAME_BACK)
+_STEP, _STATUS, _NUM_STEPS = (SCALARS.index(name) for name in ("step", "status", "num_steps"))
+
+
+def _formation(record: tuple[_Group, int]) -> tuple[int, bool]:
+    """Sorts a replica's records as they were formed."""
+    group, number = record
+    scalars = group.scalars[number]
+    return scalars[_STEP], scalars[_STATUS] in (CAME_BACK, NEVER_CAME_BACK)
+
+
+def _without_gaps(records: list[tuple[_Group, int]]) -> list[tuple[_Group, int]]:
+    """A replica's records up to the first step that was in flight when its process was killed."""
+    kept = []
+    num_steps = 0
+    for group, number in sorted(records, key=_formation):
+        scalars = group.scalars[number]
+        if scalars[_STEP] > num_steps:
+            break
+        kept.append((group, number))
+        num_steps += scalars[_NUM_STEPS] if scalars[_STATUS] == CAME_BACK else 0
+    return kept

@@ -1,0 +1,78 @@
+"""Journal of a decision log: its records on disk while the run goes on, so that a killed process leaves them.
+
+A Parquet file cannot be read before it is finished. The journal is an Arrow stream beside it, in which every batch is
+readable as soon as it is written; it goes away when the log is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+RECORDS_PER_BATCH = 1_024
+"""So many records at most are lost with the process. A batch costs about a millisecond."""
+
+
+class Batch(NamedTuple):
+    """Records that were journaled together, as the log keeps them in memory."""
+
+    replicasets: Sequence[str]
+    rows: bytes
+    ends: bytes
+    notes: Sequence[str]
+    """One a record; empty when no record has any."""
+    ids: Sequence[str]
+    lists: Mapping[str, bytes]
+
+
+def journal_path(log: Path) -> Path:
+    """Where the journal of a decision log is."""
+    return log.with_name(log.name + ".journal.partial")
+
+
+class Journal:
+    """Writes batches of records, each readable at once."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._writer: Any = None
+
+    def write(self, batch: Batch) -> None:
+        """Hand the records to the operating system, which keeps them whatever becomes of this process."""
+        import pyarrow as pa
+
+        texts, data = pa.list_(pa.string()), pa.binary()
+        columns = {
+            "replicasets": pa.array([batch.replicasets], texts),
+            "rows": pa.array([batch.rows], data),
+            "ends": pa.array([batch.ends], data),
+            "notes": pa.array([batch.notes], texts),
+            "ids": pa.array([batch.ids], texts),
+            **{f"list_{name}": pa.array([numbers], data) for name, numbers in batch.lists.items()},
+        }
+        record = pa.RecordBatch.from_pydict(columns)
+        if self._writer is None:
+            self._writer = pa.ipc.new_stream(self._file, record.schema)
+        self._writer.write_batch(record)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Write nothing more."""
+        if self._writer is not None:
+            self._writer.close()
+        self._file.close()
+
+
+def read_journal(path: Path) -> Iterator[Batch]:
+    """The batches of a journal, up to where it was cut off."""
+    import pyarrow as pa
+
+    with path.open("rb") as file:
+        try:
+            for record in pa.ipc.open_stream(file):
+                row = record.to_pylist()[0]
+                lists = {name.removeprefix("list_"): row[name] for name in record.schema.names if "list_" in name}
+                yield Batch(row["replicasets"], row["rows"], row["ends"], row["notes"], row["ids"], lists)
+        except (pa.ArrowInvalid, OSError):
+            return  # the process ended in the middle of a batch
