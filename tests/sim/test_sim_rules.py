@@ -387,6 +387,24 @@ def test_asynchronous_scheduling_sees_a_request_at_once_when_nothing_runs() -> N
 
 
 @pytest.mark.parametrize("runs_ahead", [True, False])
+def test_asynchronous_scheduling_fills_a_slot_again_one_step_late(runs_ahead: bool) -> None:
+    """`b` ends at 0.03, when the step that lasts until 0.04 is scheduled already: `c` is computed from 0.04 on."""
+    specs = [spec("a", 0.0, num_output=20), spec("b", 0.0, num_output=3), spec("c", 0.0, num_output=2)]
+    options = replace(OPTIONS, max_batch_size=2)
+    first = {}
+    for asynchronous in (False, True):
+        rules = SimulationOptions(asynchronous=asynchronous, runs_ahead=runs_ahead)
+        first[asynchronous] = run(specs, options, rules=rules)["c"].first_token_at
+    assert first == {False: pytest.approx(0.04), True: pytest.approx(0.05)}
+
+
+def test_a_replica_of_one_slot_goes_on_under_asynchronous_scheduling() -> None:
+    options = replace(OPTIONS, max_batch_size=1)
+    served = run([spec("a", 0.0), spec("b", 0.0)], options, rules=SimulationOptions(asynchronous=True))
+    assert served["b"].ended_at > served["a"].ended_at
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
 def test_late_requests_do_not_depend_on_running_ahead(runs_ahead: bool) -> None:
     specs = [spec("a", 0.0, num_output=100), *(spec(f"b{index}", 0.0504 + 0.1 * index) for index in range(5))]
     served = run(specs, rules=SimulationOptions(asynchronous=True, arrival_delay_s=0.001, runs_ahead=runs_ahead))

@@ -17,6 +17,8 @@ Floats = npt.NDArray[np.float64]
 MEAN_BOUND = 0.08
 """Largest error of a mean that a validation passes with."""
 TTFT_BOUND = 0.15
+FEWEST_ROWS = 5
+"""Rows of a log that its clock is matched by."""
 QUANTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 LATENCIES = ("ttft", "tpot", "e2e")
 
@@ -175,7 +177,7 @@ def gap_errors(measured: MeasuredRequests, simulated: RunData) -> Iterator[Metri
 
 
 def series_errors(run: MeasuredRun, simulated: MeasuredRequests, data: RunData) -> Iterator[SeriesError]:
-    """Running and waiting requests and generated tokens by second, from the first arrival to the last end of either."""
+    """Running and waiting requests by second from the first arrival to the last end of either, and generated tokens by the log's intervals."""
     measured = run.requests
     end = float(max(measured.last_token_at.max(), simulated.last_token_at.max()))
     seconds = np.arange(0.5, end + 1.0)
@@ -192,9 +194,9 @@ def series_errors(run: MeasuredRun, simulated: MeasuredRequests, data: RunData) 
     if log is None or len(log["t"]) < 2:
         return
     at = log["t"] - _log_shift(run, log)
-    yield SeriesError(
-        "gen_throughput", seconds, _recorded_rate(at, log, seconds), _simulated_rate(data, simulated, seconds)
-    )
+    edges = np.concatenate([[at[0] - float(np.median(np.diff(at)))], at])
+    generated = _simulated_tokens(data, simulated, edges) / np.diff(edges)
+    yield SeriesError("gen_throughput", (edges[:-1] + edges[1:]) / 2, log["gen_throughput"], generated)
     if log.get("kv_cache_pct", np.zeros(1)).any():
         steps = data.steps("formed_at", "used_fraction")
         formed, used = (steps.column(name).to_numpy() for name in steps.column_names)
@@ -211,39 +213,35 @@ def _present(start: Floats, stop: Floats, at: Floats) -> Floats:
 
 
 def _log_shift(run: MeasuredRun, log: Mapping[str, Floats]) -> float:
-    """How many seconds the log's clock is ahead of the requests': where their running requests agree best."""
+    """How many seconds the log's clock is ahead of the requests': where their running requests agree best.
+
+    Ends are seen by log and client at once, while the log counts a request as running only when the step that it was scheduled in is
+    under way. Rows after the last scheduling are therefore preferred, where there are enough of them.
+    """
     requests = run.requests
     assert requests.scheduled_at is not None  # else there is no series
+    at, running = log["t"], log["running"]
+    only_ends = (at > float(requests.scheduled_at.max()) + 2.0) & (at < float(requests.last_token_at.max()) + 2.0)
+    if np.count_nonzero(only_ends) >= FEWEST_ROWS:
+        at, running = at[only_ends], running[only_ends]
     shifts = np.arange(-2.0, 2.0, 0.02)
     gaps = [
-        float(np.abs(_present(requests.scheduled_at, requests.last_token_at, log["t"] - shift) - log["running"]).sum())
+        float(np.abs(_present(requests.scheduled_at, requests.last_token_at, at - shift) - running).sum())
         for shift in shifts
     ]
-    return float(shifts[int(np.argmin(gaps))])
+    return float(np.mean(shifts[np.array(gaps) <= min(gaps)]))
 
 
-def _recorded_rate(at: Floats, log: Mapping[str, Floats], seconds: Floats) -> Floats:
-    """Generated tokens by second as the engine logged them; `at` are the ends of the log's intervals."""
-    edges = np.concatenate([[at[0] - float(np.median(np.diff(at)))], at])
-    total = np.concatenate([[0.0], np.cumsum(log["gen_throughput"] * np.diff(edges))])
-    return _rate(edges, total, seconds)
-
-
-def _simulated_rate(data: RunData, requests: MeasuredRequests, seconds: Floats) -> Floats:
-    """Generated tokens by second: those of decodes, and first ones."""
+def _simulated_tokens(data: RunData, requests: MeasuredRequests, edges: Floats) -> Floats:
+    """Generated tokens of each interval, as an engine counts them: whole steps when they come back, and first tokens."""
     table = data.steps("formed_at", "duration_s", "num_decodes")
     formed, duration, decodes = (table.column(name).to_numpy() for name in table.column_names)
     at = np.concatenate([formed + duration, requests.first_token_at])
     tokens = np.concatenate([decodes.astype(np.float64), np.ones(len(requests.first_token_at))])
     order = np.argsort(at, kind="stable")
-    return _rate(at[order], np.cumsum(tokens[order]), seconds)
-
-
-def _rate(at: Floats, total: Floats, seconds: Floats) -> Floats:
-    """The growth of a running total in each second around `seconds`."""
-    edges = np.concatenate([seconds - 0.5, seconds[-1:] + 0.5])
-    rate: Floats = np.diff(np.interp(edges, at, total, left=0.0, right=float(total[-1])))
-    return rate
+    total = np.concatenate([[0.0], np.cumsum(tokens[order])])
+    counted: Floats = np.diff(total[np.searchsorted(at[order], edges, side="right")])
+    return counted
 
 
 def as_mapping(accuracy: Accuracy) -> Mapping[str, float]:

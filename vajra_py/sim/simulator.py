@@ -51,7 +51,8 @@ class SimulationOptions:
     arrival_delay_s: float = 0.0
     """From a request's arrival to the scheduler's queue, seconds."""
     asynchronous: bool = False
-    """Whether an engine schedules a step while the one before runs: a request that arrives meanwhile misses the next step."""
+    """Whether an engine schedules a step while the one before runs: a request that arrives meanwhile misses
+    the next step, and the slot of one that ends with a step is taken again by the step after the next."""
     contains_breaches: bool = False
     """Whether a policy that breaks the contract takes its replicaset out of service, instead of ending the simulation."""
     policy_timeout_s: float | None = 60.0
@@ -106,6 +107,7 @@ class Simulator(Backend[SimReplica]):
         runs = timer if self._options.runs_ahead and isinstance(timer, TimesRuns) else None
         num_stages = replica.limits.pipeline_stages
         replica.parts.options.reserves_growth = runs is not None
+        replica.parts.options.holds_ended_slots = self._options.asynchronous
         return SimReplica(replica, timer, runs, [0] * num_stages if num_stages > 1 else [])
 
     @property

@@ -150,6 +150,7 @@ class Replica:
         self.running_set.clear()
         self.memory.clear()
         self.builder.swap_bytes_due = 0
+        self.builder.slots_held = 0
         self.builder.dropped = []
 
     @property
@@ -174,6 +175,8 @@ class Replica:
         builder.num_preempted_before = 0
         for _ in range(MAX_EMPTY_STEPS):
             plan = self.form_step(now)
+            if plan is None and builder.slots_held:
+                plan = self._form_after_held_slots(now)
             if plan is None:
                 if not self._inherited or not self._give_way(now):
                     return None
@@ -184,6 +187,11 @@ class Replica:
             builder.num_preempted_before += len(plan.preempted)
         stuck = PolicyError(self.parts.policy_name, "preempts without ever running anything")
         raise stuck.at(self.replica_id, self.num_steps)
+
+    def _form_after_held_slots(self, now: int) -> StepPlan | None:
+        """The step after one that has nothing but slots of requests that have ended."""
+        self.builder.slots_held = 0
+        return self.form_step(now)
 
     def _give_way(self, now: int) -> bool:
         """The policy does nothing: of what it did not admit itself, let the latest give its memory up; whether there was any."""
@@ -219,6 +227,7 @@ class Replica:
         if plan.chunks or plan.num_pool_decodes:
             self.num_in_flight += 1
             self.num_steps += 1
+            builder.slots_held = 0
         if self._step_logs:
             changes = self.running_set.take_pool_changes()
             for log in self._step_logs:
@@ -310,6 +319,8 @@ class Replica:
                 tell(step)
         if self._to_abort:
             finished.extend(self._abort_pending(to_seconds(now)))
+        if finished and self.parts.options.holds_ended_slots:
+            self.builder.slots_held = len(finished)
         if self._end_watchers:
             self._show_end(plan, finished, to_seconds(now))
         for log in self._step_logs:

@@ -18,6 +18,7 @@ class BuilderOptions:
 
     __slots__ = (
         "busy_group_tokens",
+        "holds_ended_slots",
         "keep_notes",
         "publish_at_schedule",
         "reserve_prompt",
@@ -41,4 +42,6 @@ class BuilderOptions:
         self.keep_notes = keep_notes
         self.reserves_growth = reserves_growth
         """Whether decodes that grow together get their blocks as a number first: where nobody reads tables step by step."""
+        self.holds_ended_slots = False
+        """Whether a request that ends with a step keeps its slot for the next one, which was scheduled before the end was known."""
         self.busy_group_tokens = busy_group_tokens

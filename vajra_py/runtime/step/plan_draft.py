@@ -35,6 +35,8 @@ class PlanDraft:
         self._max_slots = limits.max_batch_size
         self._max_tokens = limits.max_batch_tokens if limits.max_batch_tokens is not None else UNLIMITED
         self.now = 0.0
+        self.slots_held = 0
+        """Slots of requests that ended with the step before, which an asynchronous scheduler has not seen end."""
         self.swap_bytes_due = 0
         """Bytes that attempts at a step moved which then ran nothing; they count in the next."""
         self.num_preempted_before = 0
@@ -54,7 +56,7 @@ class PlanDraft:
         self.bulk_position = 0
         self.running_in_order = False
         self._members = self._residents.pool.members
-        self._slots = self._max_slots
+        self._slots = self._slots_at_start = self._max_slots - self.slots_held
         self._tokens = self._max_tokens
         self._num_bulk = 0
         self._complete: list[BatchFeatures] | None = None
@@ -83,7 +85,7 @@ class PlanDraft:
     @property
     def num_requests(self) -> int:
         """Requests in the batch so far."""
-        return self._max_slots - self._slots
+        return self._slots_at_start - self._slots
 
     @property
     def num_tokens(self) -> int:
@@ -210,7 +212,7 @@ class PlanDraft:
             request.set_computed(computed + num_tokens)
         if self.selected and not self.bulk and not self._has_selected_the_pool():
             self._park_all_but_selected()
-        runs_something = self._slots < self._max_slots
+        runs_something = self._slots < self._slots_at_start
         chunks = tuple(self.chunks)
         num_pool_decodes = len(pool.members) if self.bulk or self.selected else 0
         admissions = None
