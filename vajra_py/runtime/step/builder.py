@@ -61,7 +61,7 @@ class Builder(PlanDraft):
 
     def finish(self, step_index: int, formed_at: int) -> StepPlan | None:
         """The plan as the policy has left it; None when it did nothing at all."""
-        plan = self.plan(step_index, formed_at) if self._slots < self._max_slots or self.preempted else None
+        plan = self.plan(step_index, formed_at) if self._slots < self._slots_at_start or self.preempted else None
         if self._looked_at:
             self._forget_looked_at()
         return plan
