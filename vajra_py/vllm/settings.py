@@ -21,7 +21,6 @@ from vajra_py.plugins import Registry
 from vajra_py.vllm.support import policy_options
 
 EXPERIMENT_VARIABLE = "VAJRA_VLLM_EXPERIMENT"
-RUN_VARIABLE = "VAJRA_VLLM_RUN"
 _WORKLOAD = {"type": "jsonl", "path": "requests come from vLLM's clients"}
 
 
@@ -31,13 +30,9 @@ class Wishes:
 
     Attributes:
         experiment: the experiment file; None: vLLM's own algorithm.
-        run: folder that the run is recorded in; None: it is not.
-        fallback: preset whose policies take over when a policy breaks the contract; None: requests end with the error.
     """
 
     experiment: Path | None = None
-    run: Path | None = None
-    fallback: str | None = None
 
 
 def wishes_of(additional: Any, environment: Mapping[str, str] = os.environ) -> Wishes:
@@ -45,18 +40,15 @@ def wishes_of(additional: Any, environment: Mapping[str, str] = os.environ) -> W
     given = additional.get("vajra", {}) if isinstance(additional, Mapping) else {}
     where = "--additional-config vajra"
     if not isinstance(given, Mapping):
-        raise ConfigError(Problem(where, f"is not a mapping ({given!r})", "experiment, run, fallback"))
+        raise ConfigError(Problem(where, f"is not a mapping ({given!r})", "experiment"))
     for name in given:
-        if name not in ("experiment", "run", "fallback"):
-            raise ConfigError(
-                Problem(where, f"is not known ({name!r})", did_you_mean(name, ["experiment", "run", "fallback"]))
-            )
+        if name != "experiment":
+            raise ConfigError(Problem(where, f"is not known ({name!r})", did_you_mean(name, ["experiment"])))
     for name, value in given.items():
         if not isinstance(value, str) or not value:
             raise ConfigError(Problem(f"{where}.{name}", f"is not a name ({value!r})", "A text"))
     experiment = given.get("experiment") or environment.get(EXPERIMENT_VARIABLE)
-    run = given.get("run") or environment.get(RUN_VARIABLE)
-    return Wishes(Path(experiment) if experiment else None, Path(run) if run else None, given.get("fallback"))
+    return Wishes(Path(experiment) if experiment else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """Which versions and options of vLLM can be scheduled; everything else is refused with the reason.
 
-What is refused is said before a model is loaded where vLLM lets plug-ins look at its configuration by then
-(`vajra_py.vllm.plugin`), and in any case before the first request.
+vLLM makes its scheduler after the model is loaded, so that is when what it cannot do is said; no request is taken by then.
 """
 
 from __future__ import annotations
