@@ -31,8 +31,6 @@ DISTRIBUTION_OF = {
     "pydantic_core": "pydantic",  # which pins it exactly
     "ruamel": "ruamel.yaml",
 }
-# Imported by parts that say what to install when it is absent; no extra carries them.
-UNDECLARED: dict[str, str] = {"ray": "vajra_py.cluster runs only where Ray is installed and says so otherwise"}
 
 
 def product_files() -> list[Path]:
@@ -127,7 +125,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     declared = declared_distributions(project)
     undeclared = {}
     for path in product_files():
-        foreign = imported_names(tree_of(path)) - sys.stdlib_module_names - OWN_NAMES - set(UNDECLARED)
+        foreign = imported_names(tree_of(path)) - sys.stdlib_module_names - OWN_NAMES
         missing = {name for name in foreign if normalized(DISTRIBUTION_OF.get(name, name)) not in declared}
         if missing:
             undeclared[relative(path)] = sorted(missing)

@@ -1,1 +1,0 @@
-"""Replicas and sweeps on several machines."""
