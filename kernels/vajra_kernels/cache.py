@@ -53,7 +53,7 @@ def block_words(cache: torch.Tensor) -> torch.Tensor:
     """The cache as int32 words [num_layers, num_blocks, words per block], sharing memory.
 
     Raises:
-        ValueError: a block is not one dense run of memory, or is no multiple of 4 bytes.
+        ValueError: a block is not one dense run of memory, or is not a multiple of 4 bytes.
     """
     layered = cache if cache.dim() == 5 else cache[None]
     if layered.dim() != 5:

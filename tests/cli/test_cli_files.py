@@ -14,12 +14,12 @@ Vajra = Callable[..., Any]
 
 def test_a_right_file(vajra: Vajra, small: Path) -> None:
     said = vajra("check", small)
-    assert (said.code, said.out, said.err) == (0, f"{small}: right (1 run)\n", "")
+    assert (said.code, said.out, said.err) == (0, f"{small}: valid (1 run)\n", "")
 
 
 def test_a_sweep_counts_its_runs(vajra: Vajra, small: Path) -> None:
     small.write_text(small.read_text() + "sweep: {seed: [1, 2, 3], workload.arrivals.rate: [5, 10]}\n")
-    assert "right (6 runs)" in vajra("check", small).out
+    assert "valid (6 runs)" in vajra("check", small).out
 
 
 @pytest.mark.parametrize("command", ["run", "check", "workloads describe"])
@@ -80,7 +80,7 @@ def test_overrides_are_named_as_such(vajra: Vajra, small: Path) -> None:
     assert "--set scheduling.request_prioritizer: " in said.err
     assert "Did you mean 'lrs'?" in said.err
     assert "--set seed: must be an integer (got 'x')" in said.err
-    assert "--set nonsense: is no assignment" in said.err
+    assert "--set nonsense: is not an assignment" in said.err
 
 
 AZURE = "workload={type: azure, path: trace.csv}"

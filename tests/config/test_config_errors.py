@@ -95,7 +95,7 @@ def test_every_mistake_of_a_file_is_told_at_once_with_its_line(write: Any, regis
         (("latency: {type: constant, step_time_s: 0.5}", "drain: true"), "exp.yaml:11: backend.simulator.latency: is missing. Allowed:"),
         (("type: constant, ", ""), "backend.simulator.latency.type: is missing. Allowed:"),
         (("simulator: {latency: {type: constant, step_time_s: 0.5}}", ""), "exp.yaml:11: backend: exactly one backend is needed (got none)."),
-        (("simulator:", "simulater:"), "exp.yaml:11: backend.simulater: no such backend. Did you mean 'simulator'? Allowed: engine, simulator."),
+        (("simulator:", "simulater:"), "exp.yaml:11: backend.simulater: no such backend. Did you mean 'simulator'? Allowed: engine, simulator, vllm."),
         (("seed: 42", "seed: '42'"), "exp.yaml:2: seed: must be an integer (got '42')."),
         (("seed: 42", "preset: vllm-v2"), "exp.yaml:2: preset: no installed package offers a preset of that name (got 'vllm-v2'). Did you mean 'vllm-v1'?"),
         (("scheduling:", "preset: vllm-v1\nscheduling:\n  preset: broken"), "exp.yaml:5: scheduling.preset: is another preset than at the top (got 'broken' and 'vllm-v1')."),
@@ -147,8 +147,8 @@ def test_an_inherited_mistake_is_told_once(write: Any, good: str, registry: Regi
         ("x: 1\na: !thing 3\n", "exp.yaml:2: a: has a tag that is not allowed (got !thing)"),
         ("? [1]\n: 2\n", "exp.yaml:1: has a key that is a list or a mapping"),
         ("a: &x [*x]\n", "is nested too deeply, or contains itself"),
-        ("x: 1\n<<: 3\n", "exp.yaml:2: <<: is no mapping"),
-        ("x: !!int abc\n", "exp.yaml:1: x: is no int (got 'abc')"),
+        ("x: 1\n<<: 3\n", "exp.yaml:2: <<: is not a mapping"),
+        ("x: !!int abc\n", "exp.yaml:1: x: is not a valid int (got 'abc')"),
         ("- 1\n", "exp.yaml:1: must be a mapping (got [1])"),
         ("just text", "exp.yaml:1: must be a mapping"),
     ],
@@ -170,23 +170,23 @@ def test_files_that_cannot_be_read(write: Any, registry: Registry) -> None:
     write("")
     assert complaints("nowhere.yaml", registry) == ["nowhere.yaml: cannot be read (No such file or directory)."]
     Path("latin.yaml").write_bytes("name: M\xfcnchen".encode("latin-1"))
-    assert complaints("latin.yaml", registry) == ["latin.yaml: is no UTF-8 text (byte 7). Save it as UTF-8."]
+    assert complaints("latin.yaml", registry) == ["latin.yaml: is not valid UTF-8 (byte 7). Save it as UTF-8."]
     assert complaints(".", registry)[0].startswith(".: cannot be read")
 
 
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
-        ("seed", "--set seed: is no assignment. Write --set path.to.key=value"),
-        ("=3", "--set =3: is no assignment."),
-        ("a..b=3", "--set a..b=3: is no assignment."),
+        ("seed", "--set seed: is not an assignment. Write --set path.to.key=value"),
+        ("=3", "--set =3: is not an assignment."),
+        ("a..b=3", "--set a..b=3: is not an assignment."),
         ("seed=[1", "--set seed: is not valid YAML:"),
         ("seed={a: 1, a: 2}", "--set seed: a: is given twice. Each key stands once"),
         ("seed=x", "--set seed: must be an integer (got 'x')."),
         ("num_replica=3", "--set num_replica: unknown key. Did you mean 'num_replicas'?"),
         ("seed.x=3", "--set seed.x: 'seed' is neither a mapping nor a list (it is 42)."),
-        ("workload.lengths.2=3", "--set workload.lengths.2: 'workload.lengths' is a list, and '2' is no index of it; allowed: 0 to 1."),
-        ("workload.lengths.x=3", "'x' is no index of it"),
+        ("workload.lengths.2=3", "--set workload.lengths.2: 'workload.lengths' is a list, and '2' is not an index of it; allowed: 0 to 1."),
+        ("workload.lengths.x=3", "'x' is not an index of it"),
         ("workload.lengths.0=x", "--set workload.lengths.0: must be an integer (got 'x')."),
         ("replica={max_batch_size: 0}", "--set replica: replica.max_batch_size: must be greater than 0 (got 0)."),
         ("scheduling.request_prioritizer.policy=fcfs", "exp.yaml:4: scheduling.request_prioritizer.params.deadline_multiplier: unknown key. No keys are allowed here."),

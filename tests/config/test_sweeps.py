@@ -133,7 +133,7 @@ def test_an_empty_point_is_the_experiment_as_it_stands(write: Any, good: str, re
         ("sweep: [3]", "exp.yaml:12: sweep.0: must be a mapping of paths to values"),
         ("sweep: [{}, {}]", "exp.yaml:12: sweep: has a point twice (baseline)."),
         ("sweep: {version: [1]}", "exp.yaml:12: sweep.version: 'version' cannot be swept"),
-        ("sweep: {a..b: [1]}", "sweep.a..b: is no path"),
+        ("sweep: {a..b: [1]}", "sweep.a..b: is not a path"),
         ("sweep: {num_replica: [1, 2]}", "exp.yaml:12: num_replica: unknown key. Did you mean 'num_replicas'?"),
         ("sweep: {seed.x: [1, 2]}", "exp.yaml:12: sweep.seed.x: 'seed' is neither a mapping nor a list (it is 42)"),
         ("sweep:\n  workload.rate: [4, -1]", "exp.yaml:13: workload.rate: must be greater than 0 (got -1)."),

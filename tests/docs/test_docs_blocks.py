@@ -148,7 +148,7 @@ class Folder:
             for _, point in expand_sweep(config):
                 assert len(api.load_workload(point)) > 0
             return
-        assert "version" in given, "YAML that is no whole experiment needs <!-- part of an experiment --> above it"
+        assert "version" in given, "YAML that is not a whole experiment needs <!-- part of an experiment --> above it"
         config = api.load(given)
         if block.file is None and config.backend.kind == "simulator":
             result = api.sweep(config, workers=1, overwrite=True)

@@ -148,7 +148,7 @@ def test_runs_of_decodes_are_predicted_bit_for_bit(profile: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "other"}, "is no profile"),
+        ({"kind": "other"}, "is not a profile"),
         ({"version": 99}, "is of another version"),
         ({"base_s": -1.0}, "is broken"),
         ({"coefficients": {}}, "is broken"),

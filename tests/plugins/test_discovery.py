@@ -91,7 +91,7 @@ SPEC = "PolicySpec('p', Layer.REQUEST_PRIORITIZER, Config, lambda c, x: None, 'A
             "in layer 'prio'; expected one of Layer.REQUEST_PRIORITIZER",
         ),
         (SPEC.replace("Config", "dict", 1), "expected a pydantic model class"),
-        (SPEC.replace("Config", "Loose", 1), "which is no PolicyConfig"),
+        (SPEC.replace("Config", "Loose", 1), "which is not a PolicyConfig"),
         (SPEC.replace("Config", "Open", 1), "do not forbid unknown names"),
         (SPEC.replace("lambda c, x: None", "None"), "with build None; expected a callable"),
         (SPEC[:-1] + ", aliases='lars')", "aliases 'lars'; expected a tuple of names"),

@@ -212,7 +212,7 @@ def test_the_declared_motion_chooses_the_queue() -> None:
         KeyMotion.ARBITRARY: ArbitraryQueue,
         KeyMotion.VOLATILE: ArbitraryQueue,
     }
-    with pytest.raises(PolicyError, match="policy Quirky: its key_motion is no KeyMotion"):
+    with pytest.raises(PolicyError, match="policy Quirky: its key_motion is not a KeyMotion"):
         make_queue(Quirky("static"))  # type: ignore[arg-type]
 
     class NoLine:

@@ -30,7 +30,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--model", "x", "--scheduling-policy", "fcfs", "--preset", "vajra"], "one of the two"),
         (["--model", "x", "--gpu-memory-utilization", "1.5"], "memory_fraction"),
         (["--model", "x", "--set", "replica.max_batch_sise=3"], "max_batch_size"),
-        (["--model", "x", "--port", "99999"], "is no port"),
+        (["--model", "x", "--port", "99999"], "is not a port"),
         (["--model", "x", "--api-key", "with space"], "characters that a header cannot carry"),
         (["missing.yaml"], "missing.yaml"),
         (["missing.yaml", "--max-num-seqs", "4"], "--max-num-seqs"),

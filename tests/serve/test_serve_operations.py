@@ -124,7 +124,7 @@ def test_administrators_have_a_key_of_their_own(puppet_server: Callable[..., Any
         ({"admin": True, "api_key": "k"}, "admin_api_key: is missing"),
         ({"admin_api_key": "k"}, "admin_api_key: does nothing without --admin"),
         ({"ssl_keyfile": Path("/nowhere.pem")}, "ssl_keyfile: is not a file"),
-        ({"root_path": "llm"}, "root_path: is no prefix of paths ('llm')"),
+        ({"root_path": "llm"}, "root_path: is not a prefix of paths ('llm')"),
         ({"admin": True, "admin_api_key": "a b"}, "characters that a header cannot carry"),
     ],
 )

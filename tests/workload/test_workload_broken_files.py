@@ -109,7 +109,7 @@ def test_a_gzip_that_is_cut_short_or_damaged(tmp_path: Path, reader: str) -> Non
 def test_bytes_that_are_no_text(tmp_path: Path, reader: str) -> None:
     lines = lines_of(reader, 40).split(b"\n")
     lines[30] = b"\xff\xfe" + lines[30]
-    check(tmp_path, reader, b"\n".join(lines), ":31", "is no UTF-8 text (byte 0xff")
+    check(tmp_path, reader, b"\n".join(lines), ":31", "is not valid UTF-8 (byte 0xff")
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,8 @@ def test_a_trace_of_failures_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{not json", ["is no JSON", "column 2"]),
-        ("[1, 2]", ["is no JSON object"]),
+        ("{not json", ["is not valid JSON", "column 2"]),
+        ("[1, 2]", ["is not a JSON object"]),
         ("[" * 100_000, ["is JSON nested too deeply"]),
         (
             json.dumps(JSONL | {"num_promt_tokens": 5}),
@@ -274,9 +274,9 @@ def test_descending_times_of_the_own_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"timestamp": -1}, ["timestamp is no time (-1)", "milliseconds >= 0"]),
-        ({"timestamp": "x"}, ["timestamp is no time ('x')"]),
-        ({"timestamp": float("inf")}, ["timestamp is no time (inf)"]),
+        ({"timestamp": -1}, ["timestamp is not a time (-1)", "milliseconds >= 0"]),
+        ({"timestamp": "x"}, ["timestamp is not a time ('x')"]),
+        ({"timestamp": float("inf")}, ["timestamp is not a time (inf)"]),
         ({"input_length": 0}, ["input_length cannot be used (0)"]),
         ({"input_length": "513"}, ["input_length cannot be used ('513')"]),
         ({"output_length": -2}, ["output_length cannot be used (-2)"]),
@@ -284,8 +284,8 @@ def test_descending_times_of_the_own_format(tmp_path: Path) -> None:
             {"hash_ids": [0]},
             ["hash_ids has 1 ids for a prompt of 513 tokens", "One id per started block of 512 tokens: 2"],
         ),
-        ({"hash_ids": [0, "b"]}, ["hash_ids is no list of ids"]),
-        ({"hash_ids": None}, ["hash_ids is no list of ids"]),
+        ({"hash_ids": [0, "b"]}, ["hash_ids is not a list of ids"]),
+        ({"hash_ids": None}, ["hash_ids is not a list of ids"]),
     ],
 )
 def test_a_broken_mooncake_line(tmp_path: Path, change: dict[str, object], words: list[str]) -> None:
@@ -317,8 +317,8 @@ def test_a_mooncake_line_without_a_field_or_out_of_order(tmp_path: Path) -> None
     [
         ({"block_size": 0}, ["block_size cannot be used (0)"]),
         ({"tool_tokens": -1}, ["tool_tokens cannot be used (-1)"]),
-        ({"requests": []}, ["requests is no list of requests"]),
-        ({"requests": [TURN[:5]]}, ["request 0: is no list of 9 values"]),
+        ({"requests": []}, ["requests is not a list of requests"]),
+        ({"requests": [TURN[:5]]}, ["request 0: is not a list of 9 values"]),
         ({"requests": [[-1.0, *TURN[1:]]]}, ["request 0: time cannot be used (-1.0)"]),
         ({"requests": [TURN, [-0.0, "200", *TURN[2:]]]}, ["request 1: tokens cannot be used (prompt '200'"]),
         ({"requests": [[*TURN[:8], [1]]]}, ["request 0: runs of block ids cannot be used"]),

@@ -371,12 +371,12 @@ def test_statistics_of_a_known_workload(three: Workload) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"arrived_at": -1.0}, "arrived_at is no time"),
-        ({"arrived_at": float("nan")}, "arrived_at is no time"),
+        ({"arrived_at": -1.0}, "arrived_at is not a time"),
+        ({"arrived_at": float("nan")}, "arrived_at is not a time"),
         ({"num_prompt_tokens": 0}, "num_prompt_tokens is too small"),
         ({"num_output_tokens": -5}, "num_output_tokens is too small"),
         ({"max_tokens": 0}, "max_tokens is too small"),
-        ({"deadline_s": -0.5}, "deadline_s is no duration"),
+        ({"deadline_s": -0.5}, "deadline_s is not a duration"),
         ({"follows": "z"}, r"follows a request that is not in the workload \('z'\)"),
         ({"follows": "b"}, r"follows a request that comes later \('b'\)"),
         ({"follows": ()}, "follows an empty list of requests"),

@@ -56,7 +56,7 @@ def run(  # noqa: PLR0913 - one argument for each option
 ) -> int:
     """Run the experiment of FILE, or every point of its sweep and every replication.
 
-    What is finished already is not run again, so a broken sweep goes on where it stopped.
+    What is finished already is not run again, so a broken sweep resumes where it stopped.
     """
     from vajra_py.config import expand_sweep, load_config
     from vajra_py.experiment.sweep import sweep

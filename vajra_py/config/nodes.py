@@ -48,12 +48,12 @@ class Node:
 
     @property
     def entries(self) -> Mapping[str, Node] | None:
-        """The mapping's entries, None when it is no mapping."""
+        """The mapping's entries, None when it is not a mapping."""
         return self.value if isinstance(self.value, dict) else None
 
     @property
     def items(self) -> Sequence[Node] | None:
-        """The list's items, None when it is no list."""
+        """The list's items, None when it is not a list."""
         return self.value if isinstance(self.value, list) else None
 
     def get(self, *path: Step) -> Node | None:

@@ -24,7 +24,7 @@ def parse_override(text: str) -> tuple[KeyPath, Node]:
     place = Place(f"--set {name}", path=name)
     if not equals or not name or not all(parse_path(name)):
         example = "Write --set path.to.key=value, such as --set scheduling.request_prioritizer.policy=edf"
-        raise ConfigError(Finding(Place(f"--set {text}"), (), "is no assignment", example).problem())
+        raise ConfigError(Finding(Place(f"--set {text}"), (), "is not an assignment", example).problem())
     return parse_path(name), parse_yaml(value, place)
 
 
@@ -64,5 +64,5 @@ def _index(step: str | int, length: int, inside: str) -> int:
     text = str(step)
     if not text.isdigit() or int(text) >= length:
         allowed = f"0 to {length - 1}" if length else "nothing, as the list is empty"
-        raise PathError(f"{inside!r} is a list, and {text!r} is no index of it; allowed: {allowed}")
+        raise PathError(f"{inside!r} is a list, and {text!r} is not an index of it; allowed: {allowed}")
     return int(text)

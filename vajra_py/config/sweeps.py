@@ -171,7 +171,7 @@ def _values(path: str, node: Node, base: KeyPath, findings: list[Finding]) -> Se
 def _check_path(path: str, node: Node, base: KeyPath, findings: list[Finding]) -> None:
     steps = parse_path(path)
     if not all(steps):
-        findings.append(Finding(node.place, (*base, path), "is no path", "Write keys joined by dots: workload.rate"))
+        findings.append(Finding(node.place, (*base, path), "is not a path", "Write keys joined by dots: workload.rate"))
     elif steps[0] in ("sweep", "version", "replications", "capacity"):
         findings.append(Finding(node.place, (*base, path), f"{steps[0]!r} cannot be swept"))
 

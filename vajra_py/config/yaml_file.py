@@ -21,7 +21,7 @@ def read_yaml(path: str | Path) -> Node:
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(Problem(str(path), f"is no UTF-8 text (byte {error.start})", "Save it as UTF-8")) from error
+        raise ConfigError(Problem(str(path), f"is not valid UTF-8 (byte {error.start})", "Save it as UTF-8")) from error
     except OSError as error:
         raise ConfigError(Problem(str(path), f"cannot be read ({error.strerror})")) from error
     return parse_yaml(text, Place(str(path), 1))
@@ -76,7 +76,7 @@ class _Reader:
             try:
                 return Node(self._constructor.construct_object(raw), place)
             except ValueError:
-                return self._wrong(place, path, f"is no {kind} (got {raw.value!r})")
+                return self._wrong(place, path, f"is not a valid {kind} (got {raw.value!r})")
         return self._wrong(place, path, f"has a tag that is not allowed (got {raw.tag})", "Write plain values")
 
     def _mapping(self, raw: Any, path: KeyPath, place: Place) -> Node:
@@ -103,7 +103,9 @@ class _Reader:
         node = self.node(raw, (*path, "<<"), at)
         for each in node.items if node.items is not None else [node]:
             if each.entries is None:
-                self._wrong(at, (*path, "<<"), "is no mapping", "`<<` takes an alias of a mapping, or a list of them")
+                self._wrong(
+                    at, (*path, "<<"), "is not a mapping", "`<<` takes an alias of a mapping, or a list of them"
+                )
                 continue
             for key, child in each.entries.items():
                 found.setdefault(key, child)

@@ -22,7 +22,7 @@ from vajra_py.engine.compute import StepOutput
 from vajra_py.engine.executor import joined
 from vajra_py.engine.outputs import Submission
 from vajra_py.engine.supervision import GivenUp, Restarted, Restarter
-from vajra_py.engine.units import LoopOptions, Message, StepUnderWay, Stop, SwapPolicy, TakeBack, Timed, Unit
+from vajra_py.engine.units import AbortRequest, LoopOptions, Message, StepUnderWay, Stop, SwapPolicy, Timed, Unit
 from vajra_py.engine.worker import Finished, LeftFirstStage, ReplicaKey, lost
 from vajra_py.errors import ExecutorError, PolicyError, VajraError
 from vajra_py.plugins.watchdog import no_endless_calls
@@ -110,7 +110,7 @@ class EngineLoop(Backend[Unit]):
 
     def abort(self, request_id: str) -> None:
         """Abort a request with the next turn; nothing happens to one that is unknown or has ended."""
-        self.inbox.put(TakeBack(request_id))
+        self.inbox.put(AbortRequest(request_id))
 
     def swap_policy(self, change: PolicyChange, done: Callable[[Swapped | VajraError], None]) -> None:
         """Put another policy in force with the next turn; nothing changes when it cannot be. See `SwapPolicy`."""
@@ -190,7 +190,7 @@ class EngineLoop(Backend[Unit]):
             self._finished.append(message)
         elif isinstance(message, Submission):
             self._events.push(self.now, Phase.ARRIVAL, message)
-        elif isinstance(message, TakeBack):
+        elif isinstance(message, AbortRequest):
             self._events.push(self.now, Phase.ABORT, message.request_id)
         elif isinstance(message, SwapPolicy):
             self._events.push(self.now, Phase.POLICY, message)

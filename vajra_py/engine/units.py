@@ -21,7 +21,7 @@ from vajra_py.runtime.step.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
-class TakeBack:
+class AbortRequest:
     """A client takes its request back."""
 
     request_id: str
@@ -40,7 +40,7 @@ class SwapPolicy:
     done: Callable[[Swapped | VajraError], None]
 
 
-Message: TypeAlias = Submission | TakeBack | SwapPolicy | LeftFirstStage | Finished | Restarted | GivenUp | Stop
+Message: TypeAlias = Submission | AbortRequest | SwapPolicy | LeftFirstStage | Finished | Restarted | GivenUp | Stop
 
 
 @dataclass(frozen=True, slots=True)

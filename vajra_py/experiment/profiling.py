@@ -7,7 +7,7 @@ average over all shapes of its kind (decodes alone, and steps with prompts): ste
 and few measurements tell a shape's median better than its mean. How far single measurements lie from their shape's is kept too, so that
 equal steps of a simulation differ as much. Then the engine serves requests for a while, which shows what forming a step costs, and
 whether the formula holds for steps in the midst of everything else. Measurements are kept in a file as they are made: a profile
-that was broken off goes on where it stopped.
+that was broken off resumes where it stopped.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class ReplayReport:
 def read_recording(path: Path, registry: Registry | None = None) -> Recording:
     """A run's recording. Raises `RunError` when the folder does not hold one, `ConfigError` when its settings are broken."""
     if not (path / "config.yaml").exists():
-        raise RunError(str(Problem(str(path), "is no run's folder (config.yaml is missing)")))
+        raise RunError(str(Problem(str(path), "is not a run's folder (config.yaml is missing)")))
     config = load_config(path / "config.yaml", registry=registry)
     if config.backend.kind != "engine":
         message = f"is a run of the {config.backend.kind}; only what the engine did can be replayed"

@@ -126,7 +126,7 @@ class OperatorTables:
         """One table with these columns and `latency`, its times checked; older tables lack the optional columns.
 
         Raises:
-            ConfigError: there is no such table, it lacks a column, or a time is no time.
+            ConfigError: there is no such table, it lacks a column, or a time is not a time.
         """
         import pyarrow.parquet as pq
 

@@ -130,7 +130,7 @@ def read_profile(path: str | Path) -> Profile:
     data = read_json_file(Path(path))
     where = str(path)
     if not isinstance(data, dict) or data.get("kind") != PROFILE_KIND:
-        raise ConfigError(Problem(where, "is no profile", "`vajra profile --model DIR` writes one"))
+        raise ConfigError(Problem(where, "is not a profile", "`vajra profile --model DIR` writes one"))
     if data.get("version") != PROFILE_VERSION:
         found = data.get("version")
         raise ConfigError(Problem(where, f"is of another version ({found!r})", f"Allowed: {PROFILE_VERSION}"))

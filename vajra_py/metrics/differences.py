@@ -1,7 +1,7 @@
 """What the configurations of several runs differ in, and the axes along which the runs form a grid.
 
 Configurations are compared as flat `dotted.path -> text` mappings. A path whose value follows from other paths' values (a parameter that only one policy
-has, an output folder) is no axis of its own.
+has, an output folder) is not an axis of its own.
 """
 
 from __future__ import annotations

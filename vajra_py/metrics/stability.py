@@ -170,7 +170,7 @@ def _verdict(stocks: Sequence[_Growth], shed: float, shares: tuple[float, float]
 
 
 def _burst(waiting: _Growth, in_system: _Growth, arrived_at: Floats, edges: Floats) -> str | None:
-    """What is to be said about the worst quarter; None when its queue is no backlog."""
+    """What is to be said about the worst quarter; None when its queue is not a backlog."""
     if not edges.size:
         return None
     worst = max(range(4), key=lambda i: waiting.quarters[i])

@@ -211,7 +211,7 @@ def _check_policy(offer: Offer[PolicySpec]) -> None:
         choices = ", ".join(f"Layer.{layer.name}" for layer in Layer)
         raise PluginError(str(offer.source), f"offers {what} in layer {spec.layer!r}; expected one of {choices}")
     if not issubclass(spec.config, PolicyConfig):
-        raise PluginError(str(offer.source), f"offers {what} with {spec.config.__name__}, which is no PolicyConfig")
+        raise PluginError(str(offer.source), f"offers {what} with {spec.config.__name__}, which is not a PolicyConfig")
     if not isinstance(spec.aliases, tuple) or not all(
         isinstance(alias, str) and NAME_PATTERN.fullmatch(alias) for alias in spec.aliases
     ):

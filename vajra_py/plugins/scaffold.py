@@ -38,9 +38,7 @@ def plugin_names(name: str) -> PluginNames:
     """The names that follow from the one that the user gives; raises `ConfigError` when it cannot be a package's name."""
     package = re.sub(r"[-_. ]+", "_", name.strip().lower())
     if not re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]", package) or keyword.iskeyword(package):
-        allowed = (
-            "A name is made of letters, digits, hyphens and underscores, begins with a letter, and is no Python keyword"
-        )
+        allowed = "A name is made of letters, digits, hyphens and underscores, begins with a letter, and is not a Python keyword"
         raise ConfigError(Problem("NAME", f"cannot be a package's name (got {name!r})", allowed))
     if package in RESERVED or package in sys.stdlib_module_names:
         raise ConfigError(Problem("NAME", f"is the name of an existing package (got {name!r})", "Choose another name"))

@@ -1,7 +1,7 @@
 """OpenAI-style error responses.
 
 Invariants:
-    - Every answer that is no success has the body `{"error": {"message", "type", "param", "code"}}`.
+    - Every answer that is not a success has the body `{"error": {"message", "type", "param", "code"}}`.
     - What a client cannot mend by trying again at once says so: `x-should-retry: false`, which the openai client reads.
 """
 
@@ -38,7 +38,7 @@ _MOST_SHOWN = 8
 
 
 class ApiError(Exception):
-    """An answer that is no success: status, text, which parameter, a stable code, and when to try again."""
+    """An answer that is not a success: status, text, which parameter, a stable code, and when to try again."""
 
     def __init__(
         self,

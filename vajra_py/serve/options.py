@@ -136,7 +136,7 @@ class ServeOptions:
             if not 0 < getattr(self, name) < float("inf")
         ]
         if not 0 <= self.port <= 65535:
-            problems.append(Problem("port", f"is no port ({self.port})", "Allowed: 0 to 65535; 0 takes a free one"))
+            problems.append(Problem("port", f"is not a port ({self.port})", "Allowed: 0 to 65535; 0 takes a free one"))
         problems += [
             Problem(name, "has characters that a header cannot carry", "Allowed: visible ASCII")
             for name in ("api_key", "admin_api_key")
@@ -166,6 +166,6 @@ class ServeOptions:
             problems.append(Problem("ssl_certfile", "is missing, and TLS is asked for", "The certificate's file"))
         if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
             problems.append(
-                Problem("root_path", f"is no prefix of paths ({self.root_path!r})", "Allowed: such as /llm")
+                Problem("root_path", f"is not a prefix of paths ({self.root_path!r})", "Allowed: such as /llm")
             )
         return problems

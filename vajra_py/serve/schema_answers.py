@@ -17,7 +17,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """Every answer that is no success."""
+    """Every answer that is not a success."""
 
     error: ErrorDetail
 

@@ -214,7 +214,7 @@ def _builds(subject: Subject) -> None:
     except VajraError as error:
         raise AssertionError(str(error)) from error
     protocol = PROTOCOLS[subject.layer]
-    _require(isinstance(policy, protocol), f"{policy!r} is no {protocol.__name__}")
+    _require(isinstance(policy, protocol), f"{policy!r} is not a {protocol.__name__}")
 
 
 def _serves(scenario: Scenario) -> Callable[[Subject], None]:

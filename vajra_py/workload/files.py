@@ -65,7 +65,7 @@ def iter_lines(file: Path) -> Iterator[str]:
     """The lines of a file, with their line ends.
 
     Raises:
-        WorkloadError: the file cannot be opened, is no UTF-8, or its gzip stream is cut short or damaged: names the line reached.
+        WorkloadError: the file cannot be opened, is not UTF-8, or its gzip stream is cut short or damaged: names the line reached.
     """
     num_lines = 0
     with _open_bytes(file) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text:
@@ -80,12 +80,12 @@ def iter_lines(file: Path) -> Iterator[str]:
             raise WorkloadError(file, num_lines + 1, f"the gzip file is damaged ({error})", "A complete file") from None
         except UnicodeDecodeError as error:
             line_number, byte = _undecodable(file, num_lines)
-            message = f"is no UTF-8 text (byte 0x{byte:02x}, {error.reason})"
+            message = f"is not valid UTF-8 (byte 0x{byte:02x}, {error.reason})"
             raise WorkloadError(file, line_number, message, "A text file in UTF-8, plain or gzip'd") from None
 
 
 def _undecodable(file: Path, num_lines: int) -> tuple[int, int]:
-    """Line and first byte that is no UTF-8 (text is decoded ahead of the lines handed out)."""
+    """Line and first byte that is not UTF-8 (text is decoded ahead of the lines handed out)."""
     with _open_bytes(file) as raw:
         for number, line in enumerate(raw, start=1):
             try:
@@ -99,7 +99,7 @@ def iter_json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The JSON objects of a file with one a line, with their line numbers; blank lines are passed over.
 
     Raises:
-        WorkloadError: as `iter_lines`; a line is no JSON object, or the file has none.
+        WorkloadError: as `iter_lines`; a line is not a JSON object, or the file has none.
     """
     empty = True
     for number, line in enumerate(iter_lines(file), start=1):
@@ -109,12 +109,12 @@ def iter_json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
-            message = f"is no JSON: {error.msg} at column {error.colno} ({line.strip()[:40]!r})"
+            message = f"is not valid JSON: {error.msg} at column {error.colno} ({line.strip()[:40]!r})"
             raise WorkloadError(file, number, message, "One JSON object a line") from None
         except RecursionError:
             raise WorkloadError(file, number, "is JSON nested too deeply", "One flat JSON object a line") from None
         if not isinstance(value, dict):
-            raise WorkloadError(file, number, f"is no JSON object ({line.strip()[:40]!r})", "One JSON object a line")
+            raise WorkloadError(file, number, f"is not a JSON object ({line.strip()[:40]!r})", "One JSON object a line")
         yield number, value
     if empty:
         raise WorkloadError(file, None, "is empty (no request in it)", "At least one request")
@@ -166,7 +166,7 @@ def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
             return
         except csv.Error as error:
             raise WorkloadError(
-                file, reader.line_num, f"is no CSV row ({error})", "Cells separated by commas"
+                file, reader.line_num, f"is not a CSV row ({error})", "Cells separated by commas"
             ) from None
         if cells and (len(cells) > 1 or cells[0].strip()):
             yield reader.line_num, cells

@@ -114,7 +114,7 @@ def profile(name: str, rng_for: RngFor, n: int, rate: float | None = None) -> Wo
     `think_times`, `system_prompts`, `resets`.
 
     Raises:
-        WorkloadError: no such profile, `n` below 1, a rate that is no number > 0, or a trace without arrivals and no rate.
+        WorkloadError: no such profile, `n` below 1, a rate that is not a number > 0, or a trace without arrivals and no rate.
     """
     entry = _entry(name)
     place = f"profile {name}"

@@ -80,7 +80,7 @@ def _session(file: Path, line: int, record: dict[str, Any]) -> AgenticSession:
     requests = record["requests"]
     if not isinstance(requests, list) or not requests:
         raise WorkloadError(
-            file, line, f"requests is no list of requests ({str(requests)[:40]})", "At least one request"
+            file, line, f"requests is not a list of requests ({str(requests)[:40]})", "At least one request"
         )
     turns: list[AgenticTurn] = []
     ended_s = 0.0
@@ -100,7 +100,7 @@ def _session(file: Path, line: int, record: dict[str, Any]) -> AgenticSession:
 
 def _turn_problem(entry: Any, block_tokens: int, before_s: float) -> tuple[str, str] | None:
     if not isinstance(entry, list) or len(entry) != TURN_LENGTH:
-        return f"is no list of {TURN_LENGTH} values ({str(entry)[:40]})", "A list as the format says"
+        return f"is not a list of {TURN_LENGTH} values ({str(entry)[:40]})", "A list as the format says"
     at_s, prompt, output, served_s, think_s, _, _, _, runs = entry
     for name, value in (("time", at_s), ("seconds at the server", served_s), ("seconds of thought", think_s)):
         if value is None and name != "time":

@@ -108,13 +108,13 @@ def _checked(
             )
     stamp, prompt, output, ids = (record[name] for name in FIELDS)
     if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < float("inf"):
-        raise WorkloadError(file, line, f"timestamp is no time ({stamp!r})", "A finite number of milliseconds >= 0")
+        raise WorkloadError(file, line, f"timestamp is not a time ({stamp!r})", "A finite number of milliseconds >= 0")
     least = 0 if options.drop_empty else 1
     for name, value in (("input_length", prompt), ("output_length", output)):
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_TOKENS:
             raise WorkloadError(file, line, f"{name} cannot be used ({value!r})", "A whole number of tokens >= 1")
     if not isinstance(ids, list) or not all(type(entry) is int and 0 <= entry < 2**63 for entry in ids):
-        raise WorkloadError(file, line, f"hash_ids is no list of ids ({str(ids)[:40]})", "Whole numbers >= 0")
+        raise WorkloadError(file, line, f"hash_ids is not a list of ids ({str(ids)[:40]})", "Whole numbers >= 0")
     blocks = -(-prompt // options.block_tokens)
     if len(ids) != blocks:
         message = f"hash_ids has {len(ids)} ids for a prompt of {prompt} tokens"

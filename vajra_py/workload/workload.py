@@ -359,7 +359,7 @@ def _problem(
     request: RequestSpec, before: float, seen: Mapping[str, float], parents_of: Mapping[str, Sequence[str]]
 ) -> tuple[str, str] | None:
     if not (math.isfinite(request.arrived_at) and request.arrived_at >= 0):
-        return f"arrived_at is no time ({request.arrived_at!r})", "A finite number of seconds >= 0"
+        return f"arrived_at is not a time ({request.arrived_at!r})", "A finite number of seconds >= 0"
     if request.arrived_at < before:
         return (
             f"arrives before the request above it ({request.arrived_at!r} after {before!r})",
@@ -374,7 +374,7 @@ def _problem(
     for name in ("ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_s", "expires_after_s", "think_time_s"):
         value = getattr(request, name)
         if value is not None and not (math.isfinite(value) and value >= 0):
-            return f"{name} is no duration ({value!r})", "A finite number of seconds >= 0"
+            return f"{name} is not a duration ({value!r})", "A finite number of seconds >= 0"
     if request.follows is not None and not request.parents:
         return "follows an empty list of requests", "None, the id of an earlier request, or several different ones"
     if (problem := problem_with_parents(request.request_id, request.parents, seen, parents_of)) is not None:

@@ -15,8 +15,8 @@ from vajra_py.contract.hookspecs import Preset
 NO_PREFIX_CACHE: Mapping[str, Any] = {"enabled": False}
 
 
-def _scheduling(prioritizer: Any, scheduler: Any, chooser: Any = "round_robin") -> dict[str, Any]:
-    return {"request_prioritizer": prioritizer, "replicaset_scheduler": chooser, "replica_scheduler": scheduler}
+def _scheduling(prioritizer: Any, scheduler: Any, router: Any = "round_robin") -> dict[str, Any]:
+    return {"request_prioritizer": prioritizer, "replicaset_scheduler": router, "replica_scheduler": scheduler}
 
 
 VICTIMS_FIRST: Mapping[str, Any] = {"policy": "fcfs", "params": {"preempted": "first"}}

@@ -79,7 +79,7 @@ class VllmV1:
     2. Unless someone gave way, waiting requests are admitted from the head until budget, limit or blocks end it. No
        looking past the head, and nobody gives way for it.
 
-    Differences from vLLM: its null block is no block here, so `num_blocks` is one less (the watermark still counts it);
+    Differences from vLLM: its null block is not a block here, so `num_blocks` is one less (the watermark still counts it);
     exact ties of priority and arrival go by submission, not by the text of the id; blocks that were entered in the
     prefix cache for tokens that a victim then did not compute are taken out of it.
 

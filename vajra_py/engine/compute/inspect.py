@@ -89,7 +89,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(Problem(str(file), f"this is no readable JSON ({error})", _EXPECTED)) from error
+        raise ConfigError(Problem(str(file), f"this is not readable JSON ({error})", _EXPECTED)) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ConfigError(
             Problem(str(file), "`model_type` is missing", "It names the architecture, as transformers writes it")
@@ -114,7 +114,9 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(Problem(str(index), f"this is no index of weight files ({error})", _EXPECTED)) from error
+            raise ConfigError(
+                Problem(str(index), f"this is not an index of weight files ({error})", _EXPECTED)
+            ) from error
         absent = [name for name in names if not (folder / name).is_file()]
         if absent:
             raise ConfigError(

@@ -240,7 +240,7 @@ def _offered(run: RunData) -> float | None:
 
 
 def _of_class(name: str, latency: str, statistic: str) -> _Reader:
-    """A latency of one class; its name may hold dots, and is no path."""
+    """A latency of one class; its name may hold dots, and is not a path."""
 
     def read(run: RunData) -> float | None:
         group = (run.summary.value("by_slo_class") or {}).get(name) or {}

@@ -31,5 +31,5 @@ def make_queue(prioritizer: RequestPrioritizer, name: str | None = None) -> Requ
         return SortedQueue(prioritizer, name)
     if motion is KeyMotion.ARBITRARY or motion is KeyMotion.VOLATILE:
         return ArbitraryQueue(prioritizer, name)
-    message = f"its key_motion is no KeyMotion (got {motion!r}). Allowed: {', '.join(map(str, KeyMotion))}."
+    message = f"its key_motion is not a KeyMotion (got {motion!r}). Allowed: {', '.join(map(str, KeyMotion))}."
     raise PolicyError(name or type(prioritizer).__name__, message)

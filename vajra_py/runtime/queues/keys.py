@@ -89,7 +89,7 @@ class LineReader:
                 with contextlib.suppress(OverflowError):  # an integer beyond the range of floats
                     return float(intercept), float(slope)
         allowed = "Allowed: (intercept, slope), two finite numbers."
-        self._blame(request, f"line() is no line (got {line!r}). {allowed}")
+        self._blame(request, f"line() is not a line (got {line!r}). {allowed}")
 
     def reject(self, request: RequestView, key: float, now: float) -> NoReturn:
         """The line has left the range of floating-point numbers."""

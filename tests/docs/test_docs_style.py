@@ -1,0 +1,43 @@
+"""Checks of how the documentation is written: length of lines, status of decisions, words that were given up."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+RECORDS = sorted((ROOT / "docs/adr").glob("*.md"))
+MOST_CHARACTERS = 200
+BANNED = re.compile(
+    r"\b(foregone|uproot|foresee|refit|chooser|TakeBack|Residents|residents|parked|read_claims|AdmitsInTurn|ChunksBesideDecodes|run-ahead)\b"
+)
+"""Private words whose place the field's words have taken; the glossary has those."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_of_prose_can_be_read(page: Path) -> None:
+    prose = re.sub(
+        r"^ *```.*?^ *```", lambda block: "\n" * block.group().count("\n"), page.read_text(), flags=re.M | re.S
+    )
+    lines = enumerate(prose.splitlines(), 1)
+    long = [at for at, line in lines if len(line) > MOST_CHARACTERS and not line.lstrip().startswith(("|", "<!--"))]
+    assert not long, f"{page.name}: lines {long} are over {MOST_CHARACTERS} characters"
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.stem)
+def test_decisions_have_a_status(record: Path) -> None:
+    found = re.search(r"^\*\*Status\.\*\* (Accepted|Superseded by \[ADR \d+\])", record.read_text(), re.M)
+    assert found, f"{record.name}: say **Status.** Accepted, or by which record it is superseded"
+
+
+@pytest.mark.parametrize("folder", ["vajra_py", "policies", "kernels"])
+def test_words_that_were_given_up_stay_away(folder: str) -> None:
+    found = {
+        f"{path.relative_to(ROOT)}: {match.group()}"
+        for path in (ROOT / folder).rglob("*.py")
+        for match in BANNED.finditer(path.read_text(encoding="utf-8"))
+    }
+    assert not found
