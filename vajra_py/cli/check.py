@@ -43,7 +43,7 @@ def check(files: tuple[Path, ...], overrides: tuple[str, ...], effective: bool) 
             click.echo(dump_effective(config), nl=False)
         elif not found:
             runs = "1 run" if len(points) == 1 else f"{len(points)} runs"
-            click.echo(f"{file}: right ({runs})")
+            click.echo(f"{file}: valid ({runs})")
     if problems:
         raise ConfigError(problems)
 

@@ -77,4 +77,7 @@ def make_backend(run: Run) -> Backend:
         from vajra_py.experiment.engined import EngineRun
 
         return EngineRun(run)
+    if kind == "vllm":
+        allowed = "Start vLLM with this file: vllm serve MODEL --scheduler-cls vajra_py.vllm.Scheduler (docs/vllm.md)"
+        raise ConfigError(Problem("backend.vllm", "a vLLM is started by its own commands, not from here", allowed))
     raise ConfigError(Problem("backend", f"nothing here runs it ({kind!r})", "Allowed: engine, simulator"))
