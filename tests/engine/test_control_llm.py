@@ -130,7 +130,6 @@ def test_bad_input_is_one_clear_line(llm: LLM, prompt: Any, params: dict[str, An
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"replica": {"kv_parallel": {"groups": 2, "group_tokens": 64}}},),
         ({"replica": {"memory": {"prefix_cache": {"unscheduled": "keep"}}}}, "would let requests read KV blocks"),
         ({"scheduling": {"request_prioritizer": "fcsf"}}, "Did you mean 'fcfs'"),
         ({"backend": {"simulator": {}}}, "an LLM needs the engine"),
