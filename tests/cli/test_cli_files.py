@@ -69,7 +69,7 @@ def test_several_files_are_all_checked(vajra: Vajra, small: Path, tmp_path: Path
     other.write_text(small.read_text().replace("version: 1", "version: 9"))
     said = vajra("check", other, small, "nowhere.yaml")
     assert said.code == 2
-    assert f"{small}: right" in said.out
+    assert f"{small}: valid" in said.out
     assert "other.yaml:1" in said.err
     assert "nowhere.yaml" in said.err
 
