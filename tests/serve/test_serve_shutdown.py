@@ -193,4 +193,5 @@ def test_a_storm_of_signals_ends_a_server_well(
     while server.process.poll() is None:
         number += 1
         server.process.send_signal(signal.SIGTERM if number % 2 else signal.SIGINT)
-    assert server.terminate() == 0
+    # A signal that comes while the interpreter itself ends may still be what ended it; by then everything is closed.
+    assert server.terminate() in {0, -signal.SIGINT, -signal.SIGTERM}
