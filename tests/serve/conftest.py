@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,7 +60,7 @@ class ServerProcess:
         return code
 
 
-def start_server(*arguments: str) -> ServerProcess:
+def start_server(*arguments: str, reads_log: bool = True) -> ServerProcess:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", "from vajra_py.cli.main import main; main()", "serve", "--port", "0", *arguments],
@@ -77,7 +79,8 @@ def start_server(*arguments: str) -> ServerProcess:
             break
     assert url, "".join(log)
     reader = threading.Thread(target=lambda: log.extend(stderr), daemon=True)
-    reader.start()
+    if reads_log:
+        reader.start()
     return ServerProcess(process, url, log, reader)
 
 
@@ -218,6 +221,22 @@ class PuppetServer:
         """A completion of token ids."""
         body = {"model": "puppet", "prompt": [1, 2, 3], "max_tokens": 4, **body}
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=timeout)
+
+    @contextmanager
+    def asked_for_much(self, **body: Any) -> Iterator[socket.socket]:
+        """A connection with little room, over which 32 long streams have been asked for and nothing is read."""
+        asked = {"n": 32, "max_tokens": 200, "stream": True, "return_token_ids": True, "logprobs": 5, **body}
+        content = json.dumps({"model": "puppet", "prompt": [1, 2, 3], **asked}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(content)}\r\n"
+        for listener in self.server.servers[0].sockets:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
+        address = httpx.URL(self.url)
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(SOON_S)
+            connection.connect((address.host, address.port))
+            connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + content)
+            yield connection
 
 
 PUPPET_CONFIG: dict[str, Any] = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -163,16 +165,7 @@ def test_a_client_that_reads_nothing_loses_its_place(
     server = puppet_server(
         {"replica": {"max_batch_size": 32, "memory": {"num_blocks": 1024}}}, send_timeout_s=0.3, max_concurrent=1
     )
-    asked = {"n": 32, "max_tokens": 200, "stream": True, "return_token_ids": True, "logprobs": 5}
-    body = json.dumps({"model": "puppet", "prompt": [1, 2, 3], **asked}).encode()
-    address = httpx.URL(server.url)
-    for listener in server.server.servers[0].sockets:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(60)
-        connection.connect((address.host, address.port))
-        connection.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+    with server.asked_for_much() as connection:
         until(lambda: server.service.num_exchanges == 1, "it is let in")
         until(lambda: server.service.num_exchanges == 0, "it has lost its place")
         assert server.server.connections.num_late == 1
@@ -217,3 +210,24 @@ def test_places_of_clients_that_left_are_free_for_those_that_come(
         one.close()
     assert [answer[:13] for answer in answers] == [b"HTTP/1.1 200 "] * places
     until(lambda: server.service.num_exchanges == 0, "nothing is left", 10.0)
+
+
+@pytest.mark.parametrize("jump_s", [-1e9, 1e9])
+def test_a_clock_that_is_set_while_requests_wait_ends_none(
+    puppet_server: Callable[..., Any], until: Callable[..., None], monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    server = puppet_server(idle_timeout_s=5)
+    server.strings.hold()
+    found: list[httpx.Response] = []
+    waits = threading.Thread(target=lambda: found.append(server.post(expires_after_ms=600_000)))
+    waits.start()
+    until(lambda: server.service.num_exchanges == 1, "it is let in")
+    now, now_ns = time.time, time.time_ns
+    monkeypatch.setattr(time, "time", lambda: now() + jump_s)
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns() + int(jump_s * 1e9))
+    server.strings.let_go()
+    waits.join(60)
+    assert [one.status_code for one in found] == [200]
+    assert server.post().status_code == 200
+    assert httpx.get(f"{server.url}/metrics").status_code == 200
+    assert httpx.get(f"{server.url}/health").json()["status"] == "ready"

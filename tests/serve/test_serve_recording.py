@@ -47,8 +47,10 @@ def test_a_full_disk_ends_the_recording_and_not_the_server(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))  # from now on no file of this process grows larger
     try:
-        for number in range(300):
-            assert server.post(prompt=[1 + number] * 40, max_tokens=30, seed=number).status_code == 200
+        for number in range(60):  # more than the logs hold back
+            prompt = [token * (number + token) % 997 for token in range(240)]
+            assert server.post(prompt=prompt, max_tokens=1).status_code == 200
+        assert "the recording stopped" in caplog.text
         server.stop()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,14 +1,12 @@
-"""What happens while a client does not take what is sent to it?"""
+"""A client that does not take what is sent to it holds nobody up."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 
 from vajra_py.serve.eager import begin
@@ -21,17 +19,7 @@ def test_a_client_that_does_not_read_holds_nobody_up_and_gets_everything_later(
     puppet_server: Callable[..., Any], until: Callable[..., None]
 ) -> None:
     server = puppet_server({"replica": {"max_batch_size": NUM_OUTPUTS, "memory": {"num_blocks": 1024}}})
-    asked = {"n": NUM_OUTPUTS, "max_tokens": NUM_TOKENS, "stream": True, "return_token_ids": True, "logprobs": 5}
-    body = json.dumps({"model": "puppet", "prompt": [1, 2, 3], **asked}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-    address = httpx.URL(server.url)
-    for listener in server.server.servers[0].sockets:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(60)
-        connection.connect((address.host, address.port))
-        connection.sendall(head.encode() + b"\r\nconnection: close\r\n\r\n" + body)
+    with server.asked_for_much(n=NUM_OUTPUTS, max_tokens=NUM_TOKENS) as connection:
         until(lambda: server.service.session.controller.num_ended.total() == NUM_OUTPUTS, "the engine is done with it")
         assert server.post().status_code == 200
         assert server.service.num_exchanges == 1  # most of it is yet to be sent

@@ -56,10 +56,19 @@ class DrainingServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """See uvicorn; signals that come when the server has ended its work change nothing about how it ends."""
-        with super().capture_signals():
+        """Handle signals while the server runs, and ignore them from then on: its end decides how the process ends.
+
+        uvicorn restores the handlers of before and raises again what came: a signal between that and the end of the process
+        would then be what ended it.
+        """
+        if threading.current_thread() is not threading.main_thread():
             yield
-        if threading.current_thread() is threading.main_thread():
+            return
+        for signal_number in HANDLED_SIGNALS:
+            signal.signal(signal_number, self.handle_exit)
+        try:
+            yield
+        finally:
             for signal_number in HANDLED_SIGNALS:
                 signal.signal(signal_number, signal.SIG_IGN)
 
