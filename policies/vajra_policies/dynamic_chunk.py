@@ -11,6 +11,7 @@ from vajra_py.contract import (
     PolicyContext,
     PolicySpec,
     RequestView,
+    SchedulerTraits,
     SteadyState,
     fill,
 )
@@ -30,20 +31,13 @@ class DynamicChunk:
     Source: Vajra's scheduling architecture, dynamic-chunk replica scheduler; Medha (arXiv:2409.17264), adaptive chunking.
     """
 
+    traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
+    """With nothing but decodes to run, or room for nothing else, `fill` adds nothing else; whatever waits gets a chunk when nothing runs."""
+
     def __init__(self, config: DynamicChunkConfig, context: PolicyContext) -> None:
         self._target_s = config.target_batch_time_s
         self._mode = preemption_mode(config, context)
         self._chunks = TargetTime(config, context)
-
-    @property
-    def repeats_decodes(self) -> frozenset[SteadyState]:
-        """With nothing but decodes to run, or room for nothing else, `fill` does nothing else."""
-        return frozenset(SteadyState)
-
-    @property
-    def is_work_conserving(self) -> bool:
-        """Whatever waits gets a chunk when nothing else runs."""
-        return True
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Decodes, then prompts by urgency until the step is predicted to take its target time."""

@@ -13,6 +13,7 @@ from vajra_py.contract import (
     PolicySpec,
     PreemptionMode,
     RequestView,
+    SchedulerTraits,
     SteadyState,
     fill,
 )
@@ -35,19 +36,12 @@ class FixedChunk:
     2048. Vajra's scheduling architecture, fixed-chunk replica scheduler.
     """
 
+    traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
+    """With nothing but decodes to run, or room for nothing else, `fill` adds nothing else; whatever waits gets a chunk when nothing runs."""
+
     def __init__(self, config: FixedChunkConfig, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> None:
         self._chunk_size = config.chunk_size
         self._mode = mode
-
-    @property
-    def repeats_decodes(self) -> frozenset[SteadyState]:
-        """With nothing but decodes to run, or room for nothing else, `fill` does nothing else."""
-        return frozenset(SteadyState)
-
-    @property
-    def is_work_conserving(self) -> bool:
-        """Whatever waits gets a chunk when nothing else runs."""
-        return True
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Decodes, then prompts by urgency up to `chunk_size` tokens."""

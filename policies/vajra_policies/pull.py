@@ -14,6 +14,7 @@ from vajra_py.contract import (
     ReplicaId,
     ReplicaLoadView,
     RequestView,
+    SchedulerTraits,
 )
 
 
@@ -32,18 +33,11 @@ class Pull:
     Source: Vajra's scheduling architecture, pull replicaset scheduler.
     """
 
+    traits = SchedulerTraits(reads_load=False, is_work_conserving=True)
+    """Nothing is assigned, and a replica with room may take whatever waits."""
+
     def __init__(self, num_batches: int = 1) -> None:
         self._num_batches = num_batches
-
-    @property
-    def reads_load(self) -> bool:
-        """Nothing is assigned, so nothing is looked at."""
-        return False
-
-    @property
-    def is_work_conserving(self) -> bool:
-        """A replica with room may take whatever waits."""
-        return True
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """None: every request waits in the shared queue."""

@@ -15,6 +15,7 @@ from vajra_py.contract import (
     ReplicaId,
     ReplicaLoadView,
     RequestView,
+    SchedulerTraits,
 )
 
 
@@ -30,13 +31,11 @@ class RandomReplica:
     Source: random splitting, the baseline of Mitzenmacher (IEEE TPDS 2001).
     """
 
+    traits = SchedulerTraits(reads_load=False)
+    """A draw does not depend on load."""
+
     def __init__(self, stream: RandomStream) -> None:
         self._stream = stream
-
-    @property
-    def reads_load(self) -> bool:
-        """A draw does not depend on load."""
-        return False
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """A replica that is up, drawn anew for each request."""

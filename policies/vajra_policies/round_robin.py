@@ -14,6 +14,7 @@ from vajra_py.contract import (
     ReplicaId,
     ReplicaLoadView,
     RequestView,
+    SchedulerTraits,
 )
 
 
@@ -29,13 +30,11 @@ class RoundRobin:
     Source: Vajra's scheduling architecture, round-robin replicaset scheduler.
     """
 
+    traits = SchedulerTraits(reads_load=False)
+    """The next replica does not depend on load."""
+
     def __init__(self) -> None:
         self._next = 0
-
-    @property
-    def reads_load(self) -> bool:
-        """Who is next does not depend on load."""
-        return False
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """The next replica that is up."""

@@ -17,6 +17,7 @@ from vajra_py.contract import (
     PolicyContext,
     PolicySpec,
     RequestView,
+    SchedulerTraits,
     SteadyState,
     fill,
 )
@@ -71,6 +72,9 @@ class SpaceSharing:
     documentation describes space sharing as isolation between tenants is what `class_shares` answers.
     """
 
+    traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
+    """With nothing but decodes to run, or room for nothing else, `fill` adds nothing else; whatever waits gets a chunk when nothing runs."""
+
     def __init__(self, config: SpaceSharingConfig, context: PolicyContext) -> None:
         self._config = config
         self._mode = preemption_mode(config, context)
@@ -80,16 +84,6 @@ class SpaceSharing:
         if config.class_shares:
             by_tenant = config.class_by == "tenant"
             self._shares = ClassShares(config.class_shares, config.target_batch_time_s, by_tenant=by_tenant)
-
-    @property
-    def repeats_decodes(self) -> frozenset[SteadyState]:
-        """With nothing but decodes to run, or room for nothing else, `fill` does nothing else."""
-        return frozenset(SteadyState)
-
-    @property
-    def is_work_conserving(self) -> bool:
-        """Whatever waits gets a chunk when nothing else runs."""
-        return True
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Decodes, then prompts by urgency until the step is predicted to take its target time."""

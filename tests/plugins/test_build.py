@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from vajra_py.contract import KeyMotion, Layer
+from vajra_py import contract
+from vajra_py.contract import KeyMotion, Layer, SchedulerTraits, SteadyState
+from vajra_py.contract.policies import traits_of
 from vajra_py.errors import ConfigError, PluginError, UnknownNameError
 from vajra_py.plugins import (
     Truth,
@@ -70,6 +72,18 @@ class Policy:
     def line(self, request): return 0.0, 0.0
 """
 
+SCHEDULES = """
+class Policy:
+    def __init__(self, config=None): self.config = config
+    def schedule(self, replica, batch, now): pass
+"""
+ASSIGNS = """
+class Policy:
+    def __init__(self, config=None): self.config = config
+    def assign(self, request, replicas, now): return 0
+    def pull(self, replica, queued, now): return ()
+"""
+
 
 def test_a_policy_is_built_from_validated_parameters(site: Any) -> None:
     registry = install(site, GOOD)
@@ -87,7 +101,7 @@ def test_names_of_its_own_are_a_policys_business(site: Any) -> None:
 def test_one_object_may_serve_several_layers() -> None:
     class Both:
         key_motion = KeyMotion.STATIC
-        repeats_decodes = frozenset[object]()
+        traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState))
 
         def key(self, request: Any, now: float) -> float:
             return 0.0
@@ -136,9 +150,9 @@ def test_wrong_parameters_say_where(site: Any) -> None:
         ),
         (GOOD + "    def on_token(self, request): pass\n", PRIORITIZER, "asks for 'on_token'.*Allowed: key,"),
         (
-            GOOD + "    def schedule(self, replica, batch, now): pass\n    repeat_decodes = frozenset()\n",
+            SCHEDULES + "    trait = SchedulerTraits()\n",
             SCHEDULER,
-            "asks for 'repeat_decodes'. Did you mean 'repeats_decodes'",
+            "asks for 'trait'. Did you mean 'traits'",
         ),
         (
             GOOD + "    def refuses(self, request): return None\n",
@@ -154,6 +168,74 @@ def test_what_is_no_policy_of_the_layer_is_refused(site: Any, classes: str, laye
     with pytest.raises(PluginError, match=complaint) as caught:
         build_policy(layer, "mine", {}, CONTEXT, registry)
     assert "'lab' of lab 3.1" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("classes", "layer", "complaint"),
+    [
+        (
+            SCHEDULES + "    traits = {'reads_load'}\n",
+            SCHEDULER,
+            "traits is {'reads_load'}; expected a SchedulerTraits",
+        ),
+        (
+            SCHEDULES + "    traits = SchedulerTraits(repeats_decodes=True)\n",
+            SCHEDULER,
+            "repeats_decodes is True; expected a frozenset of SteadyState.NOTHING_WAITS",
+        ),
+        (
+            SCHEDULES + "    traits = SchedulerTraits(repeats_decodes=frozenset({'full'}))\n",
+            SCHEDULER,
+            "repeats_decodes is frozenset.*expected a frozenset of SteadyState",
+        ),
+        (
+            ASSIGNS + "    traits = SchedulerTraits(reads_load=0)\n",
+            ROUTER,
+            "reads_load is 0; expected True or False",
+        ),
+        (
+            SCHEDULES + "    traits = SchedulerTraits(reads_load=False)\n",
+            SCHEDULER,
+            "traits.reads_load is a claim for a replicaset scheduler to make",
+        ),
+        (
+            ASSIGNS + "    traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState))\n",
+            ROUTER,
+            "traits.repeats_decodes is a claim for a replica scheduler to make",
+        ),
+        (GOOD + "    traits = SchedulerTraits()\n", PRIORITIZER, "'traits' is never asked of a request prioritizer"),
+        (SCHEDULES + "    repeats_decodes = 1\n", SCHEDULER, r"'repeats_decodes'.*SchedulerTraits\(repeats_decodes"),
+        (ASSIGNS + "    reads_load = False\n", ROUTER, r"'reads_load'.*SchedulerTraits\(reads_load"),
+        (ASSIGNS + "    is_work_conserving = True\n", ROUTER, r"'is_work_conserving'.*Traits\(is_work_conserving"),
+        (
+            SCHEDULES + "    def chunk_beside(self, n, m): return 1\n",
+            SCHEDULER,
+            "'chunk_beside'.*Delete it: every step",
+        ),
+        (SCHEDULES + "    admits_in_turn = True\n", SCHEDULER, r"'admits_in_turn'.*SchedulerTraits\(repeats_decodes"),
+    ],
+)
+def test_traits_that_are_wrong_or_declared_as_they_once_were(
+    site: Any, classes: str, layer: Layer, complaint: str
+) -> None:
+    registry = install(site, classes, layer)
+    with pytest.raises(PluginError, match=complaint):
+        build_policy(layer, "mine", {}, CONTEXT, registry)
+
+
+def test_traits_may_depend_on_parameters(site: Any) -> None:
+    line = "    traits = property(lambda self: SchedulerTraits(is_work_conserving=self.config.slope > 1))\n"
+    registry = install(site, SCHEDULES + line, SCHEDULER)
+    for slope in (1.0, 2.0):
+        policy: Any = build_policy(SCHEDULER, "mine", {"slope": slope}, CONTEXT, registry)
+        assert traits_of(policy) == SchedulerTraits(is_work_conserving=slope > 1)
+    assert traits_of(object()) == SchedulerTraits()
+
+
+@pytest.mark.parametrize("name", ["ReadsNoLoad", "RepeatsDecodes", "WorkConserving"])
+def test_protocols_that_became_traits_say_so(name: str) -> None:
+    with pytest.raises(ImportError, match=rf"{name} is gone. Use SchedulerTraits\("):
+        getattr(contract, name)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from vajra_py.contract import (
     KeyMotion,
     PreemptionMode,
     Refusal,
-    RepeatsDecodes,
     ReplicaScheduler,
     SteadyState,
     fill,
@@ -40,11 +39,10 @@ def test_is_a_replica_scheduler_that_chunks_lone_prompts() -> None:
     policy = FixedChunk(FixedChunkConfig())
     scheduler: ReplicaScheduler = policy
     chunks: ChunksLonePrompts = policy
-    repeats: RepeatsDecodes = policy
     assert isinstance(scheduler, ReplicaScheduler)
     assert chunks.lone_chunk(0, 5000) == 2048
     assert chunks.lone_chunk(4096, 904) == 904
-    assert repeats.repeats_decodes == set(SteadyState)
+    assert policy.traits.repeats_decodes == set(SteadyState)
 
 
 # Chunks of a fixed budget

@@ -110,7 +110,7 @@ def test_the_front_door_loads_no_tensor_library_before_it_is_needed(tmp_path: Pa
 
 def test_a_renamed_name_of_the_contract_answers_with_the_new_one() -> None:
     old = "Replica" + "State"
-    with pytest.raises(ImportError, match=rf"{old} was renamed. Use LocalReplicaView\."):
+    with pytest.raises(ImportError, match=rf"{old} is gone. Use LocalReplicaView\."):
         exec(f"from vajra_py.contract import {old}")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vajra_py.contract import KeyMotion, SteadyState
+from vajra_py.contract import KeyMotion, SchedulerTraits, SteadyState
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.requests.request import RequestState
@@ -21,7 +21,9 @@ OPTIONS = HarnessOptions(block_size=4, num_blocks=20, max_batch_size=2)
 class Impatient(PlainChunks):
     """Drops what has waited for longer than it allows; is told of departures."""
 
-    repeats_decodes = frozenset({SteadyState.NOTHING_WAITS})  # while something waits, time matters
+    traits = SchedulerTraits(
+        repeats_decodes=frozenset({SteadyState.NOTHING_WAITS})
+    )  # while something waits, time matters
 
     def __init__(self, patience_s: float = 0.05) -> None:
         super().__init__()

@@ -255,7 +255,7 @@ def test_arrivals_and_ends_are_told_without_forming_every_step_by_itself() -> No
         asked = 0
 
         class Counted:
-            repeats_decodes = scheduler.repeats_decodes
+            traits = scheduler.traits
 
             def schedule(self, replica: Any, batch: Any, now: float) -> None:
                 nonlocal asked

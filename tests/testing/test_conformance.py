@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vajra_py.contract import KeyMotion, Layer, PolicyConfig, PolicyContext, PolicySpec, SteadyState, fill
+from vajra_py.contract import (
+    KeyMotion,
+    Layer,
+    PolicyConfig,
+    PolicyContext,
+    PolicySpec,
+    SchedulerTraits,
+    SteadyState,
+    fill,
+)
 from vajra_py.testing import check_policy, conformance_checks, policies_under_test
 from vajra_py.testing.reference_policies import ByArrival, BySlack, InTurn, PlainChunks, Shared
 
@@ -40,6 +49,7 @@ SERVES = "serves everybody: far more requests than fit into a batch"
 MOVES = "keys move as declared"
 READS = "reads what the contract offers"
 DOWN = "leaves alone who is down"
+FORWARD = "decides the same with decode fast-forward"
 WORKS = "works while there is work, where it says so"
 
 
@@ -249,7 +259,7 @@ class GreedyWhenDown(Shared):
 
 
 class Lazy(InTurn):
-    is_work_conserving = True
+    traits = SchedulerTraits(is_work_conserving=True)
 
     def assign(self, request: Any, replicas: Any, now: float) -> int:
         return 0 if replicas[0].is_up else 1
@@ -261,10 +271,10 @@ class Lazy(InTurn):
         (Stubborn, DOWN, "assigned a request to replica 1. Replicas that are up: [0]"),
         (GreedyWhenDown, DOWN, "take no requests and were given"),
         (Blind, READS, "reads replica view.num_context_tokens"),
-        (Blind, "needs no load where it says so", "reads_load = False is not true"),
+        (Blind, FORWARD, "traits.reads_load = False is not true"),
         (Withholding, SERVES, "offers no replica anything"),
         (Inventing, SERVES, "not in the shared queue"),
-        (Lazy, WORKS, "is_work_conserving is not true: replica 1 is idle"),
+        (Lazy, WORKS, "traits.is_work_conserving is not true: replica 1 is idle"),
     ],
 )
 def test_broken_replicaset_schedulers(policy: type[Any], check: str, found: str) -> None:
@@ -315,7 +325,7 @@ class Boastful(PlainChunks):
 class Hesitant(PlainChunks):
     """Says that it never rests, and lets each of the first requests wait for company."""
 
-    is_work_conserving = True
+    traits = SchedulerTraits(is_work_conserving=True)
 
     def schedule(self, replica: Any, batch: Any, now: float) -> None:
         if replica.num_running or replica.num_waiting > 1 or next(replica.waiting()).index > 6:
@@ -345,9 +355,9 @@ class Prying(PlainChunks):
         (Idle, SERVES, "scheduled nothing although"),
         (Overeager, SERVES, "Its next chunk may have at most"),
         (Thrashing, SERVES, "without a single token for anybody"),
-        (Fickle, "repeats itself where it says so", "repeats_decodes is not true"),
+        (Fickle, FORWARD, "traits.repeats_decodes is not true"),
         (Boastful, "chunks lone prompts as it says", "but the prompt alone got 128 tokens"),
-        (Hesitant, WORKS, "is_work_conserving is not true: replica 0 is idle"),
+        (Hesitant, WORKS, "traits.is_work_conserving is not true: replica 0 is idle"),
         (Remembering, "decides the same again", "differs when the run is repeated with the same seed"),
         (Prying, READS, "reads replica._residents"),
     ],
@@ -358,15 +368,14 @@ def test_broken_replica_schedulers(policy: type[Any], check: str, found: str) ->
 
 def test_claims_that_are_true_pass() -> None:
     class Busy(PlainChunks):
-        is_work_conserving = True
-        repeats_decodes = frozenset({SteadyState.NOTHING_WAITS})
+        traits = SchedulerTraits(repeats_decodes=frozenset({SteadyState.NOTHING_WAITS}), is_work_conserving=True)
 
     class BusyPull(Shared):
-        is_work_conserving = True
+        traits = SchedulerTraits(is_work_conserving=True)
 
     for spec in (spec_of(SCHEDULER, lambda context: Busy()), spec_of(CHOOSER, lambda context: BusyPull())):
         for check in conformance_checks(spec.layer):
-            if check.name == WORKS or "where it says so" in check.name:
+            if check.name in (WORKS, FORWARD):
                 check(spec)
 
 

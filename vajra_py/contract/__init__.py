@@ -21,16 +21,14 @@ from vajra_py.contract.policies import (
     KeyMotion,
     Layer,
     ListensToRequests,
-    ReadsNoLoad,
     RefusesRequests,
-    RepeatsDecodes,
     ReplicaScheduler,
     ReplicasetScheduler,
     RequestPrioritizer,
+    SchedulerTraits,
     SchedulingPolicy,
     SteadyState,
     TimeLinearPrioritizer,
-    WorkConserving,
 )
 from vajra_py.contract.requests import ReplicaId, RequestId, RequestView
 from vajra_py.contract.views import LocalReplicaView, PriorityKey, QueueView, ReplicaLimits, ReplicaLoadView
@@ -56,10 +54,8 @@ __all__ = [
     "PriorityKey",
     "QueueView",
     "RandomStream",
-    "ReadsNoLoad",
     "Refusal",
     "RefusesRequests",
-    "RepeatsDecodes",
     "ReplicaId",
     "ReplicaLimits",
     "ReplicaLoadView",
@@ -68,11 +64,11 @@ __all__ = [
     "RequestId",
     "RequestPrioritizer",
     "RequestView",
+    "SchedulerTraits",
     "SchedulingPolicy",
     "SharedState",
     "SteadyState",
     "TimeLinearPrioritizer",
-    "WorkConserving",
     "add_all_decodes",
     "fill",
     "hookimpl",
@@ -81,8 +77,11 @@ __all__ = [
 
 _RENAMED = {
     "BatchShape": "BatchFeatures",
+    "ReadsNoLoad": "SchedulerTraits(reads_load=False)",
+    "RepeatsDecodes": "SchedulerTraits(repeats_decodes=...)",
     "ReplicaState": "LocalReplicaView",
     "ReplicaView": "ReplicaLoadView",
+    "WorkConserving": "SchedulerTraits(is_work_conserving=True)",
 }
 
 _MOVED = {
@@ -102,5 +101,5 @@ def __getattr__(name: str) -> object:
         warnings.warn(f"import {name} from {home}: {__name__} is for policies", DeprecationWarning, stacklevel=2)
         return getattr(importlib.import_module(home), name)
     if name in _RENAMED:
-        raise ImportError(f"vajra_py.contract.{name} was renamed. Use {_RENAMED[name]}.", name=name)
+        raise ImportError(f"vajra_py.contract.{name} is gone. Use {_RENAMED[name]}.", name=name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -126,41 +126,39 @@ class SteadyState(Enum):
     """All running requests decode, and they fill the batch; whatever waits."""
 
 
-@runtime_checkable
-class RepeatsDecodes(Protocol):
-    """What a replica scheduler may declare so that a simulator need not ask it at every step.
+@dataclass(frozen=True, slots=True)
+class SchedulerTraits:
+    """Claims of a replica or replicaset scheduler beyond its Protocol: its attribute `traits`, read once when it is built.
 
-    The declaration says: after a step of all decodes in such a situation, every further step is decided the same way,
-    whatever the time, until a request arrives (with `NOTHING_WAITS`), a request ends, or a decode lacks a block. It
-    is a claim about the policy, tested by comparing both ways; without it the policy is asked every step.
+    A scheduler without that attribute claims nothing. The conformance suite holds every claim against what the policy does.
     """
 
-    @property
-    def repeats_decodes(self) -> frozenset[SteadyState]:
-        """The situations for which the claim holds; read once, when the policy is built."""
+    repeats_decodes: frozenset[SteadyState] = frozenset()
+    """Of a replica scheduler: the situations in which a step of all decodes is followed by equal ones.
 
+    After such a step every further one is decided the same way, whatever the time, until a request arrives (with
+    `NOTHING_WAITS`), a request ends, or a decode lacks a block. A simulator then works such steps out at once.
+    """
+    reads_load: bool = True
+    """Of a replicaset scheduler; False: `assign` reads nothing of the replicas but `replica_id` and `is_up`.
 
-@runtime_checkable
-class ReadsNoLoad(Protocol):
-    """What a replicaset scheduler may declare so that a simulator need not bring every replica up to date for it."""
+    A simulator then need not bring every replica up to date at each arrival.
+    """
+    is_work_conserving: bool = False
+    """No replica idles while there is work that it could do.
 
-    @property
-    def reads_load(self) -> bool:
-        """False: `assign` looks at nothing of the replicas but `replica_id` and `is_up`; read once."""
-
-
-@runtime_checkable
-class WorkConserving(Protocol):
-    """What a replica or replicaset scheduler may declare: no replica stands idle while there is work that it could do.
-
-    For a replica scheduler: with blocks to spare, steps follow one another until every request has ended. For a
-    replicaset scheduler: with blocks to spare, no replica is idle while a request waits anywhere in the replicaset.
-    A claim that the conformance suite tests by simulation; nothing else depends on it.
+    Of a replica scheduler: with blocks to spare, steps follow one another until every request has ended. Of a replicaset
+    scheduler: with blocks to spare, no replica is idle while a request waits anywhere in the replicaset.
     """
 
-    @property
-    def is_work_conserving(self) -> bool:
-        """Whether the claim is made."""
+
+NO_TRAITS = SchedulerTraits()
+
+
+def traits_of(policy: object) -> SchedulerTraits:
+    """The traits that a scheduler declares; without a declaration it claims nothing."""
+    traits: SchedulerTraits = getattr(policy, "traits", NO_TRAITS)
+    return traits
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +186,8 @@ class ListensToRequests(Protocol):
     """What any policy may add to keep state per request (attained service, fairness counters).
 
     Each method is optional by itself: a policy is told of exactly what it has a method for. All but `on_step_end` leave a
-    simulator free to work out repeated steps at once (`RepeatsDecodes`); `on_step_end` has every step formed by itself.
+    simulator free to work out repeated steps at once (`SchedulerTraits.repeats_decodes`); with `on_step_end` every step is
+    formed by itself.
     """
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from vajra_py.contract import KeyMotion, Layer, PolicyContext, SchedulingPolicy
+from vajra_py.contract import KeyMotion, Layer, PolicyContext, SchedulerTraits, SchedulingPolicy, SteadyState
 from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer
+from vajra_py.contract.policies import NO_TRAITS
 from vajra_py.errors import ConfigError, PluginError, Problem, VajraError, did_you_mean
 from vajra_py.plugins.discovery import load_registry
 from vajra_py.plugins.registry import Offer, Registry, kind_of
@@ -43,10 +44,30 @@ OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
 
 DECLARATIONS: Mapping[Layer, frozenset[str]] = {
     Layer.REQUEST_PRIORITIZER: frozenset({"key_motion"}),
+    Layer.REPLICASET_SCHEDULER: frozenset({"traits"}),
+    Layer.REPLICA_SCHEDULER: frozenset({"traits"}),
+}
+"""What a policy declares in its layer."""
+
+TRAITS: Mapping[Layer, frozenset[str]] = {
+    Layer.REQUEST_PRIORITIZER: frozenset(),
     Layer.REPLICASET_SCHEDULER: frozenset({"reads_load", "is_work_conserving"}),
     Layer.REPLICA_SCHEDULER: frozenset({"repeats_decodes", "is_work_conserving"}),
 }
-"""What a policy may declare in its layer."""
+"""Which fields of `SchedulerTraits` mean something in a layer."""
+
+_ASKED_EVERY_STEP = (
+    "Delete it: every step is decided by `schedule`, and traits = SchedulerTraits(repeats_decodes=...) declares steps of "
+    "decodes that repeat"
+)
+_FORMER_DECLARATIONS = {
+    "repeats_decodes": "Declare traits = SchedulerTraits(repeats_decodes=...)",
+    "reads_load": "Declare traits = SchedulerTraits(reads_load=...)",
+    "is_work_conserving": "Declare traits = SchedulerTraits(is_work_conserving=...)",
+    "chunk_beside": _ASKED_EVERY_STEP,
+    "admits_in_turn": _ASKED_EVERY_STEP,
+}
+"""Attributes by which policies declared something once, and what to write now."""
 
 _NEAR = 0.9
 """How like a hook's name (0 to 1) another name has to be to be taken for a misspelling of it."""
@@ -143,6 +164,7 @@ def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> 
     present = {name: count for name, count in optional.items() if getattr(policy, name, None) is not None}
     _check_methods(policy, present, what, plugin)
     _check_names(layer, policy, what, plugin)
+    _check_traits(policy, what, plugin)
     if layer is Layer.REQUEST_PRIORITIZER:
         _check_key_motion(policy, what, plugin)
 
@@ -158,11 +180,12 @@ def _check_names(layer: Layer, policy: object, what: str, plugin: str) -> None:
     A name near a hook's is taken for a misspelling unless the policy has that hook too.
     """
     hooks, everywhere = hooks_of(layer), frozenset().union(*map(hooks_of, Layer))
-    served = [other for other in Layer if all(hasattr(policy, name) for name in LAYER_METHODS[other])]
-    own = frozenset().union(*map(hooks_of, served))  # one object may serve several layers
+    own = frozenset().union(*map(hooks_of, _layers_served(policy)))
     for name in dir(policy):
         if name.startswith("_") or name in own or name in hooks:
             continue
+        if name in _FORMER_DECLARATIONS:
+            raise PluginError(plugin, f"{what}: nothing reads {name!r} any more. {_FORMER_DECLARATIONS[name]}")
         if name in everywhere:
             layers = ", ".join(kind_of(other) for other in Layer if name in hooks_of(other))
             raise PluginError(plugin, f"{what}: {name!r} is never asked of a {kind_of(layer)}. It is for a {layers}")
@@ -170,6 +193,29 @@ def _check_names(layer: Layer, policy: object, what: str, plugin: str) -> None:
         if name.startswith("on_") or (near and not hasattr(policy, near[0])):
             allowed = did_you_mean(name, hooks)
             raise PluginError(plugin, f"{what}: nothing ever asks for {name!r}. {allowed}. Other names begin with '_'")
+
+
+def _layers_served(policy: object) -> list[Layer]:
+    """The layers whose methods the object has; it may serve several."""
+    return [layer for layer in Layer if all(hasattr(policy, name) for name in LAYER_METHODS[layer])]
+
+
+def _check_traits(policy: object, what: str, plugin: str) -> None:
+    traits = getattr(policy, "traits", NO_TRAITS)
+    if not isinstance(traits, SchedulerTraits):
+        raise PluginError(plugin, f"{what}: traits is {traits!r}; expected a SchedulerTraits")
+    steady: object = traits.repeats_decodes  # a plug-in may say anything
+    if not isinstance(steady, frozenset) or not all(isinstance(one, SteadyState) for one in steady):
+        expected = ", ".join(f"SteadyState.{one.name}" for one in SteadyState)
+        raise PluginError(plugin, f"{what}: traits.repeats_decodes is {steady!r}; expected a frozenset of {expected}")
+    known = frozenset().union(*(TRAITS[layer] for layer in _layers_served(policy)))
+    for field in fields(traits):
+        value = getattr(traits, field.name)
+        if isinstance(field.default, bool) and not isinstance(value, bool):
+            raise PluginError(plugin, f"{what}: traits.{field.name} is {value!r}; expected True or False")
+        if value != field.default and field.name not in known:
+            layers = " and ".join(kind_of(layer) for layer in Layer if field.name in TRAITS[layer])
+            raise PluginError(plugin, f"{what}: traits.{field.name} is a claim for a {layers} to make (got {value!r})")
 
 
 def _check_key_motion(policy: object, what: str, plugin: str) -> None:

@@ -14,6 +14,7 @@ from vajra_py.contract import (
     ReplicaId,
     ReplicaLoadView,
     RequestView,
+    SchedulerTraits,
     SteadyState,
     fill,
 )
@@ -57,7 +58,7 @@ def by_slack(context: PolicyContext) -> BySlack:
 class InTurn:
     """Early binding: one replica after the other."""
 
-    reads_load = False
+    traits = SchedulerTraits(reads_load=False)
 
     def __init__(self) -> None:
         self._count = 0
@@ -76,7 +77,7 @@ class InTurn:
 class Shared:
     """Late binding: one queue for all."""
 
-    reads_load = False
+    traits = SchedulerTraits(reads_load=False)
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """None."""
@@ -90,7 +91,7 @@ class Shared:
 class PlainChunks:
     """Decodes first, then prompts by urgency, so many tokens a step."""
 
-    repeats_decodes = frozenset(SteadyState)
+    traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState))
 
     def __init__(self, num_tokens: int = 128) -> None:
         self._num_tokens = num_tokens

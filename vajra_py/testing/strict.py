@@ -22,8 +22,9 @@ from vajra_py.contract import (
     ReplicaLoadView,
     RequestView,
 )
+from vajra_py.contract.policies import traits_of
 
-_DECLARATIONS = ("key_motion", "repeats_decodes", "reads_load", "is_work_conserving")
+_DECLARATIONS = ("key_motion", "traits")
 _METHODS = (
     "key",
     "line",
@@ -39,7 +40,7 @@ _METHODS = (
     "on_departures",
 )
 LOADLESS = frozenset({"replica_id", "is_up"})
-"""What a replicaset scheduler that declares `reads_load = False` may look at."""
+"""What a replicaset scheduler with the trait `reads_load=False` may read."""
 
 
 def interpose(policy: Any, replacements: Mapping[str, Callable[..., Any]]) -> Any:
@@ -86,7 +87,7 @@ class StrictViews:
 
     def policy(self, policy: Any) -> Any:
         """The policy, behind strict views in every method that is shown requests or replicas."""
-        loadless = getattr(policy, "reads_load", True) is False
+        loadless = not traits_of(policy).reads_load
 
         def assign(request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Any:
             names = LOADLESS if loadless else None

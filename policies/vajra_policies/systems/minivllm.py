@@ -12,6 +12,7 @@ from vajra_py.contract import (
     PolicySpec,
     ReplicaLoadView,
     RequestView,
+    SchedulerTraits,
     SteadyState,
 )
 
@@ -35,13 +36,11 @@ class Minivllm:
     Source: MinivLLM (Wenyueh), documentation of scheduling.
     """
 
+    traits = SchedulerTraits(repeats_decodes=frozenset({SteadyState.NOTHING_WAITS}))
+    """Decodes follow one another while nothing waits; whatever waits may be prefilled in any step."""
+
     def __init__(self, config: MinivllmConfig, context: PolicyContext) -> None:
         self._budget = context.limits.max_batch_tokens
-
-    @property
-    def repeats_decodes(self) -> frozenset[SteadyState]:
-        """Decodes alone go on while nothing waits; whatever waits may be prefilled in any step."""
-        return frozenset({SteadyState.NOTHING_WAITS})
 
     def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """Prompts are computed in one piece."""

@@ -16,6 +16,7 @@ from vajra_py.contract import (
     PolicySpec,
     ReplicaLoadView,
     RequestView,
+    SchedulerTraits,
     SteadyState,
 )
 
@@ -54,15 +55,13 @@ class NanoVllm:
     Source: nano-vLLM (GeeeekExplorer), `nanovllm/engine/scheduler.py`; `whole` until 2026-04-13, `chunk_first` after.
     """
 
+    traits = SchedulerTraits(repeats_decodes=frozenset({SteadyState.NOTHING_WAITS}))
+    """Decodes follow one another while nothing waits; whatever waits may be prefilled in any step."""
+
     def __init__(self, config: NanoVllmConfig, context: PolicyContext) -> None:
         limit = context.limits.max_batch_tokens
         self._budget = config.prefill_budget_tokens if limit is None else min(config.prefill_budget_tokens, limit)
         self._chunks_first = config.prefill == "chunk_first"
-
-    @property
-    def repeats_decodes(self) -> frozenset[SteadyState]:
-        """Decodes alone go on while nothing waits; whatever waits may be prefilled in any step."""
-        return frozenset({SteadyState.NOTHING_WAITS})
 
     def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """A prompt that is alone has the whole budget."""

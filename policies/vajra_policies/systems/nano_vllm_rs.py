@@ -15,6 +15,7 @@ from vajra_py.contract import (
     Refusal,
     ReplicaLoadView,
     RequestView,
+    SchedulerTraits,
     SteadyState,
 )
 
@@ -65,17 +66,15 @@ class NanoVllmRs:
     Source: appleparan/nano-vllm-rs, `docs/scheduler.md`.
     """
 
+    traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState))
+    """Nothing is admitted to a full batch, and nothing is preempted for requests that could not be admitted."""
+
     def __init__(self, config: NanoVllmRsConfig, context: PolicyContext) -> None:
         limit = context.limits.max_batch_tokens
         self._budget = config.prefill_budget_tokens if limit is None else min(config.prefill_budget_tokens, limit)
         self._chunk_size = config.chunk_size if config.chunked_prefill else None
         self._preempts = config.preemption
         self._max_running = context.limits.max_batch_size
-
-    @property
-    def repeats_decodes(self) -> frozenset[SteadyState]:
-        """Nobody is admitted to a full batch, and nobody gives way for those who could not be."""
-        return frozenset(SteadyState)
 
     def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """A prompt that is alone is cut into chunks all the same."""

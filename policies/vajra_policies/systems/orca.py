@@ -12,6 +12,7 @@ from vajra_py.contract import (
     PolicySpec,
     ReplicaLoadView,
     RequestView,
+    SchedulerTraits,
     SteadyState,
 )
 
@@ -33,13 +34,11 @@ class Orca:
     Source: Yu et al., ORCA, OSDI'22, Algorithm 1 (with one worker: an iteration returns before the next begins).
     """
 
+    traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState))
+    """Decodes follow one another while nothing waits, or while they fill the batch."""
+
     def __init__(self, config: OrcaConfig, context: PolicyContext) -> None:
         self._token_limit = context.limits.max_batch_tokens
-
-    @property
-    def repeats_decodes(self) -> frozenset[SteadyState]:
-        """Decodes alone go on while nothing waits, or while they fill the batch."""
-        return frozenset(SteadyState)
 
     def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """Prompts are computed in one piece."""

@@ -17,6 +17,7 @@ from vajra_py.contract import (
     Refusal,
     ReplicaLoadView,
     RequestView,
+    SchedulerTraits,
     SteadyState,
 )
 
@@ -93,14 +94,13 @@ class VllmV1:
         self._max_active = config.max_num_active_requests or limits.max_batch_size
         self._watermark = int(config.watermark_fraction * (limits.num_blocks + 1))
         self._interval = config.prefill_interval_steps
+        steady = (
+            frozenset(SteadyState) if self._interval == 1 else frozenset()
+        )  # an interval counts steps: each is asked
+        self.traits = SchedulerTraits(repeats_decodes=steady)
         self._num_steps = 0
         self._last_prefill_step = -self._interval
         self._is_backed_up = False
-
-    @property
-    def repeats_decodes(self) -> frozenset[SteadyState]:
-        """A step of decodes alone is followed by another; with a prefill interval steps are counted, so it must be asked."""
-        return frozenset(SteadyState) if self._interval == 1 else frozenset()
 
     def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """A prompt that is alone has the whole budget; the threshold is off."""

@@ -15,8 +15,8 @@ from typing import Any, Generic
 
 from sortedcontainers import SortedDict
 
-from vajra_py.contract import ReadsNoLoad
 from vajra_py.contract.observer import EndReason
+from vajra_py.contract.policies import traits_of
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv import BlockKeys
 from vajra_py.runtime.records.input_log import (
@@ -392,9 +392,7 @@ class Driver(Generic[R]):
 
 def _looks_at_arrivals(replicaset: Replicaset) -> bool:
     """Whether some policy may look at running requests or loads when a request arrives."""
-    scheduler = replicaset.scheduler
-    reads_load = scheduler.reads_load if isinstance(scheduler, ReadsNoLoad) else True
-    return reads_load or bool(replicaset.listeners.arrivals)
+    return traits_of(replicaset.scheduler).reads_load or bool(replicaset.listeners.arrivals)
 
 
 def _is_void(phase: Phase, payload: Any) -> bool:

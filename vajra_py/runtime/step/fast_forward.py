@@ -1,14 +1,15 @@
 """Decode fast-forward: how many steps repeat the present one, and applying them at once.
 
-A replica scheduler says it by `RepeatsDecodes`. Where it is not claimed, nothing is sure.
+A replica scheduler claims it by `SchedulerTraits.repeats_decodes`; without the claim every step is formed by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vajra_py.contract import RepeatsDecodes, ReplicaScheduler, SteadyState
+from vajra_py.contract import ReplicaScheduler, SteadyState
 from vajra_py.contract.observer import StepRun
+from vajra_py.contract.policies import traits_of
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.plan import StepPlan
 from vajra_py.runtime.support.clock import to_seconds
@@ -24,7 +25,7 @@ class Repeats:
     def read_traits(self, policy: ReplicaScheduler, *, listens: bool) -> None:
         """The replica has its policy, or another one; whether some policy listens to the ends of steps."""
         running_set = self._residents
-        steady = policy.repeats_decodes if isinstance(policy, RepeatsDecodes) else frozenset()
+        steady = traits_of(policy).repeats_decodes
         may_repeat = running_set.limits.pipeline_stages == 1 and not listens and running_set.memory.num_groups == 1
         self._repeats_alone = may_repeat and SteadyState.NOTHING_WAITS in steady
         self._repeats_full = may_repeat and SteadyState.BATCH_FULL in steady

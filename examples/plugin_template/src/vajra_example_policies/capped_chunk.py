@@ -13,6 +13,7 @@ from vajra_py.contract import (
     PolicyContext,
     PolicySpec,
     RequestView,
+    SchedulerTraits,
     SteadyState,
     fill,
 )
@@ -38,7 +39,7 @@ class CappedChunkPolicy:
     quicker. The shared `fill` loop does the rest, so that this policy is one rule.
     """
 
-    repeats_decodes = frozenset({SteadyState.NOTHING_WAITS})
+    traits = SchedulerTraits(repeats_decodes=frozenset({SteadyState.NOTHING_WAITS}))
     """After a step of all decodes, further ones are decided alike while nothing waits; a simulation works them out at once."""
 
     def __init__(self, config: CappedChunkConfig) -> None:
