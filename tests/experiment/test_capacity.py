@@ -12,6 +12,7 @@ from vajra_py.cli.main import vajra
 from vajra_py.config import load_config
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.capacity import find_capacity
+from vajra_py.experiment.capacity_files import answer_line
 
 FILE = """
 version: 1
@@ -94,6 +95,55 @@ def test_the_fewest_replicas(tmp_path: Path) -> None:
     assert slacks.get(best - 1, -1) < 0
 
 
+MIX = """
+version: 1
+name: mix
+scheduling: {{request_prioritizer: fcfs, replicaset_scheduler: least_loaded, replica_scheduler: fixed_chunk}}
+replicasets:
+  short: {{select: {{max_prompt_tokens: 1400}}}}
+  rest: {{}}
+workload:
+  type: synthetic
+  arrivals: {{type: poisson, rate: 60}}
+  num_requests: 200
+  prompt_tokens: {{type: uniform, min: 50, max: 2000}}
+  output_tokens: {{type: constant, value: 10}}
+backend:
+  simulator:
+    latency: {{type: roofline, model: llama-3.1-8b, device: h100-sxm}}
+    replicasets:
+      short: {{latency: {{type: roofline, model: llama-3.1-8b, device: l40s}}}}
+output: {{dir: {folder}, decision_log: false}}
+costs: {{devices: {{h100-sxm: {{price_per_hour: {price}}}}}}}
+capacity:
+  slo: p99(ttft) <= 0.6
+  replications: 2
+  max_replications: 2
+  replicas: {{replicasets.short.num_replicas: {{min: 0, max: 3}}, replicasets.rest.num_replicas: {{max: 4}}}}
+"""
+
+
+@pytest.mark.parametrize(("price", "uses_both"), [(0.5, False), (9.0, True)])
+def test_the_cheapest_mix_of_devices_follows_their_prices(tmp_path: Path, price: float, uses_both: bool) -> None:
+    (tmp_path / "mix.yaml").write_text(MIX.format(folder=tmp_path / "runs", price=price))
+    config = load_config(tmp_path / "mix.yaml")
+    (found,) = find_capacity(config, workers=1)
+    assert found.error is None
+    assert found.answer is not None
+    assert found.unit == "$ an hour"
+    assert found.costs == (0.79, price)
+    short, rest = found.answer.setting
+    assert (short > 0) == uses_both  # an H100 for less than an L40S takes all requests
+    assert rest >= 1
+    held = {point.setting: sum(point.slacks) >= 0 for point in found.curve}
+    assert held[found.answer.setting]
+    assert not any(holds and found.cost(one) < found.cost(found.answer.setting) for one, holds in held.items())
+    assert config.capacity is not None
+    line = answer_line(found, config.capacity)
+    assert "$ an hour" in line
+    assert ("short" in line) == uses_both
+
+
 def test_an_slo_that_never_or_always_holds_is_said_in_a_line(tmp_path: Path) -> None:
     _, never = answer(tmp_path, slo="mean(e2e) <= 0.01")
     assert never.splitlines()[-1].startswith("cap: the SLO never holds")
@@ -120,6 +170,7 @@ def test_an_attainment_of_requests_without_an_slo_is_said(tmp_path: Path) -> Non
         ("capacity.rate.path=workload.rat", "workload.rat"),
         ("capacity.replicas={num_replicas: {max: 4}}", "two questions"),
         ("capacity.replicas={num_replicas: {max: 4, cost: 1}, other.num_replicas: {max: 4}}", "cost is given for some"),
+        ("capacity.replicas={num_replicas: {min: 0, max: 4}}", "min: 0 is for one of several replicasets"),
     ],
 )
 def test_a_question_that_cannot_be_answered_is_refused_before_anything_runs(

@@ -111,3 +111,17 @@ def test_the_cheapest_mix_is_that_of_a_full_search() -> None:
             assert answer.outcome == "never"
         else:
             assert answer.setting == min(holds)[1]
+
+
+def test_a_kind_that_may_be_left_out_is_a_question_of_its_own() -> None:
+    """One small replica gets all short requests and fails; none leaves them to the large ones, which hold."""
+
+    def slack(setting: Setting, seed: int) -> float:
+        small, large = setting
+        return large - 3.5 if not small else min(small - 4.5, large - 1.5)
+
+    answer, runs = drive(search_replicas([range(0, 8), range(1, 8)], [1.0, 3.0], 2), slack)
+    assert answer.setting == (5.0, 2.0)
+    answer, _ = drive(search_replicas([range(0, 8), range(1, 8)], [2.0, 3.0], 2), slack)
+    assert answer.setting == (0.0, 4.0)
+    assert len(runs) < 20

@@ -33,11 +33,16 @@ class RateSearch(_Section):
 class ReplicaSearch(_Section):
     """Numbers of replicas among which the cheapest is searched."""
 
-    min: _Count = Field(1, description="Fewest replicas.")
+    min: Annotated[int, Field(strict=True, ge=0)] = Field(
+        1, description="Fewest replicas; 0 (of a named replicaset): it may be left out, and others serve its requests."
+    )
     max: _Count = Field(description="Most replicas.")
     cost: _Positive | None = Field(
         None,
-        description="Cost of one replica, in any unit; given for all kinds of replicas or for none (each then costs the same).",
+        description=(
+            "Cost of one replica, in any unit; given for all kinds of replicas or for none (the prices of their devices then, "
+            "or where one is not known, the same for all)."
+        ),
     )
 
     @model_validator(mode="after")
@@ -89,6 +94,8 @@ class CapacityConfig(_Section):
     def _one_question(self) -> Self:
         if self.rate is not None and self.replicas is not None:
             raise ValueError("rate and replicas are two questions. Allowed: one of the two")
+        if any(one.min == 0 and not path.startswith("replicasets.") for path, one in (self.replicas or {}).items()):
+            raise ValueError("min: 0 is for one of several replicasets. Allowed here: at least 1")
         given = {one.cost is None for one in (self.replicas or {}).values()}
         if len(given) > 1:
             raise ValueError("cost is given for some replicas. Allowed: for all of them, or for none")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from vajra_py.config.capacity import CapacityConfig
+from vajra_py.config.costs import CostsConfig
 from vajra_py.contract import Layer, RequestView
 
 if TYPE_CHECKING:
@@ -389,6 +390,7 @@ class ExperimentConfig(Section):
         ),
     )
 
+    costs: CostsConfig = Field(default_factory=CostsConfig, description="Prices and power of the devices.")
     capacity: CapacityConfig | None = Field(
         None, description="Question about capacity that `vajra capacity` answers; a plain run leaves it aside."
     )

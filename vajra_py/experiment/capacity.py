@@ -27,6 +27,7 @@ from vajra_py.experiment.capacity_search import (
     search_rate,
     search_replicas,
 )
+from vajra_py.experiment.device_figures import devices_of
 from vajra_py.experiment.folder import RunFolder
 from vajra_py.experiment.pool import RunPool, RunTask, TaskProgress, local_pool
 from vajra_py.metrics.run_data import RunData
@@ -146,8 +147,11 @@ class _Question:
 
     def config(self, setting: Setting, seed: int, registry: Registry) -> ExperimentConfig:
         """The experiment at a rate or with so many replicas, under one seed."""
-        values = [*zip(self.paths, (self._value(value) for value in setting), strict=True), (_SEED, str(seed))]
-        return config_from_mapping(self.mapping, [f"{path}={text}" for path, text in values], registry)
+        absent = [path for path, value in zip(self.paths, setting, strict=True) if self.costs and not value]
+        mapping = _without([path.split(".")[1] for path in absent], self.mapping) if absent else self.mapping
+        values = [(path, self._value(value)) for path, value in zip(self.paths, setting, strict=True)]
+        texts = [f"{path}={text}" for path, text in values if path not in absent]
+        return config_from_mapping(mapping, [*texts, f"{_SEED}={seed}"], registry)
 
     def path(self, setting: Setting, seed: int) -> Path:
         """The folder of such a run."""
@@ -210,7 +214,7 @@ def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
         if clash:
             raise ConfigError(Problem(f"sweep.{clash[0]}", "is what the search varies", "Allowed: other settings"))
         mapping = one.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"capacity", "sweep"})
-        costs, unit = _costs(asked)
+        costs, unit = _costs(asked, one)
         label = " ".join(part.partition("=")[2] or part for part in point.label.split()) or one.name
         folder = config.output_dir / config.name / point.point_id if config.sweep else config.output_dir / config.name
         question = _Question(label, mapping, folder, one.seed, asked, parse_slo(asked.slo), paths, costs, unit)
@@ -219,12 +223,42 @@ def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
     return found
 
 
-def _costs(asked: CapacityConfig) -> tuple[tuple[float, ...], str]:
-    """What a replica of each kind costs, and the unit of it; nothing where a rate is searched."""
-    given = [one.cost for one in (asked.replicas or {}).values()]
+def _costs(asked: CapacityConfig, config: ExperimentConfig) -> tuple[tuple[float, ...], str]:
+    """What a replica of each kind costs, and the unit of it; nothing where a rate is searched.
+
+    Costs that are not given are the devices' prices; where one of those is not known, all replicas cost the same.
+    """
     if asked.rate is not None:
         return (), "requests/s"
-    return tuple(cost or 1.0 for cost in given), "replicas" if None in given else "of cost"
+    given = [one.cost for one in (asked.replicas or {}).values() if one.cost is not None]
+    if given:
+        return tuple(given), "of cost"
+    devices = devices_of(config)
+    kinds = [devices.get(_replicaset_of(path)) for path in asked.replicas or ()]
+    prices = [
+        one.costs.price_per_hour * one.devices_per_replica
+        for one in kinds
+        if one is not None and one.costs.price_per_hour
+    ]
+    if len(kinds) < 2 or len(prices) < len(kinds):
+        return (1.0,) * len(kinds), "replicas"
+    return tuple(prices), "$ an hour"
+
+
+def _replicaset_of(path: str) -> str:
+    parts = path.split(".")
+    return parts[1] if parts[0] == "replicasets" and len(parts) > 1 else "default"
+
+
+def _without(names: Sequence[str], mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """The experiment without these replicasets, whose requests go to those after them."""
+    left = {name: one for name, one in mapping["replicasets"].items() if name not in names}
+    changed = {**mapping, "replicasets": left}
+    backend = mapping["backend"].get("simulator")
+    if backend is not None:
+        own = {name: one for name, one in (backend.get("replicasets") or {}).items() if name not in names}
+        changed["backend"] = {"simulator": {**backend, "replicasets": own}}
+    return changed
 
 
 def _check_start(question: _Question, registry: Registry) -> None:
@@ -233,7 +267,7 @@ def _check_start(question: _Question, registry: Registry) -> None:
     first = (
         (asked.rate.min,)
         if asked.rate is not None
-        else tuple(float(one.min) for one in (asked.replicas or {}).values())
+        else tuple(float(max(one.min, 1)) for one in (asked.replicas or {}).values())
     )
     question.config(first, question.seed, registry)
 

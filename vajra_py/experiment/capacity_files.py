@@ -57,7 +57,7 @@ def _counts(answer: CapacityAnswer) -> str:
     names = [path.removesuffix(".num_replicas").rpartition(".")[2] for path in answer.paths]
     if names == ["num_replicas"]:
         return f"{found.setting[0]:g} replicas" if found.setting[0] != 1 else "1 replica"
-    return " + ".join(f"{count:g} {name}" for name, count in zip(names, found.setting, strict=True))
+    return " + ".join(f"{count:g} {name}" for name, count in zip(names, found.setting, strict=True) if count)
 
 
 def _warning(answer: CapacityAnswer) -> str:
@@ -105,7 +105,11 @@ def write_capacity_files(
     limits = [Limit(text, one.limit, _is_fraction(one)) for text, one in conditions.items()]
     curves = [_curve(answer) for answer in known]
     unit = known[0].unit
-    figure = capacity_figure(curves, limits, {"requests/s": "rate (requests/s)", "of cost": "cost"}.get(unit, unit))
+    figure = capacity_figure(
+        curves,
+        limits,
+        {"requests/s": "rate (requests/s)", "of cost": "cost", "$ an hour": "cost ($ an hour)"}.get(unit, unit),
+    )
     for suffix in formats:
         path = folder / f"capacity.{suffix}"
         figure.savefig(path, metadata={"Date": None} if suffix == "svg" else None)

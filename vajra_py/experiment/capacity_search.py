@@ -230,13 +230,13 @@ def _rounded(rate: float) -> float:
 
 
 def search_replicas(ranges: Sequence[range], costs: Sequence[float], replications: int) -> Search:
-    """The cheapest numbers of replicas at which the mean slack is at least zero, when more of any never make it worse.
+    """The cheapest numbers of replicas at which the mean slack is at least zero, when more of any kind that is there never make it worse.
 
-    Each test rules out a whole side: where the SLO fails, all with no more replicas of any kind; where it holds, all that cost as much or more. The interval goes from the cheapest
-    that cannot be told from holding to the cheapest that certainly holds.
+    Each test rules out a whole side: where the SLO fails, all with no more replicas of any kind and the same kinds left out; where it holds, all that cost as much or more. The
+    interval goes from the cheapest that cannot be told from holding to the cheapest that certainly holds.
     """
     seen = _Seen()
-    candidates = sorted(itertools.product(*ranges), key=lambda one: (_cost(one, costs), one))
+    candidates = sorted(filter(any, itertools.product(*ranges)), key=lambda one: (_cost(one, costs), one))
     settings = [tuple(float(count) for count in one) for one in candidates]
 
     def decide(rule: Callable[[Setting], bool]) -> Generator[Sequence[Probe], Slacks, Setting | None]:
@@ -250,7 +250,7 @@ def search_replicas(ranges: Sequence[range], costs: Sequence[float], replication
                 best = at
                 open_ones = open_ones[: open_ones.index(at)]
             else:
-                open_ones = [one for one in open_ones if any(a > b for a, b in zip(one, at, strict=True))]
+                open_ones = [one for one in open_ones if _is_other(one, at)]
         return best
 
     def certainly(setting: Setting) -> bool:
@@ -270,6 +270,11 @@ def search_replicas(ranges: Sequence[range], costs: Sequence[float], replication
     high = _cost(surely, costs) if surely is not None else math.inf
     outcome: Outcome = "always" if best == settings[0] else "found"
     return Answer(outcome, best, Interval(low, high), replications)
+
+
+def _is_other(one: Setting, failed: Setting) -> bool:
+    """Whether nothing follows about this setting from one at which the SLO failed: it has more of some kind, or other kinds."""
+    return any(a > b for a, b in zip(one, failed, strict=True)) or [not a for a in one] != [not b for b in failed]
 
 
 def _cost(setting: Sequence[float], costs: Sequence[float]) -> float:

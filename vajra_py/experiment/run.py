@@ -11,8 +11,10 @@ from vajra_py.config import ExperimentConfig
 from vajra_py.contract.observer import Observer
 from vajra_py.errors import ConfigError, Problem, RunInterrupted, VajraError
 from vajra_py.experiment.backend import Backend, MakeBackend, Progress, Run, make_backend
+from vajra_py.experiment.device_figures import devices_of
 from vajra_py.experiment.folder import FAILED, FINISHED, INTERRUPTED, RunFolder
 from vajra_py.metrics.changes import Changes
+from vajra_py.metrics.costs import cost_sections
 from vajra_py.metrics.definitions import Floats, Window
 from vajra_py.metrics.intervals import mser5
 from vajra_py.metrics.recorder import Recorder
@@ -53,6 +55,7 @@ def run_experiment(
     if place.is_finished(config) and not overwrite:
         return RunData.load(place.path)
     place.check(config, overwrite=overwrite)
+    devices_of(config)  # a wrong name under `costs` is found before anything is run
     seeds = SeedTree(config.seed)
     run = Run(config, registry, load_workload(config), seeds, progress)
     prepared = backend(run)
@@ -134,6 +137,9 @@ class _Attempt:
         summary = summarise(requests, steps, tbt, window)
         summary = summary.with_warnings(rate_warnings(summary.data, _asked_rate(self._run.config)))
         summary = summary.with_step_times(self._backend.step_times.to_mapping())
+        devices = devices_of(self._run.config)
+        if devices:
+            summary = summary.with_sections(cost_sections(devices, summary.data, steps))
         (path / "summary.json").write_text(summary.to_json())
 
     def _window(self, arrived_at: Floats, e2e_s: Floats, ended_at: float) -> Window | None:

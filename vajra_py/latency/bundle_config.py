@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from vajra_py.errors import ConfigError
-from vajra_py.latency.bundle_files import Bundle, read_bundle
+from vajra_py.latency.bundle_files import Bundle, bundle_hardware, read_bundle
 from vajra_py.latency.calibration_file import Calibration, read_calibration
 from vajra_py.latency.catalog import load_model, model_names
 from vajra_py.latency.config import SettingsModel, complain_as_value_error, resolved_path
@@ -121,6 +121,10 @@ class ProfileBundleConfig(SettingsModel):
             calibration=calibration,
         )
         return ProfileBundleModel(bundle, model, options, device)
+
+    def replica_devices(self) -> tuple[str | None, int]:
+        """Name of the device and how many a replica has."""
+        return self.device or bundle_hardware(self.path), self.tensor_parallel * self.data_parallel
 
     def model_spec(self, bundle: Bundle) -> ModelSpec:
         """The model in the bundle's precision: the one named here, else the bundle's, whose tuned variants have its shape."""

@@ -108,7 +108,7 @@ def read_bundle(path: str | Path, tensor_parallel: int = 1) -> Bundle:
     return Bundle(
         folder=folder,
         model=_text(root, meta, "model"),
-        hardware=str(meta.get("hardware", meta.get("gpu", ""))),
+        hardware=_hardware(meta),
         gpu=str(meta.get("gpu", meta.get("hardware", ""))),
         engine=f"vLLM {meta['vllm_version']}" if "vllm_version" in meta else "an unnamed engine",
         variant=str(meta.get("variant", root.name)),
@@ -119,6 +119,15 @@ def read_bundle(path: str | Path, tensor_parallel: int = 1) -> Bundle:
         experts=experts,
         skew=() if skew is None else tuple(_skew_samples(skew)),
     )
+
+
+def bundle_hardware(path: str | Path) -> str | None:
+    """The hardware that the bundle at `path` names, without reading its times."""
+    return _hardware(_read_meta(Path(path))) or None
+
+
+def _hardware(meta: dict[str, Any]) -> str:
+    return str(meta.get("hardware", meta.get("gpu", "")))
 
 
 def _read_meta(root: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from vajra_py.errors import ConfigError
 from vajra_py.latency.catalog import load_model
 from vajra_py.latency.constant import AffineModel, ConstantModel
 from vajra_py.latency.deployment import Deployment, Parallelism
+from vajra_py.latency.device_costs import chosen_device
 from vajra_py.latency.devices import DeviceConfig, DeviceSpec, load_device
 from vajra_py.latency.grid_table import GridTableModel
 from vajra_py.latency.model_spec import ModelSpec
@@ -114,6 +115,10 @@ class RooflineConfig(SettingsModel):
         """
         split = Parallelism(self.tensor_parallel, self.pipeline_parallel, self.kv_parallel)
         return Deployment(self.model_spec(), self.device_spec(), split)
+
+    def replica_devices(self) -> tuple[str | None, int]:
+        """Name of the device and how many a replica has."""
+        return chosen_device(self.device), self.tensor_parallel * self.pipeline_parallel * self.kv_parallel
 
     def build(self) -> RooflineModel:
         """The latency model."""

@@ -122,9 +122,17 @@ class AiconfiguratorConfig(SettingsModel):
     def device_spec(self) -> DeviceSpec | None:
         """The system's described device, for memory and link; None where it is not described."""
         try:
-            return load_device(DEVICES.get(self.system, self.system.replace("_", "-")))
+            return load_device(self._device_name)
         except ConfigError:
             return None
+
+    def replica_devices(self) -> tuple[str | None, int]:
+        """Name of the device and how many a replica has."""
+        return self._device_name, self.tensor_parallel * self.data_parallel
+
+    @property
+    def _device_name(self) -> str:
+        return DEVICES.get(self.system, self.system.replace("_", "-"))
 
     def _precision(self) -> Precision:
         return Precision(self.precision, self.kv_dtype, self.moe_precision, self.conversion, self.fused_norms)

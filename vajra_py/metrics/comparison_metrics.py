@@ -74,6 +74,22 @@ METRICS: tuple[Metric, ...] = (
     Metric("prefix_hit_fraction", "Prefix hits", "tokens.prefix_hit_fraction", "%", 100.0, False),
     Metric("busy_fraction", "Replicas busy", ".resources.busy_fraction", "%", 100.0),
     Metric("mean_step_tokens", "Tokens per step", ".resources.mean_step_tokens"),
+    Metric("cost", "Cost of the run", ".cost.run", "$", 1.0, True, 2),
+    Metric("cost_per_hour", "Cost per hour", ".cost.per_hour", "$/h", 1.0, True, 2),
+    Metric("cost_per_request", "Cost per 1,000 requests", ".cost.per_request", "$", 1000.0, True, 2),
+    Metric(
+        "cost_per_million_output_tokens",
+        "Cost per million output tokens",
+        ".cost.per_million_output_tokens",
+        "$",
+        1.0,
+        True,
+    ),
+    Metric("cost_per_million_tokens", "Cost per million tokens", ".cost.per_million_tokens", "$", 1.0, True, 2),
+    Metric("energy_kwh", "Energy of the run", ".energy.run_kwh", "kWh", 1.0, True, 2),
+    Metric("mean_power_w", "Mean power", ".energy.mean_w", "W", 1.0, True, 2),
+    Metric("energy_per_request_j", "Energy per request", ".energy.per_request_j", "J", 1.0, True, 2),
+    Metric("energy_per_output_token_j", "Energy per output token", ".energy.per_output_token_j", "J", 1.0, True),
     Metric("jain_index", "Jain index (tenants)", ".fairness.jain_index", "", 1.0, False),
 )
 """Every metric, in the order of reports."""

@@ -1,9 +1,11 @@
-"""Where runs' step times come from, and whether differences between settings exceed what their step times are known to be off by."""
+"""Origins of runs' step times, prices and power, and whether differences between settings exceed what their step times are known to be off by."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from vajra_py.latency.device_costs import POWER_FIELDS
 from vajra_py.metrics.comparison import OVERALL, Comparison
 from vajra_py.metrics.comparison_metrics import BY_KEY
 from vajra_py.metrics.run_data import RunData
@@ -20,6 +22,27 @@ def step_time_origins(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
         if sentence:
             found.setdefault(str(sentence), []).append(run.name)
     return [(sentence, names if len(names) < len(runs) else []) for sentence, names in found.items()]
+
+
+def cost_origins(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
+    """Each device's price and power with their sources as one sentence without its stop, with the runs that it is of (none: all)."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        devices = (run.summary.value("cost.devices") or {}).values()
+        for sentence in dict.fromkeys(_cost_origin(one) for one in devices if one["sources"]):
+            found.setdefault(sentence, []).append(run.name)
+    return [(sentence, names if len(names) < len(runs) else []) for sentence, names in found.items()]
+
+
+def _cost_origin(device: Mapping[str, Any]) -> str:
+    sources, parts = device["sources"], []
+    if device["price_per_hour"] is not None:
+        parts.append(f"${device['price_per_hour']:g} an hour ({sources['price_per_hour']})")
+    if device["power_w"] is not None:
+        idle, decode, prefill = device["power_w"]
+        said = "; ".join(dict.fromkeys(sources[name] for name in POWER_FIELDS))
+        parts.append(f"{idle:g} W idle, {decode:g} W decoding one sequence, {prefill:g} W prefilling ({said})")
+    return f"Cost and energy of {device['device']}: {', '.join(parts)}"
 
 
 def judged_differences(runs: Sequence[RunData], comparison: Comparison) -> list[str]:

@@ -60,7 +60,7 @@ class Summary:
     """The numbers of one run.
 
     Keys of `data`: `version`, `window`, `stability`, `overall`, `by_slo_class`, `by_tenant`, `by_replicaset`, `fairness`, `resources`, `warnings`;
-    and `step_times` where the run says where its step times come from.
+    `step_times` where the run says where its step times come from, `cost` and `energy` where its devices are known.
     """
 
     data: Mapping[str, Any]
@@ -81,6 +81,10 @@ class Summary:
     def with_step_times(self, origin: Mapping[str, Any]) -> Summary:
         """The same summary with where its step times come from, as `step_times`."""
         return Summary({**self.data, "step_times": dict(origin)})
+
+    def with_sections(self, sections: Mapping[str, Any]) -> Summary:
+        """The same summary with further sections, such as `cost` and `energy`."""
+        return Summary({**self.data, **_plain(dict(sections))})
 
     def to_json(self) -> str:
         """JSON, indented, ending in a line break; equal summaries give equal text."""

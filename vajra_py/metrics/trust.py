@@ -8,7 +8,7 @@ from vajra_py.metrics.comparison import OVERALL, Comparison
 from vajra_py.metrics.replications import Setting
 from vajra_py.metrics.run_data import RunData
 from vajra_py.metrics.run_warnings import MIN_COMPLETED
-from vajra_py.metrics.step_time_trust import judged_differences, step_time_origins
+from vajra_py.metrics.step_time_trust import cost_origins, judged_differences, step_time_origins
 from vajra_py.metrics.within_run import warmup_requests
 
 _NAMED = ("ttft_mean_s", "ttft_p99_s")
@@ -45,7 +45,8 @@ def warnings_of(settings: Sequence[Setting], comparison: Comparison) -> list[tup
         warnings.append(("The runs were made by different versions of the software; see the manifests.", []))
     origins = [(f"Step times are {sentence}.", names) for sentence, names in step_time_origins(runs)]
     judged: list[tuple[str, list[str]]] = [(f"{text}.", []) for text in judged_differences(runs, comparison)]
-    return [*origins, *judged, *warnings, *_of_chance(settings, comparison)]
+    costs = [(f"{sentence}.", names) for sentence, names in cost_origins(runs)]
+    return [*origins, *judged, *warnings, *_of_chance(settings, comparison), *costs]
 
 
 def _of_chance(settings: Sequence[Setting], comparison: Comparison) -> list[tuple[str, list[str]]]:
