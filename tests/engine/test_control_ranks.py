@@ -10,7 +10,8 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from vajra_py.experiment.engined import EngineRun
 from vajra_py.experiment.replay import replay
 from vajra_py.experiment.run import load_workload, run_experiment
 from vajra_py.runtime.records.decision_reader import read_decisions
-from vajra_py.runtime.records.input_log import read_rows
+from vajra_py.runtime.records.input_log import Failure, Restart, read_inputs, read_rows
 
 pytest.importorskip("torch")
 BLOCK_SIZE = 8
@@ -51,7 +52,8 @@ class KeptWorker:
         self._used: set[int] = set()
         self._left: list[int] = []
         self._deliver: Deliver = lambda finished: None
-        self._num_out = 0
+        self.steps: list[StepInput] = []
+        """What it was given since the last engine started."""
         worker.wait_loaded()
         self.facts = worker.facts
         worker.start(MAX_BLOCKS, HOST_BLOCKS, self._pass_on)
@@ -68,11 +70,12 @@ class KeptWorker:
     def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
         assert num_blocks <= MAX_BLOCKS
         assert num_host_blocks <= HOST_BLOCKS
-        self._left, self._used, self._deliver = sorted(self._used), set(), deliver
+        self._left, self._used, self._deliver, self.steps = sorted(self._used), set(), deliver, []
 
     def submit(self, step: Any) -> None:
         assert isinstance(step, StepInput)
         self._used = (self._used - set(step.freed)) | {row.slot for row in step.new}
+        self.steps.append(step)
         left, self._left = self._left, []
         self._worker.submit(replace(step, freed=[*left, *step.freed]))
 
@@ -134,14 +137,22 @@ def name_of(split: Split) -> str:
 
 
 @pytest.fixture(scope="module")
-def divided(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Split, str], Ranks]]:
+def forks() -> ForkServerContext:
+    """Starts processes that have imported torch already."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["vajra_py.engine.compute.runner"])
+    return context
+
+
+@pytest.fixture(scope="module")
+def divided(
+    tmp_path_factory: pytest.TempPathFactory, forks: ForkServerContext
+) -> Iterator[Callable[[Split, str], Ranks]]:
     from transformers import AutoModelForCausalLM
 
     from vajra_py.engine.compute.loading import quiet
     from vajra_py.engine.tiny import write_tiny_model
 
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["vajra_py.engine.compute.runner"])
     made: list[KeptWorker] = []
 
     def make(split: Split, family: str) -> Ranks:
@@ -152,7 +163,7 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Spli
             tensor_parallel_size=ranks, pipeline_stages=stages, kv_groups=groups,
             kv_group_tokens=GROUP_TOKENS if groups > 1 else 0,
         )  # fmt: skip
-        made.append(KeptWorker(ProcessWorker(("default", 0), options, 0, context=context)))
+        made.append(KeptWorker(ProcessWorker(("default", 0), options, 0, context=forks)))
         with quiet():
             model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
         return Ranks(split, path, made[-1], Oracle(model))
@@ -266,6 +277,53 @@ def compare(ranks: Ranks, specs: Mapping[str, Any], seed: int, folder: Path, num
     return happened
 
 
+def crowd(ranks: Ranks) -> dict[str, Any]:
+    """Long prompts, which need both groups, among many short ones that come while they are computed."""
+    settings = schedule(ranks, 3)
+    settings["scheduling"]["request_prioritizer"] = "fcfs"
+    settings["replica"]["max_batch_size"] = 12
+    settings["replica"]["memory"]["num_blocks"] = MAX_BLOCKS
+    params = {"target_batch_time_s": 0.016, "long_seq_kv_cache_len_threshold": 24}
+    settings["scheduling"]["replica_scheduler"] = {"policy": "space_sharing", "params": params}
+
+    def kind(count: int, rate: float, low: int, high: int) -> dict[str, Any]:
+        prompts = {"type": "uniform", "min": low, "max": high}
+        arrivals = {"type": "poisson", "rate": rate}
+        outputs = {"type": "uniform", "min": 2, "max": 6}
+        lengths = {"prompt_tokens": prompts, "output_tokens": outputs}
+        return {"type": "synthetic", "num_requests": count, "arrivals": arrivals, **lengths}
+
+    settings["workload"] = {"type": "merge", "workloads": [kind(4, 100.0, 110, 136), kind(40, 400.0, 4, 20)]}
+    return settings
+
+
+def test_short_requests_run_beside_a_long_prompt_on_other_groups(
+    divided: Callable[[Split, str], Ranks], tmp_path: Path
+) -> None:
+    ranks = divided((2, 1, 1), "llama")
+    folder = tmp_path / "run"
+    config = config_from_mapping(crowd(ranks))
+    run_experiment(config, folder=folder, backend=lambda run: EngineRun(run, make_worker=lambda *_: ranks.worker))
+    specs = {spec.request_id: spec for spec in load_workload(config)}
+    assert compare(ranks, specs, config.seed, folder, 0)["stop"] == len(specs)
+    assert replay(folder).is_equal
+    happened: Counter[str] = Counter()
+    for step in ranks.worker.steps:
+        prompts = [chunk for chunk in step.chunks if len(chunk.token_ids) > 1]
+        long = [chunk for chunk in prompts if chunk.num_computed + len(chunk.token_ids) > 24]
+        short = [chunk for chunk in prompts if chunk not in long]
+        assert sum(chunk.num_computed >= 24 for chunk in long) <= 1, "a long prompt waits for another one's chunk"
+        assert all(len(one.groups) == 1 for one in short)
+        for one in long:
+            if len(one.groups) == 1:  # the group is busy, and takes no other prompt
+                happened["short prompts beside it"] += len(short)
+                assert all(other.groups != one.groups for other in short)
+            else:
+                happened["others beside it over both groups"] += len(step.chunks) > 1
+    assert happened["short prompts beside it"] >= 2, happened
+    assert happened["others beside it over both groups"] >= 2, happened
+
+
 def run_all(ranks: Ranks, numbers: range, folder: Path) -> Counter[str]:
     happened: Counter[str] = Counter()
     for number in numbers:
@@ -282,8 +340,47 @@ def test_tokens_and_decisions_are_those_of_one_process(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("split", [(1, 2, 1), (2, 1, 1)], ids=name_of)
+def test_a_replica_that_loses_one_of_its_processes_starts_again_and_loses_no_request(
+    split: Split, divided: Callable[[Split, str], Ranks], forks: ForkServerContext, tmp_path: Path
+) -> None:
+    ranks = divided(split, "llama")
+    settings, others = schedule(ranks, 1), set(active_children())
+    settings["backend"]["engine"]["recovery"] = {"max_reruns": 3, "max_restarts": 2}
+    config, killed = config_from_mapping(settings), []
+
+    def make(run: Run) -> Backend:
+        clock = TakesBack()
+
+        def worker(key: ReplicaKey, options: RunnerOptions) -> ProcessWorker:
+            return ProcessWorker(key, options, 0, context=forks)
+
+        backend = EngineRun(run, make_worker=worker, make_clock=lambda: clock)
+
+        def kill() -> None:
+            if not killed and backend.loop is not None and backend.loop.num_steps >= 8:
+                victim = next(one for one in set(active_children()) - others if one.name == "vajra-worker-0-1")
+                killed.append(victim.pid)
+                victim.kill()
+
+        clock.on_read = kill
+        return backend
+
+    folder = tmp_path / "run"
+    run_experiment(config, folder=folder, backend=make)
+    assert len(killed) == 1
+    inputs = read_inputs(folder / "inputs.jsonl.gz")
+    assert [str(killed[0]) in one.detail for one in inputs if isinstance(one, Failure)] == [True]
+    assert sum(isinstance(one, Restart) for one in inputs) == 1
+    specs = {spec.request_id: spec for spec in load_workload(config)}
+    assert compare(ranks, specs, config.seed, folder, 1)["stop"] == len(specs)
+    report = replay(folder)
+    assert report.is_equal, report.difference or report.ahead
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
-@pytest.mark.parametrize("split", [(1, 2, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)], ids=name_of)
+@pytest.mark.parametrize("split", [(1, 2, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)], ids=name_of)
 def test_many_schedules_over_every_combination(
     split: Split, family: str, divided: Callable[[Split, str], Ranks], tmp_path: Path
 ) -> None:
