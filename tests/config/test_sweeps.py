@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vajra_py.config import config_from_mapping, dump_effective, expand_sweep, load_config
-from vajra_py.config.nodes import Place, node_of
+from vajra_py.config.places import Place, written_at
 from vajra_py.config.sweeps import short_names, sweep_points
 from vajra_py.errors import ConfigError
 from vajra_py.plugins import Registry
@@ -95,8 +95,8 @@ def test_an_id_depends_on_the_values_alone(write: Any, good: str, registry: Regi
 def test_labels_are_short_and_tell_points_apart() -> None:
     layer = "scheduling.request_prioritizer"
     chosen = {"policy": "lrs", "params": {"deadline_multiplier": 2, "order": "slow"}}
-    sweep = node_of([{f"{layer}.policy": "edf", "workload.rate": 4}, {layer: chosen, "seed": None}], Place())
-    labels = [point.label for point in sweep_points(sweep)[0]]
+    sweep = written_at(Place(), [{f"{layer}.policy": "edf", "workload.rate": 4}, {layer: chosen, "seed": None}])
+    labels = [point.label for point in sweep_points(sweep, Place())[0]]
     assert labels[0].endswith("rate=4")
     assert "lrs(deadline_multiplier=2, order=slow)" in labels[1]
     assert short_names(["scheduling.request_prioritizer.policy", "scheduling.replica_scheduler.policy"]) == {
@@ -179,7 +179,7 @@ def test_a_sweep_survives_its_effective_file(write: Any, good: str, registry: Re
     )
 )
 def test_a_grid_is_the_product_of_its_axes(axes: dict[str, list[int]]) -> None:
-    found, findings = sweep_points(node_of(axes, Place()))
+    found, findings = sweep_points(written_at(Place(), axes), Place())
     assert not findings
     expected = 1
     for values in axes.values():

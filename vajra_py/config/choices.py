@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from vajra_py.config.explain import explain, show
-from vajra_py.config.nodes import Finding, KeyPath, Node, dotted, locate, plain
+from vajra_py.config.places import Entries, Finding, KeyPath, dotted, locate, plain
 from vajra_py.config.schema import PolicyChoice, TypedChoice
 from vajra_py.contract import Layer
 from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
@@ -53,7 +53,7 @@ def _registered(name: str) -> type[BaseModel] | None:
 class PluginParts:
     """Checks and completes one tree; `data` is the tree as ordinary values when `check` is done."""
 
-    def __init__(self, root: Node, registry: Registry, base_folder: Path | None = None) -> None:
+    def __init__(self, root: Entries, registry: Registry, base_folder: Path | None = None) -> None:
         """`base_folder` is that of the file: models whose relative paths may be seen from there get it as context."""
         self._root = root
         self._registry = registry

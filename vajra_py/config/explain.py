@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from vajra_py.config.nodes import Finding, KeyPath, Node, locate
+from vajra_py.config.places import Entries, Finding, KeyPath, get, has, locate
 from vajra_py.errors import did_you_mean
 
 MAX_SHOWN = 60
@@ -27,9 +27,9 @@ LIMITS: Mapping[str, tuple[str, str]] = {
 }
 
 
-def explain(error: ValidationError, annotation: Any, root: Node, base: KeyPath = ()) -> list[Finding]:
+def explain(error: ValidationError, annotation: Any, root: Entries, base: KeyPath = ()) -> list[Finding]:
     """The findings of one validation of the tree's part at `base` against `annotation` (a model class or a union of them)."""
-    part = root.get(*base) or Node({}, locate(root, base))
+    part = get(root, *base)
     grouped: dict[KeyPath, list[Mapping[str, Any]]] = {}
     for each in error.errors(include_url=False):
         missing = each["type"] in ("missing", "union_tag_not_found")
@@ -58,19 +58,17 @@ def show(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
-def _written_path(part: Node, annotation: Any, loc: Sequence[str | int], missing: bool) -> KeyPath:
+def _written_path(part: Any, annotation: Any, loc: Sequence[str | int], missing: bool) -> KeyPath:
     """The steps of pydantic's location that stand in the file; the others name members of unions and validators."""
     path: list[str | int] = []
-    node: Node | None = part
     candidates = _members(annotation)
     for index, step in enumerate(loc):
         candidates, names_member = _descend(candidates, step)
         if names_member:
             continue
-        child = node.get(step) if node is not None else None
-        if child is not None:
+        if has(part, step):
             path.append(step)
-            node = child
+            part = part[step]
         elif missing and index == len(loc) - 1:
             path.append(step)
     return tuple(path)

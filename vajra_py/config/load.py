@@ -18,8 +18,8 @@ from pydantic import ValidationError
 
 from vajra_py.config.choices import PluginParts
 from vajra_py.config.explain import explain
-from vajra_py.config.nodes import Finding, Node, Place, in_order, node_of, plain
 from vajra_py.config.overrides import apply_overrides
+from vajra_py.config.places import Entries, Finding, Place, in_order, plain, written_at
 from vajra_py.config.presets import expand, long_forms
 from vajra_py.config.schema import MAX_REPLICATIONS, ExperimentConfig
 from vajra_py.config.sweeps import SweepPoint, replicated, sweep_points
@@ -32,7 +32,7 @@ from vajra_py.plugins import Registry, load_registry
 class Source:
     """What a configuration was made from: the tree as written, overrides applied; and its sweep's points, once made."""
 
-    root: Node
+    root: Entries
     points: tuple[tuple[SweepPoint, ExperimentConfig], ...]
 
 
@@ -50,18 +50,18 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), registry: Regis
     Raises `ConfigError` with every mistake of the file, of the overrides and of every point of the sweep; `PluginError`
     when an installed package is broken.
     """
-    root = read_yaml(path)
-    if root.entries is not None and "name" not in root.entries:
+    root, place = read_yaml(path), Place(str(path), 1)
+    if isinstance(root, Entries) and "name" not in root:
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).strip("-._")
-        root = root.with_entry("name", Node(stem or "experiment", root.place))
-    return _load(root, overrides, Context(registry or load_registry(), Path(path).parent))
+        root = root.replaced("name", stem or "experiment", place)
+    return _load(root, place, overrides, Context(registry or load_registry(), Path(path).parent))
 
 
 def config_from_mapping(
     mapping: Mapping[str, Any], overrides: Iterable[str] = (), registry: Registry | None = None
 ) -> ExperimentConfig:
     """The experiment of a mapping that reads like a file; raises like `load_config`, with paths for places."""
-    return _load(node_of(mapping, Place()), overrides, Context(registry or load_registry()))
+    return _load(written_at(Place(), mapping), Place(), overrides, Context(registry or load_registry()))
 
 
 def expand_sweep(
@@ -76,7 +76,7 @@ def expand_sweep(
     source = config._source
     if isinstance(source, Source):
         return list(source.points)
-    root = long_forms(node_of(config.model_dump(mode="json", exclude_unset=True), Place()))
+    root = long_forms(written_at(Place(), config.model_dump(mode="json", exclude_unset=True)))
     return list(_points(root, Context(registry or load_registry())))
 
 
@@ -104,59 +104,53 @@ def dump_effective(config: ExperimentConfig) -> str:
     return out.getvalue()
 
 
-def _load(root: Node, overrides: Iterable[str], context: Context) -> ExperimentConfig:
-    if root.value is None:
-        root = Node({}, root.place)
-    if root.entries is None:
-        raise ConfigError(Finding(root.place, (), f"must be a mapping (got {plain(root)!r})").problem())
+def _load(root: Any, place: Place, overrides: Iterable[str], context: Context) -> ExperimentConfig:
+    if root is None:
+        root = Entries({}, place)
+    if not isinstance(root, Entries):
+        raise ConfigError(Finding(place, (), f"must be a mapping (got {root!r})").problem())
     root, findings = apply_overrides(long_forms(root), overrides, long_forms)
     sweep, count = root.get("sweep"), _replications(root)
-    has_sweep = sweep is not None and sweep.value is not None
-    if not has_sweep and count == 1:
+    if sweep is None and count == 1:
         config, more = _resolve(root.without("sweep"), context)
         if config is None or findings:
             raise ConfigError(in_order([*findings, *more]))
         config._source = Source(root, ())
         return config
     points = _points(root, context, findings)
-    base = points[0][1].model_copy(
-        update={"sweep": plain(sweep) if sweep is not None and has_sweep else None, "replications": count}
-    )
+    base = points[0][1].model_copy(update={"sweep": plain(sweep), "replications": count})
     base._source = Source(root, points)
     return base
 
 
-def _replications(root: Node) -> int:
+def _replications(root: Entries) -> int:
     """How often each setting is run; 1 where what is written is no such number, which the schema then says."""
-    node = root.get("replications")
-    value = None if node is None else node.value
+    value = root.get("replications")
     return value if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_REPLICATIONS else 1
 
 
-def _replicated(points: list[SweepPoint], root: Node) -> tuple[list[SweepPoint], list[Finding]]:
+def _replicated(points: list[SweepPoint], root: Entries) -> tuple[list[SweepPoint], list[Finding]]:
     """The points under all seeds of the replications."""
-    count, seed = _replications(root), root.get("seed")
-    first = 0 if seed is None else seed.value
+    count, first = _replications(root), root.get("seed", 0)
     if count == 1 or not isinstance(first, int):  # a seed of another kind is for the schema to refuse
         return points, []
-    place = (root.get("replications") or root).place
+    place = root.place_of("replications")
     try:
-        return replicated(points, [Node(first + k, place) for k in range(count)]), []
+        return replicated(points, range(first, first + count), place), []
     except ValueError as error:
         return [], [Finding(place, ("replications",), str(error), "Allowed: one of the two")]
 
 
 def _points(
-    root: Node, context: Context, findings: Iterable[Finding] = ()
+    root: Entries, context: Context, findings: Iterable[Finding] = ()
 ) -> tuple[tuple[SweepPoint, ExperimentConfig], ...]:
     """Every point with its experiment; raises `ConfigError` with what is wrong with any of them (and `findings`)."""
     found = list(findings)
     base = root.without("sweep")
-    sweep = root.get("sweep")
-    if sweep is None or sweep.value is None:
+    if (sweep := root.get("sweep")) is None:
         points, wrong = [SweepPoint({}, "", "")], list[Finding]()
     else:
-        points, wrong = sweep_points(sweep)
+        points, wrong = sweep_points(sweep, root.place_of("sweep"))
     found += wrong
     if _replications(root) > 1:
         base = base.without("replications")
@@ -180,7 +174,7 @@ def _points(
     return tuple(done)
 
 
-def _resolve(root: Node, context: Context) -> tuple[ExperimentConfig | None, list[Finding]]:
+def _resolve(root: Entries, context: Context) -> tuple[ExperimentConfig | None, list[Finding]]:
     """The experiment of a tree without a sweep, None when there are findings."""
     root, findings = expand(root, context.registry)
     parts = PluginParts(root, context.registry, context.base_folder)

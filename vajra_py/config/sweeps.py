@@ -18,8 +18,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from vajra_py.config.nodes import Finding, KeyPath, Node, dotted, leaves, parse_path, plain
-from vajra_py.config.overrides import PathError, put
+from vajra_py.config.places import (
+    Entries,
+    Finding,
+    Items,
+    KeyPath,
+    PathError,
+    Place,
+    dotted,
+    get,
+    leaves,
+    parse_path,
+    plain,
+    put,
+)
 
 MAX_POINTS = 10_000
 ZIP = "zip"
@@ -28,7 +40,8 @@ BASELINE = "baseline"
 SEED = "seed"
 FORMS = "Write `path: [values]`, `zip: {path: [values]}`, or a list of points `- {path: value}`"
 
-Assignment: TypeAlias = tuple[str, Node]
+Assignment: TypeAlias = tuple[str, Any, Place]
+"""A dotted path, the value that it gets, and where that was written."""
 Row: TypeAlias = tuple[Assignment, ...]
 
 
@@ -52,71 +65,71 @@ class SweepPoint(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self.values_by_path)
 
-    def apply(self, root: Node) -> tuple[Node, list[Finding]]:
+    def apply(self, root: Entries) -> tuple[Entries, list[Finding]]:
         """The tree with this point's values, and the paths that lead nowhere in it."""
         findings: list[Finding] = []
-        for path, node in self.assignments:
+        for path, value, place in self.assignments:
             try:
-                root = put(root, parse_path(path), node)
+                root = put(root, parse_path(path), value, place)
             except PathError as error:
-                findings.append(Finding(node.place, ("sweep", path), str(error)))
+                findings.append(Finding(place, ("sweep", path), str(error)))
         return root, findings
 
 
-def sweep_points(sweep: Node) -> tuple[list[SweepPoint], list[Finding]]:
-    """The points of a `sweep:` section in order, and what is wrong with it; no points when anything is wrong."""
+def sweep_points(sweep: Any, place: Place) -> tuple[list[SweepPoint], list[Finding]]:
+    """The points of the `sweep:` section at `place` in order, and what is wrong with it; no points when anything is wrong."""
     findings: list[Finding] = []
-    if sweep.items is not None:
+    if isinstance(sweep, Items):
         rows = _listed(sweep, findings)
-    elif sweep.entries is not None:
+    elif isinstance(sweep, Entries):
         rows = _grid(sweep, findings)
     else:
-        return [], [Finding(sweep.place, ("sweep",), f"must be a mapping or a list (got {sweep.value!r})", FORMS)]
+        return [], [Finding(place, ("sweep",), f"must be a mapping or a list (got {sweep!r})", FORMS)]
     if not rows and not findings:
-        findings.append(Finding(sweep.place, ("sweep",), "has no points", FORMS))
+        findings.append(Finding(place, ("sweep",), "has no points", FORMS))
     if findings:
         return [], findings
-    names = short_names(list(dict.fromkeys(path for row in rows for path, _ in row)))
+    names = short_names(list(dict.fromkeys(path for row in rows for path, _, _ in row)))
     points = [_point(row, names) for row in rows]
     seen: set[str] = set()
     for point in points:
         if point.point_id in seen:
-            findings.append(
-                Finding(sweep.place, ("sweep",), f"has a point twice ({point.label})", "Each point stands once")
-            )
+            findings.append(Finding(place, ("sweep",), f"has a point twice ({point.label})", "Each point stands once"))
         seen.add(point.point_id)
     return ([] if findings else points), findings
 
 
-def replicated(points: Sequence[SweepPoint], seeds: Sequence[Node]) -> list[SweepPoint]:
+def replicated(points: Sequence[SweepPoint], seeds: Sequence[int], place: Place) -> list[SweepPoint]:
     """Each point once under each of these seeds, the seeds fastest. Raises `ValueError` where a point sets the seed itself."""
     if any(SEED in point for point in points):
         raise ValueError("replications and a sweep of the seed say the same twice")
-    rows = [(*point.assignments, (SEED, seed)) for point in points for seed in seeds]
-    names = short_names(list(dict.fromkeys(path for row in rows for path, _ in row)))
+    rows = [(*point.assignments, (SEED, seed, place)) for point in points for seed in seeds]
+    names = short_names(list(dict.fromkeys(path for row in rows for path, _, _ in row)))
     return [_point(row, names) for row in rows]
 
 
-def _listed(sweep: Node, findings: list[Finding]) -> list[Row]:
+def _listed(sweep: Items, findings: list[Finding]) -> list[Row]:
     rows: list[Row] = []
-    for index, item in enumerate(sweep.items or ()):
-        if item.entries is None:
-            findings.append(Finding(item.place, ("sweep", index), "must be a mapping of paths to values", FORMS))
+    for index, item in enumerate(sweep):
+        if not isinstance(item, Entries):
+            wrong = Finding(sweep.place_of(index), ("sweep", index), "must be a mapping of paths to values", FORMS)
+            findings.append(wrong)
             continue
-        for path, node in item.entries.items():
-            _check_path(path, node, ("sweep", index), findings)
-        rows.append(tuple(item.entries.items()))
+        row = tuple((path, value, item.place_of(path)) for path, value in item.items())
+        for path, _, place in row:
+            _check_path(path, place, ("sweep", index), findings)
+        rows.append(row)
     return rows
 
 
-def _grid(sweep: Node, findings: list[Finding]) -> list[Row]:
+def _grid(sweep: Entries, findings: list[Finding]) -> list[Row]:
     axes: list[list[Row]] = []
-    for key, node in _flat(sweep):
-        if key == ZIP:
-            axes.append(_zipped(node, findings))
+    for axis in _flat(sweep):
+        if axis[0] == ZIP:
+            axes.append(_zipped(axis[1], axis[2], findings))
         else:
-            axes.append([((key, value),) for value in _values(key, node, ("sweep",), findings)])
-    _check_once([*_paths(sweep), *_paths(sweep.get(ZIP))], findings)
+            axes.append([(value,) for value in _values(axis, ("sweep",), findings)])
+    _check_once([axis for part in (sweep, get(sweep, ZIP)) for axis in _flat(part) if axis[0] != ZIP], findings)
     if math.prod(map(len, axes)) > MAX_POINTS:
         message = f"has too many points (got {math.prod(map(len, axes))})"
         findings.append(Finding(sweep.place, ("sweep",), message, f"At most {MAX_POINTS}"))
@@ -125,62 +138,61 @@ def _grid(sweep: Node, findings: list[Finding]) -> list[Row]:
     return [tuple(itertools.chain.from_iterable(combination)) for combination in itertools.product(*axes)]
 
 
-def _zipped(node: Node, findings: list[Finding]) -> list[Row]:
-    if not node.entries:
-        findings.append(Finding(node.place, ("sweep", ZIP), "must be a mapping of paths to lists", FORMS))
+def _zipped(zipped: Any, place: Place, findings: list[Finding]) -> list[Row]:
+    if not isinstance(zipped, Entries) or not zipped:
+        findings.append(Finding(place, ("sweep", ZIP), "must be a mapping of paths to lists", FORMS))
         return []
-    columns = {path: _values(path, values, ("sweep", ZIP), findings) for path, values in _flat(node)}
+    columns = {axis[0]: _values(axis, ("sweep", ZIP), findings) for axis in _flat(zipped)}
     lengths = {path: len(values) for path, values in columns.items()}
     if len(set(lengths.values())) > 1:
         got = ", ".join(f"{path}: {length}" for path, length in lengths.items())
-        findings.append(Finding(node.place, ("sweep", ZIP), f"lists must be of one length (got {got})"))
+        findings.append(Finding(place, ("sweep", ZIP), f"lists must be of one length (got {got})"))
         return []
-    return [tuple(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return list(zip(*columns.values(), strict=True))
 
 
-def _flat(node: Node, prefix: str = "") -> Iterator[Assignment]:
+def _flat(part: Any, prefix: str = "") -> Iterator[Assignment]:
     """The axes below a mapping; `{workload: {rate: [1]}}` says the same as `{workload.rate: [1]}`."""
-    for key, child in (node.entries or {}).items():
-        if child.entries and (prefix or key != ZIP):
+    if not isinstance(part, Entries):
+        return
+    for key, child in part.items():
+        if isinstance(child, Entries) and child and (prefix or key != ZIP):
             yield from _flat(child, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", child
-
-
-def _paths(node: Node | None) -> list[Assignment]:
-    return [] if node is None else [(path, child) for path, child in _flat(node) if path != ZIP]
+            yield f"{prefix}{key}", child, part.place_of(key)
 
 
 def _check_once(axes: Sequence[Assignment], findings: list[Finding]) -> None:
     seen: set[str] = set()
-    for path, node in axes:
+    for path, _, place in axes:
         if path in seen:
-            findings.append(Finding(node.place, ("sweep", path), "is swept twice", "Each path stands once in a sweep"))
+            findings.append(Finding(place, ("sweep", path), "is swept twice", "Each path stands once in a sweep"))
         seen.add(path)
 
 
-def _values(path: str, node: Node, base: KeyPath, findings: list[Finding]) -> Sequence[Node]:
-    _check_path(path, node, base, findings)
-    if not node.items:
-        got = "an empty list" if node.items is not None else repr(plain(node))
-        findings.append(Finding(node.place, (*base, path), f"must be a list of values (got {got})", FORMS))
+def _values(axis: Assignment, base: KeyPath, findings: list[Finding]) -> Sequence[Assignment]:
+    path, values, place = axis
+    _check_path(path, place, base, findings)
+    if not isinstance(values, Items) or not values:
+        got = "an empty list" if isinstance(values, Items) else repr(values)
+        findings.append(Finding(place, (*base, path), f"must be a list of values (got {got})", FORMS))
         return ()
-    return node.items
+    return [(path, value, values.place_of(index)) for index, value in enumerate(values)]
 
 
-def _check_path(path: str, node: Node, base: KeyPath, findings: list[Finding]) -> None:
+def _check_path(path: str, place: Place, base: KeyPath, findings: list[Finding]) -> None:
     steps = parse_path(path)
     if not all(steps):
-        findings.append(Finding(node.place, (*base, path), "is not a path", "Write keys joined by dots: workload.rate"))
+        findings.append(Finding(place, (*base, path), "is not a path", "Write keys joined by dots: workload.rate"))
     elif steps[0] in ("sweep", "version", "replications", "capacity"):
-        findings.append(Finding(node.place, (*base, path), f"{steps[0]!r} cannot be swept"))
+        findings.append(Finding(place, (*base, path), f"{steps[0]!r} cannot be swept"))
 
 
 def _point(row: Row, names: Mapping[str, str]) -> SweepPoint:
-    values = {path: plain(node) for path, node in row}
-    label = " ".join(f"{names[path]}={_value_text(node)}" for path, node in row) or BASELINE
+    values = {path: plain(value) for path, value, _ in row}
+    label = " ".join(f"{names[path]}={_value_text(value)}" for path, value, _ in row) or BASELINE
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
-    slug = re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(_value_text(node) for _, node in row)).strip("-.")[:60]
+    slug = re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(_value_text(value) for _, value, _ in row)).strip("-.")[:60]
     slug = slug or (BASELINE if not row else "")
     return SweepPoint(values, label, f"{slug}-{digest}" if slug else digest, row)
 
@@ -198,20 +210,14 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def _value_text(node: Node) -> str:
+def _value_text(value: Any) -> str:
     """A value in a label; a policy with parameters reads `lrs(deadline_multiplier=1.5)`."""
-    if node.entries is None and node.items is None:
-        return (
-            "null"
-            if node.value is None
-            else str(node.value).lower()
-            if isinstance(node.value, bool)
-            else str(node.value)
-        )
-    name = next((str(child.value) for key in ("policy", "type") if (child := node.get(key)) is not None), "")
+    if not isinstance(value, dict | list):
+        return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    name = next((str(name) for key in ("policy", "type") if (name := get(value, key)) is not None), "")
     inside = [
         f"{'.'.join(str(step) for step in path if step != 'params')}={_value_text(leaf)}"
-        for path, leaf in leaves(node)
+        for path, leaf in leaves(value)
         if path not in (("policy",), ("type",))
     ]
     return f"{name}({', '.join(inside)})" if inside else name

@@ -9,15 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vajra_py.config.nodes import Finding, KeyPath, Node, Place, in_order
+from vajra_py.config.places import Entries, Finding, Items, KeyPath, Place, Step, in_order
 from vajra_py.errors import ConfigError, Problem
 
 TAG = "tag:yaml.org,2002:"
 MAX_DEPTH = 64
 
 
-def read_yaml(path: str | Path) -> Node:
-    """The tree of a file; raises `ConfigError` with every mistake that reading can find."""
+def read_yaml(path: str | Path) -> Any:
+    """The tree of a file (`Entries`, where it is a mapping); raises `ConfigError` with every mistake that reading can find."""
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -27,8 +27,8 @@ def read_yaml(path: str | Path) -> Node:
     return parse_yaml(text, Place(str(path), 1))
 
 
-def parse_yaml(text: str, place: Place) -> Node:
-    """The tree of a text. With a line in `place` it is a file, and nodes get the lines they stand on; else all get `place`."""
+def parse_yaml(text: str, place: Place) -> Any:
+    """The tree of a text. With a line in `place` it is a file, and values get the lines they stand on; else all get `place`."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
@@ -44,23 +44,23 @@ def parse_yaml(text: str, place: Place) -> Node:
         reason = " ".join(str(error).split())
         raise ConfigError(Finding(place, (), f"is not valid YAML: {reason}").problem()) from error
     if root is None:
-        return Node(None, place)
+        return None
     reader = _Reader(yaml.constructor, place)
-    node = reader.node(root, (), place)
+    tree = reader.value(root, (), place)
     if reader.findings:
         raise ConfigError(in_order(reader.findings))
-    return node
+    return tree
 
 
 class _Reader:
-    """Turns the parser's nodes into ours and gathers what is wrong with them."""
+    """Turns the parser's nodes into values and gathers what is wrong with them."""
 
     def __init__(self, constructor: Any, place: Place) -> None:
         self._constructor = constructor
         self._place = place
         self.findings: list[Finding] = []
 
-    def node(self, raw: Any, path: KeyPath, place: Place) -> Node:
+    def value(self, raw: Any, path: KeyPath, place: Place) -> Any:
         """`place` is that of the entry's key, or of the item itself."""
         kind = raw.tag.removeprefix(TAG) if str(raw.tag).startswith(TAG) else str(raw.tag)
         if len(path) > MAX_DEPTH:
@@ -68,47 +68,47 @@ class _Reader:
         if kind == "map" and isinstance(raw.value, list):
             return self._mapping(raw, path, place)
         if kind == "seq" and isinstance(raw.value, list):
-            items = [self.node(item, (*path, index), self._at(item)) for index, item in enumerate(raw.value)]
-            return Node(items, place)
+            places: dict[Step, Place] = {index: self._at(item) for index, item in enumerate(raw.value)}
+            items = [self.value(item, (*path, index), places[index]) for index, item in enumerate(raw.value)]
+            return Items(items, place, places)
         if kind in ("str", "timestamp"):
-            return Node(raw.value, place)
+            return raw.value
         if kind in ("null", "bool", "int", "float"):
             try:
-                return Node(self._constructor.construct_object(raw), place)
+                return self._constructor.construct_object(raw)
             except ValueError:
                 return self._wrong(place, path, f"is not a valid {kind} (got {raw.value!r})")
         return self._wrong(place, path, f"has a tag that is not allowed (got {raw.tag})", "Write plain values")
 
-    def _mapping(self, raw: Any, path: KeyPath, place: Place) -> Node:
-        entries: dict[str, Node] = {}
-        inherited: dict[str, Node] = {}
+    def _mapping(self, raw: Any, path: KeyPath, place: Place) -> Entries:
+        own: dict[str, Any] = {}
+        places: dict[Step, Place] = {}
+        inherited = Entries({}, place)
         for raw_key, raw_value in raw.value:
             at = self._at(raw_key)
             if raw_key.tag == f"{TAG}merge":
-                for key, node in self._inherited(raw_value, path, at).items():
-                    inherited.setdefault(key, node)
+                inherited = inherited.completed(self._inherited(raw_value, path, at))
             elif not isinstance(raw_key.value, str):
                 self._wrong(at, path, "has a key that is a list or a mapping", "Keys are names")
-            elif raw_key.value in entries:
-                first = entries[raw_key.value].place.line
+            elif raw_key.value in own:
+                first = places[raw_key.value].line
                 also = f" (first on line {first})" if first is not None else ""
                 self._wrong(at, (*path, raw_key.value), f"is given twice{also}", "Each key stands once in its mapping")
             else:
-                entries[raw_key.value] = self.node(raw_value, (*path, raw_key.value), at)
-        return Node({**{key: node for key, node in inherited.items() if key not in entries}, **entries}, place)
+                own[raw_key.value] = self.value(raw_value, (*path, raw_key.value), at)
+                places[raw_key.value] = at
+        return inherited.without(*own).completed(Entries(own, place, places))
 
-    def _inherited(self, raw: Any, path: KeyPath, at: Place) -> dict[str, Node]:
+    def _inherited(self, raw: Any, path: KeyPath, at: Place) -> Entries:
         """What `<<` brings in: one mapping or a list of them, the first one winning."""
-        found: dict[str, Node] = {}
-        node = self.node(raw, (*path, "<<"), at)
-        for each in node.items if node.items is not None else [node]:
-            if each.entries is None:
-                self._wrong(
-                    at, (*path, "<<"), "is not a mapping", "`<<` takes an alias of a mapping, or a list of them"
-                )
-                continue
-            for key, child in each.entries.items():
-                found.setdefault(key, child)
+        found = Entries({}, at)
+        value = self.value(raw, (*path, "<<"), at)
+        for each in value if isinstance(value, Items) else [value]:
+            if isinstance(each, Entries):
+                found = found.completed(each)
+            else:
+                allowed = "`<<` takes an alias of a mapping, or a list of them"
+                self._wrong(at, (*path, "<<"), "is not a mapping", allowed)
         return found
 
     def _at(self, raw: Any) -> Place:
@@ -116,6 +116,7 @@ class _Reader:
             return self._place
         return Place(self._place.source, raw.start_mark.line + 1, self._place.path)
 
-    def _wrong(self, place: Place, path: KeyPath, message: str, allowed: str | None = None) -> Node:
+    def _wrong(self, place: Place, path: KeyPath, message: str, allowed: str | None = None) -> Any:
+        """Note a mistake; None stands for what cannot be read."""
         self.findings.append(Finding(place, path, message, allowed))
-        return Node(None, place)
+        return None

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 from vajra_py.config import ExperimentConfig, config_from_mapping
-from vajra_py.config.nodes import plain
+from vajra_py.config.places import plain
 from vajra_py.config.yaml_file import read_yaml
 from vajra_py.contract import Layer
 from vajra_py.contract.observer import EndReason, PolicySwap
