@@ -68,7 +68,7 @@ class Entries(_Written, dict[str, Any]):
     def completed(self, under: Entries) -> Entries:
         """A copy with the entries of another mapping that this one lacks."""
         lacking = [key for key in under if key not in self]
-        places = {**self.places, **{key: under.place_of(key) for key in lacking}}
+        places: dict[Step, Place] = {**self.places, **{key: under.place_of(key) for key in lacking}}
         return Entries({**self, **{key: under[key] for key in lacking}}, self.place, places)
 
     def without(self, *keys: str) -> Entries:
