@@ -2,23 +2,26 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
 
 import pytest
+from pydantic import model_validator
 
 from vajra_py.config import (
     ExperimentConfig,
     ReplicasetConfig,
     config_from_mapping,
     dump_effective,
+    expand_sweep,
     load_config,
     register_backend,
 )
 from vajra_py.config import choices as choices_module
 from vajra_py.config.schema import Section
-from vajra_py.contract import Layer
+from vajra_py.contract import KeyMotion, Layer, PolicyConfig, PolicySpec
 from vajra_py.errors import ConfigError, PluginError
-from vajra_py.plugins import Registry
+from vajra_py.plugins import Registry, build_policy, load_registry
 
 
 def test_a_file_becomes_a_complete_experiment(write: Any, good: str, registry: Registry) -> None:
@@ -189,6 +192,44 @@ def test_another_backend_can_be_registered(
 def test_a_model_that_crashes_is_the_plugins_fault(write: Any, good: str, registry: Registry) -> None:
     with pytest.raises(PluginError, match=r"'lab' of test-lab 1\.2: checking .*ZeroDivisionError"):
         load_config(write(good), ["scheduling.request_prioritizer=crashing"], registry)
+
+
+def test_parameters_are_validated_once(write: Any, good: str) -> None:
+    """Loading makes the model that the policy is built from: also in a sweep, and in another process."""
+    validated: list[int] = []
+
+    class Counted(PolicyConfig):
+        size: int = 1
+
+        @model_validator(mode="after")
+        def _count(self) -> Self:
+            validated.append(self.size)
+            return self
+
+    class Policy:
+        key_motion = KeyMotion.STATIC
+
+        def __init__(self, config: Any, context: Any) -> None:
+            self.config = config
+
+        def key(self, request: Any, now: float) -> float:
+            return 0.0
+
+    prioritizer = Layer.REQUEST_PRIORITIZER
+    with_own = load_registry().with_policies([PolicySpec("counted", prioritizer, Counted, Policy, "Counts.")])
+    rest = "workload: {type: synthetic, rate: 4.0}\nbackend: {simulator: {latency: constant}}\n"
+    layers = "request_prioritizer: counted, replicaset_scheduler: pull, replica_scheduler: fixed_chunk"
+    text = (
+        f"version: 1\nscheduling: {{{layers}}}\n{rest}sweep: {{scheduling.request_prioritizer.params.size: [2, 3]}}\n"
+    )
+    points = expand_sweep(load_config(write(text), registry=with_own), with_own)
+    assert validated == [2, 3]
+    for size, (_, config) in zip((2, 3), points, strict=True):
+        assert config.scheduling is not None
+        choice = config.scheduling.request_prioritizer
+        policy: Any = build_policy(prioritizer, choice.policy, choice.parameters, SimpleNamespace(), with_own)  # type: ignore[arg-type]
+        assert policy.config.size == size
+    assert validated == [2, 3]
 
 
 def test_experiments_are_frozen(write: Any, good: str, registry: Registry) -> None:
