@@ -1,8 +1,12 @@
-"""How much of a step does the engine spend on anything but computing, at batch 64 of a model of about 1.2 billion parameters?
+"""Measure what the engine spends on anything but computing.
 
 `python benchmarks/engine_overhead.py [--dtype float32]`: weights are made at random from a Llama 3.2 1B's sizes, 64 requests arrive
 at once and decode together; what forming steps and taking in their results takes is held against the whole time of the steps.
 Needs some 10 GB of memory in float32, and a minute or two.
+
+`python benchmarks/engine_overhead.py --controller`: the controller's CPU time a decode step at 32, 64 and 256 requests, with a
+runner that computes nothing, a tokenizer of bytes and one whose tokens change beside others; text is read at the end, read at
+every step, or searched for a stop string (half a minute).
 """
 
 from __future__ import annotations
@@ -10,10 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
+from vajra_py import LLM, SamplingParams
 from vajra_py.config import config_from_mapping
+from vajra_py.engine.compute import RunnerOptions, StepInput, StepOutput
+from vajra_py.engine.tiny import write_tiny_model
 from vajra_py.experiment.run import run_experiment
+from vajra_py.testing.fake_runner import FakeRunner
 
 BATCH = 64
 PROMPT_TOKENS = 8
@@ -79,12 +89,75 @@ def measure(folder: Path, policy: str, dtype: str) -> dict[str, float]:
     }
 
 
+class EmptyRunner:
+    """A runner that computes nothing; every token is one of the vocabulary, in turn."""
+
+    def __init__(self, options: RunnerOptions) -> None:
+        self._fake = FakeRunner(options)
+        self._num_steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fake, name)
+
+    def run(self, step: StepInput) -> StepOutput:
+        """One step."""
+        self._num_steps += 1
+        slots = [*step.decodes, *(chunk.slot for chunk in step.chunks if chunk.samples)]
+        tokens = [100 + (7 * slot + 13 * self._num_steps) % 800 for slot in slots]
+        return StepOutput(slots, tokens, 0.0)
+
+
+def controller_ms(folder: Path, batch: int, reads: str, num_steps: int = 256) -> float:
+    """Milliseconds of the controller's CPU time a decode step of so many requests."""
+    replica = {"max_batch_size": batch, "max_model_len": 1024, "memory": {"num_blocks": 80 * batch}}
+    prompts = [[3 + index] * 4 for index in range(batch)]
+    stop = ("no output has this",) if reads == "a stop string" else ()
+    costs = []
+    with LLM(folder, {"replica": replica}, load=EmptyRunner) as llm:
+        for count in (num_steps // 4, num_steps + num_steps // 4):
+            params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, stop=stop)
+            made = list(llm._made(prompts, params, 1))
+            if reads == "every step":
+                for one in made:
+                    one.on_progress = lambda submission, request, reason: str(submission.collected.text)
+            start = time.process_time()
+            llm._run(made)
+            costs.append(time.process_time() - start)
+    return (costs[1] - costs[0]) / num_steps * 1e3
+
+
+def write_tokenizers(place: Path) -> dict[str, Path]:
+    """Model folders whose tokenizers write tokens as bytes, and as SentencePiece does."""
+    folders = {"bytes": place / "bytes", "beside others": place / "beside"}
+    for folder in folders.values():
+        write_tiny_model(folder)
+    path = folders["beside others"] / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["decoder"] = {"type": "Sequence", "decoders": [content["decoder"], {"type": "Fuse"}]}
+    path.write_text(json.dumps(content))
+    return folders
+
+
+def measure_controller() -> None:
+    """Print the controller's cost a step."""
+    with tempfile.TemporaryDirectory() as place:
+        for name, folder in write_tokenizers(Path(place)).items():
+            for reads in ("the end", "every step", "a stop string"):
+                costs = [min(controller_ms(folder, batch, reads) for _ in range(3)) for batch in (32, 64, 256)]
+                shown = ", ".join(f"{cost:.2f}" for cost in costs)
+                print(f"tokenizer: {name}; text read: {reads}: {shown} ms at 32, 64, 256 requests", flush=True)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--policies", choices=tuple(POLICIES), action="append", help="default: all")
+    parser.add_argument("--controller", action="store_true", help="the controller's CPU time a step, without a model")
     options = parser.parse_args()
+    if options.controller:
+        measure_controller()
+        return
     for policy in options.policies or POLICIES:
         with tempfile.TemporaryDirectory() as folder:
             found = measure(Path(folder), policy, options.dtype)

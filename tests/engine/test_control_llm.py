@@ -1,4 +1,4 @@
-"""Does a program get the tokens of its prompts, as text, as a stream, and a clear word when it cannot?"""
+"""Tokens of prompts as lists, as text and as streams, and clear errors where there are none."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 from vajra_py import LLM, AsyncLLM, SamplingParams
 from vajra_py.engine.compute import StepInput, StepOutput
-from vajra_py.engine.outputs import OutputBuffer
-from vajra_py.engine.tokenizer import TextStream
+from vajra_py.engine.outputs import OutputBuffer, detokenize
+from vajra_py.engine.tokenizer import text_stream
 from vajra_py.errors import ConfigError, ExecutorError, PolicyError
 from vajra_py.testing.fake_runner import EOS_TOKEN_ID, VOCAB_SIZE, FakeRunner, expected_output
 
@@ -250,11 +250,19 @@ def test_an_engine_that_ends_tells_its_readers(hollow_model: Path, monkeypatch: 
 class Words:
     """A tokenizer of bytes."""
 
+    def __init__(self, stripped_blanks: int | None = None) -> None:
+        self.stripped_blanks = stripped_blanks
+        self.calls: list[int] = []
+
     def encode(self, text: str, *, is_rendered: bool = False) -> list[int]:
         return list(text.encode())
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode("utf-8", "replace")
+
+    def decode_all(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        self.calls.append(len(rows))
+        return [self.decode(row) for row in rows]
 
     def piece(self, token_id: int) -> bytes | None:
         return bytes([token_id])
@@ -263,34 +271,66 @@ class Words:
         raise NotImplementedError
 
 
-def collect(text: str, **params: Any) -> tuple[list[str], OutputBuffer, bool]:
-    collected = OutputBuffer(SamplingParams(max_tokens=100, **params), (), TextStream(Words()))
+def collect(text: str, stripped_blanks: int | None = None, **params: Any) -> tuple[list[str], OutputBuffer, bool]:
+    stream = text_stream(Words(stripped_blanks))
+    collected = OutputBuffer(SamplingParams(max_tokens=100, **params), (), stream)
     seen, stopped = [], False
     for token in text.encode():
-        stopped = collected.append(token, None)
+        collected.append(token)
         seen.append(collected.text)
+        stopped = collected.stopped_by is not None
         if stopped:
             break
     collected.finish()
     return seen, collected, stopped
 
 
-def test_text_grows_by_whole_characters() -> None:
+@pytest.mark.parametrize("stripped_blanks", [None, 0])
+def test_text_grows_by_whole_characters(stripped_blanks: int | None) -> None:
     text = "naïve — 日本 🚀!"
-    seen, collected, _ = collect(text)
+    seen, collected, _ = collect(text, stripped_blanks)
     assert collected.text == text
     assert all(text.startswith(part) for part in seen)
-    _, cut, _ = collect("a")
+    _, cut, _ = collect("a", stripped_blanks)
     assert cut.text == "a"
 
 
-def test_an_incomplete_character_at_the_end_shows_as_one() -> None:
-    collected = OutputBuffer(SamplingParams(), (), TextStream(Words()))
+@pytest.mark.parametrize("stripped_blanks", [None, 0])
+def test_an_incomplete_character_at_the_end_shows_as_one(stripped_blanks: int | None) -> None:
+    collected = OutputBuffer(SamplingParams(), (), text_stream(Words(stripped_blanks)))
     for token in "a日".encode()[:-1]:
-        collected.append(token, None)
-    assert collected.text == "a"
+        collected.append(token)
+        assert collected.text == "a"
     collected.finish()
     assert collected.text == "a\ufffd"
+    assert collected.text == "a\ufffd"
+
+
+@pytest.mark.parametrize(("stripped_blanks", "expected"), [(0, "  a  b"), (1, " a  b"), (2, "a  b"), (3, "a  b")])
+def test_blanks_are_stripped_at_the_beginning_alone(stripped_blanks: int, expected: str) -> None:
+    seen, collected, _ = collect("  a  b", stripped_blanks)
+    assert collected.text == seen[-1] == expected
+
+
+def test_text_that_nobody_reads_is_made_at_the_end_at_once() -> None:
+    words = Words()
+    collected = OutputBuffer(SamplingParams(), (ord("!"),), text_stream(words))
+    assert [collected.append(token) for token in b"hello!"] == [False] * 5 + [True]
+    collected.finish()
+    assert words.calls == []
+    assert (collected.text, collected.stopped_by) == ("hello", ord("!"))
+    assert words.calls == [2, 2]  # the text, and whether something is left
+
+
+def test_a_step_is_detokenized_in_one_call_of_the_tokenizer() -> None:
+    words = Words()
+    outputs = [OutputBuffer(SamplingParams(), (), text_stream(words)) for _ in range(5)]
+    outputs.append(OutputBuffer(SamplingParams(), ()))  # one without a tokenizer
+    for number, one in enumerate(outputs):
+        one.append(ord("a") + number)
+    detokenize(outputs)
+    assert [one.text for one in outputs] == ["a", "b", "c", "d", "e", ""]
+    assert words.calls == [10]
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,8 @@ def test_the_scan_counts_what_a_parser_builds(value: Any, ascii_only: bool, piec
 class Letters:
     """A tokenizer of letters that keeps what it was asked."""
 
+    stripped_blanks = None
+
     def __init__(self) -> None:
         self.seen: list[str] = []
 
@@ -138,6 +140,9 @@ class Letters:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
+
+    def decode_all(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        return [self.decode(row) for row in rows]
 
     def piece(self, token_id: int) -> bytes | None:
         return chr(token_id).encode()

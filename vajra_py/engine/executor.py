@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from vajra_py.engine.compute import Chunk, NewRow, StepInput, StepOutput, TableUpdate, TokenLogprobs
 from vajra_py.engine.compute.interface import needs_history
-from vajra_py.engine.outputs import OutputBuffer, Submission
+from vajra_py.engine.outputs import OutputBuffer, Submission, detokenize
 from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.step.plan import PlannedChunk, StepPlan, StepResult
@@ -167,6 +167,7 @@ class EngineExecutor:
         """What the mechanism has to know of a worker's answer; requests' outputs are brought up to date."""
         tokens: list[tuple[Request, int]] = []
         stopped: list[Request] = []
+        searched: dict[Request, OutputBuffer] = {}
         step, logprobs, faults = self._steps.popleft(), output.logprobs, output.faults
         faulty = {step.entries[slot]: why for slot, why in faults.items() if slot in step.entries}
         failed = {request: f"{request.request_id}: {why}" for request, why in faulty.items()}
@@ -177,8 +178,13 @@ class EngineExecutor:
                 continue
             request = step.sampled[slot]
             tokens.append((request, token))
-            if self._submissions[request].collected.append(token, logprobs.get(slot)):
+            collected = self._submissions[request].collected
+            if collected.append(token, logprobs.get(slot)):
                 stopped.append(request)
+            elif collected.looks_for_stop_strings:
+                searched[request] = collected
+        detokenize(searched.values())
+        stopped += [request for request, collected in searched.items() if collected.stopped_by is not None]
         for slot, entries in output.prompt_logprobs.items():
             collected, start = step.scored[slot]
             collected.prompt_logprobs[start:] = entries

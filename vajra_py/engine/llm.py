@@ -30,7 +30,7 @@ from vajra_py.engine.outputs import OutputBuffer, Submission
 from vajra_py.engine.params import check_prompt, check_sampling
 from vajra_py.engine.prompts import request_seed
 from vajra_py.engine.services import engine_services
-from vajra_py.engine.tokenizer import HubTokenizer, TextStream, Tokenizer, has_tokenizer
+from vajra_py.engine.tokenizer import HubTokenizer, Tokenizer, has_tokenizer, text_stream
 from vajra_py.errors import ConfigError, ExecutorError, Problem, VajraError, did_you_mean
 from vajra_py.plugins import load_registry
 from vajra_py.runtime.requests.request import Request, RequestFacts
@@ -188,7 +188,7 @@ class RequestMaker:
         check_prompt(tokens, self._limits, where)
         name = f"request-{next(self._numbers)}"
         eos = () if params.ignore_eos else self._facts.eos_token_ids
-        stream = None if self._tokenizer is None else TextStream(self._tokenizer)
+        stream = None if self._tokenizer is None else text_stream(self._tokenizer)
         return Submission(
             facts=RequestFacts(
                 name, len(tokens), min(params.max_tokens, self._limits.max_request_tokens - len(tokens))

@@ -20,7 +20,7 @@ from vajra_py.contract.observer import EndReason
 from vajra_py.engine.clock import TICKS_PER_NANOSECOND, EngineClock
 from vajra_py.engine.compute import StepOutput
 from vajra_py.engine.executor import joined
-from vajra_py.engine.outputs import Submission
+from vajra_py.engine.outputs import Submission, detokenize
 from vajra_py.engine.supervision import GivenUp, Restarted, Restarter
 from vajra_py.engine.units import AbortRequest, LoopOptions, Message, StepUnderWay, Stop, SwapPolicy, Timed, Unit
 from vajra_py.engine.worker import Finished, LeftFirstStage, ReplicaKey, lost
@@ -222,11 +222,19 @@ class EngineLoop(Backend[Unit]):
             self._abandon(name, f"no replica of {name} came up again within {self._options.wait_s:g} s")
         self._events.bring_forward(now)
         driver.run_until(now)
+        self._report_progress()
+
+    def _report_progress(self) -> None:
+        """Tell those who follow their requests step by step, after the next steps are on their way."""
         progressed, self._progressed = self._progressed, {}
-        for request in progressed:  # after the next steps are on their way
+        followed = []
+        for request in progressed:
             submission = self._submissions.get(request)
-            if submission is not None and submission.on_progress is not None:
-                submission.on_progress(submission, request, None)
+            if submission is not None and submission.follows_steps and submission.on_progress is not None:
+                followed.append((request, submission, submission.on_progress))
+        detokenize(submission.collected for _, submission, _ in followed)
+        for request, submission, on_progress in followed:
+            on_progress(submission, request, None)
 
     def _take_news(self, news: News) -> None:
         """Make what a worker answered an event of this turn."""

@@ -6,13 +6,13 @@ controller cannot know in advance: the model's end-of-sequence token, a stop tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from vajra_py.contract.observer import EndReason
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
-from vajra_py.engine.tokenizer import TextStream
+from vajra_py.engine.tokenizer import TextStream, push_all
 from vajra_py.runtime.kv import BlockKeys, PrivateKeys, SegmentKeys, TokenKeys
 from vajra_py.runtime.records.input_log import Arrival
 from vajra_py.runtime.requests.request import Request, RequestFacts
@@ -23,11 +23,12 @@ from vajra_py.workload import SegmentId
 class OutputBuffer:
     """The output of one request.
 
+    Text is made when it is read, or by `detokenize` for many outputs at once.
+
     Attributes:
         token_ids: every token, the one that ended it included.
         logprobs: of each token, for requests that asked.
         prompt_logprobs: of the prompt's tokens from the second on, for requests that asked.
-        text: what a client may see: without the stop string that ended it; complete once the request has ended.
         stopped_by: the stop string or token that ended it.
         is_faulty: whether it failed by itself.
     """
@@ -38,50 +39,78 @@ class OutputBuffer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    text: str = ""
     stopped_by: str | int | None = None
     is_faulty: bool = False
+    _text: str = ""
     _held: str = ""
     """Text that might be the beginning of a stop string."""
+    _num_read: int = 0
+    """How many tokens have become text."""
+    _is_done: bool = False
 
-    def append(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
-        """Take a token in; whether it ends the request."""
+    @property
+    def text(self) -> str:
+        """What a client may see: without the stop string that ended it; complete once the request has ended."""
+        if self.stream is not None:
+            unread = self.unread()
+            if unread:
+                self.read(self.stream.push(unread))
+            if self._is_done:
+                if not isinstance(self.stopped_by, str):
+                    self._text += self._held + self.stream.rest()
+                self._held, self.stream = "", None
+        return self._text
+
+    @property
+    def looks_for_stop_strings(self) -> bool:
+        """Whether its text may end it, so that each token has to be read at once."""
+        return self.stream is not None and bool(self.sampling.stop)
+
+    def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> bool:
+        """Take a token in; whether it ends the request by itself."""
         self.token_ids.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        may_stop = len(self.token_ids) >= self.sampling.min_tokens
-        if may_stop and token_id in self.stop_token_ids:
+        if token_id in self.stop_token_ids and len(self.token_ids) >= self.sampling.min_tokens:
             self.stopped_by = token_id
             return True
-        if self.stream is None:
-            return False
-        text = self.stream.push(token_id)
-        if not self.sampling.stop:
-            self.text += text
-            return False
-        self._held += text
-        return self._match(may_stop)
+        return False
 
-    def _match(self, may_stop: bool) -> bool:
-        """Look for a stop string in what is held, and let go of what cannot be part of one."""
+    def unread(self) -> list[int]:
+        """Tokens that are to become text."""
+        end = len(self.token_ids) - isinstance(self.stopped_by, int)
+        return self.token_ids[self._num_read : end]
+
+    def read(self, text: str) -> None:
+        """Take in the text of what was `unread`, in which a stop string may end the request (`stopped_by`)."""
+        self._num_read = len(self.token_ids)
         stops = self.sampling.stop
-        if may_stop:
+        if not stops:
+            self._text += text
+            return
+        self._held += text
+        if len(self.token_ids) >= self.sampling.min_tokens:
             found = [(place, stop) for stop in stops if (place := self._held.find(stop)) >= 0]
             if found:
                 place, self.stopped_by = min(found)
-                self.text += self._held[:place]
+                self._text += self._held[:place]
                 self._held = ""
-                return True
+                return
         keep = _longest_beginning(self._held, stops)
-        self.text += self._held[: len(self._held) - keep]
+        self._text += self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]
-        return False
 
     def finish(self) -> None:
         """No more tokens come: what was held back is text after all."""
-        if self.stream is not None and not isinstance(self.stopped_by, str):
-            self.text += self._held + self.stream.rest()
-        self._held = ""
+        self._is_done = True
+
+
+def detokenize(outputs: Iterable[OutputBuffer]) -> None:
+    """Bring the text of outputs up to date, all together."""
+    pending = [(one, one.stream, unread) for one in outputs if one.stream is not None and (unread := one.unread())]
+    texts = push_all([(stream, unread) for _, stream, unread in pending])
+    for (one, _, _), text in zip(pending, texts, strict=True):
+        one.read(text)
 
 
 def _longest_beginning(text: str, stops: Sequence[str]) -> int:
@@ -113,6 +142,7 @@ class Submission:
         num_output_tokens: after how many tokens it ends, where that is known beforehand.
         sent_at: when its client sent it, in ticks; None: when it is taken in.
         on_progress: who is told.
+        follows_steps: whether they are told of each step and read the text; False: of the end alone.
     """
 
     facts: RequestFacts
@@ -124,6 +154,7 @@ class Submission:
     num_output_tokens: int | None = None
     sent_at: int | None = None
     on_progress: OnProgress | None = None
+    follows_steps: bool = True
 
     def keys(self, block_size: int, tenant_salt: bool) -> BlockKeys:
         """What identifies its blocks in a prefix cache; with `tenant_salt`, only among requests of its tenant."""

@@ -16,6 +16,12 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "\u2581"
 """Stands for a blank in vocabularies of SentencePiece."""
 _CACHED_PIECES = 65536
+_SENTENCE_PIECE = [
+    {"type": "Replace", "pattern": {"String": _WORD_START}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
+"""Decoders of SentencePiece vocabularies; some strip blanks behind these."""
 
 
 def piece_reader(tokenizer: Any) -> Callable[[int], bytes | None]:
@@ -26,7 +32,9 @@ def piece_reader(tokenizer: Any) -> Callable[[int], bytes | None]:
     added = tokenizer.added_tokens_decoder
     special = {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)}
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    parts = set() if backend is None else set(_decoder_types(json.loads(backend.to_str()).get("decoder")))
+    parts = (
+        set() if backend is None else {one["type"] for one in _decoders(json.loads(backend.to_str()).get("decoder"))}
+    )
     size = len(tokenizer)
 
     @lru_cache(_CACHED_PIECES)
@@ -48,11 +56,33 @@ def piece_reader(tokenizer: Any) -> Callable[[int], bytes | None]:
     return read
 
 
-def _decoder_types(decoder: Any) -> Iterator[str]:
+def stripped_blanks(tokenizer: Any) -> int | None:
+    """How many leading blanks a text loses whose tokens are otherwise what `piece_reader` reads, one after another.
+
+    None: tokens are written in some other way. Byte-level vocabularies and those of SentencePiece are told by their decoder;
+    bytes that are no character may become more replacement characters there than here.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = None if backend is None else json.loads(backend.to_str()).get("decoder")
+    parts = list(_decoders(decoder))
+    if [part["type"] for part in parts] == ["ByteLevel"]:
+        return 0
+    if parts[:3] != _SENTENCE_PIECE:
+        return None
+    if not parts[3:]:
+        return 0
+    strip = parts[3]
+    is_plain = len(parts) == 4 and strip["type"] == "Strip" and strip["content"] == " " and strip["stop"] == 0
+    return int(strip["start"]) if is_plain else None
+
+
+def _decoders(decoder: Any) -> Iterator[dict[str, Any]]:
+    """The parts of a decoder in order, without what groups them."""
     if isinstance(decoder, dict):
-        yield decoder["type"]
+        if decoder["type"] != "Sequence":
+            yield decoder
         for one in decoder.get("decoders", ()):
-            yield from _decoder_types(one)
+            yield from _decoders(one)
 
 
 def _byte_level(name: str) -> bytes:

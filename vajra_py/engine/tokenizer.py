@@ -6,15 +6,17 @@ only once the tokens so far end in a whole character.
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from vajra_py.engine.pieces import piece_reader
+from vajra_py.engine.pieces import piece_reader, stripped_blanks
 from vajra_py.errors import ConfigError, Problem
 
 _INCOMPLETE = "\ufffd"
+_UTF8 = getincrementaldecoder("utf-8")
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -24,8 +26,15 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, is_rendered: bool = False) -> list[int]:
         """The text's tokens, with the special tokens that the model expects around it, unless a template wrote them."""
 
+    @property
+    def stripped_blanks(self) -> int | None:
+        """How many leading blanks a text loses that is else its tokens' pieces, as UTF-8; None: it is not."""
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The tokens' text, without special tokens."""
+
+    def decode_all(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """The same for several sequences of tokens."""
 
     def piece(self, token_id: int) -> bytes | None:
         """The bytes that a token stands for; None for special tokens and numbers without a token."""
@@ -49,8 +58,9 @@ class HubTokenizer:
         except Exception as error:  # whatever the library meets in a broken file
             reason = " ".join(str(error).split())
             raise ConfigError(Problem(f"model {folder}", f"its tokenizer cannot be loaded ({reason})")) from error
-        self._decode = _decoder(self._tokenizer)
+        self._decode_all = _batch_decoder(self._tokenizer)
         self._piece = piece_reader(self._tokenizer)
+        self.stripped_blanks = stripped_blanks(self._tokenizer) if has_plain_decode(self._tokenizer) else None
 
     def encode(self, text: str, *, is_rendered: bool = False) -> list[int]:
         """See `Tokenizer`."""
@@ -58,7 +68,11 @@ class HubTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """See `Tokenizer`."""
-        return self._decode(token_ids)
+        return self._decode_all([token_ids])[0]
+
+    def decode_all(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """See `Tokenizer`."""
+        return self._decode_all(rows)
 
     def piece(self, token_id: int) -> bytes | None:
         """See `Tokenizer`."""
@@ -75,20 +89,24 @@ class HubTokenizer:
         return str(text)
 
 
-def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """What turns a tokenizer's tokens into text, twice for every token of every output.
-
-    A tokenizer that decodes as most do is asked below the library's own layers, which take three times as long as it does.
-    """
+def has_plain_decode(tokenizer: Any) -> bool:
+    """Whether a tokenizer of transformers decodes as most do, by its backend alone."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)
-    as_most = isinstance(tokenizer, PreTrainedTokenizerFast) and (
-        (kind.decode, kind._decode) == (PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode)
-    )
-    if as_most:
-        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
-    return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    plain = (PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode)
+    return isinstance(tokenizer, PreTrainedTokenizerFast) and (kind.decode, kind._decode) == plain
+
+
+def _batch_decoder(tokenizer: Any) -> Callable[[Sequence[Sequence[int]]], list[str]]:
+    """What turns sequences of tokens into texts.
+
+    A tokenizer that decodes as most do is asked below the library's own layers, which take three times as long as it does.
+    """
+    if has_plain_decode(tokenizer):
+        return partial(tokenizer.backend_tokenizer.decode_batch, skip_special_tokens=True)
+    decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return lambda rows: [str(decode(row)) for row in rows]
 
 
 def has_tokenizer(directory: str | Path) -> bool:
@@ -97,11 +115,54 @@ def has_tokenizer(directory: str | Path) -> bool:
     return any((folder / name).exists() for name in _FILES)
 
 
-class TextStream:
-    """The text of one output, token by token.
+class TextStream(Protocol):
+    """The text of one output, as its tokens come."""
 
-    Only the last few tokens are decoded again with each new one: from where text was last complete (`_prefix`), as a token
-    may be written differently at the very beginning.
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete; empty while a character is incomplete."""
+
+    def rest(self) -> str:
+        """What is left when no token follows: characters that stayed incomplete."""
+
+
+def text_stream(tokenizer: Tokenizer) -> TextStream:
+    """A stream for one output of this tokenizer's model."""
+    return WindowStream(tokenizer) if tokenizer.stripped_blanks is None else PieceStream(tokenizer)
+
+
+class PieceStream:
+    """The text of tokens that are bytes one after another, whatever stands beside them."""
+
+    __slots__ = ("_decoder", "_num_stripped", "_piece")
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._piece = tokenizer.piece
+        self._decoder = _UTF8("replace")
+        self._num_stripped = tokenizer.stripped_blanks or 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """See `TextStream`."""
+        piece = self._piece
+        text = self._decoder.decode(b"".join([piece(token_id) or b"" for token_id in token_ids]))
+        return self._stripped(text) if self._num_stripped else text
+
+    def _stripped(self, text: str) -> str:
+        """The text without the blanks that the whole output loses at its beginning."""
+        num_left = len(text) - len(text.lstrip(" "))
+        num_cut = min(num_left, self._num_stripped)
+        self._num_stripped = self._num_stripped - num_cut if num_left == len(text) else 0
+        return text[num_cut:]
+
+    def rest(self) -> str:
+        """See `TextStream`."""
+        return self._decoder.decode(b"", True)
+
+
+class WindowStream:
+    """The text of tokens that may be written differently beside others.
+
+    Only the last few tokens are decoded again with new ones: from where text was last complete (`_prefix`), as a token may
+    be written differently at the very beginning.
     """
 
     __slots__ = ("_prefix", "_read", "_token_ids", "_tokenizer")
@@ -112,21 +173,46 @@ class TextStream:
         self._prefix = 0
         self._read = 0
 
-    def push(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
-        self._token_ids.append(token_id)
-        before, now = self._decoded()
+    def push(self, token_ids: Sequence[int]) -> str:
+        """See `TextStream`."""
+        return push_all([(self, token_ids)])[0]
+
+    def rest(self) -> str:
+        """See `TextStream`."""
+        before, now = self._tokenizer.decode_all(self.windows())
+        self._prefix = self._read = len(self._token_ids)
+        return now[len(before) :]
+
+    def windows(self, new_token_ids: Sequence[int] = ()) -> tuple[list[int], list[int]]:
+        """Tokens to decode once new ones are there: up to the last complete text, and all."""
+        self._token_ids += new_token_ids
+        return self._token_ids[self._prefix : self._read], self._token_ids[self._prefix :]
+
+    def completed(self, before: str, now: str) -> str:
+        """The text that is new, of the two windows decoded."""
         if len(now) <= len(before) or now.endswith(_INCOMPLETE):
             return ""
         self._prefix, self._read = self._read, len(self._token_ids)
         return now[len(before) :]
 
-    def rest(self) -> str:
-        """What is left when no token follows: characters that stayed incomplete."""
-        before, now = self._decoded()
-        self._prefix = self._read = len(self._token_ids)
-        return now[len(before) :]
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What decodes it."""
+        return self._tokenizer
 
-    def _decoded(self) -> tuple[str, str]:
-        decode = self._tokenizer.decode
-        return decode(self._token_ids[self._prefix : self._read]), decode(self._token_ids[self._prefix :])
+
+def push_all(pushes: Sequence[tuple[TextStream, Sequence[int]]]) -> list[str]:
+    """What `push` gives for each (stream, tokens), with one call of each tokenizer for all of its streams."""
+    windows: dict[Tokenizer, list[tuple[int, WindowStream, Sequence[int]]]] = {}
+    texts = [""] * len(pushes)
+    for place, (stream, token_ids) in enumerate(pushes):
+        if isinstance(stream, WindowStream):
+            windows.setdefault(stream.tokenizer, []).append((place, stream, token_ids))
+        else:
+            texts[place] = stream.push(token_ids)
+    for tokenizer, members in windows.items():
+        rows = [window for _, stream, token_ids in members for window in stream.windows(token_ids)]
+        decoded = iter(tokenizer.decode_all(rows))
+        for place, stream, _ in members:
+            texts[place] = stream.completed(next(decoded), next(decoded))
+    return texts

@@ -185,8 +185,6 @@ class LoopBridge:
         """Let a ticket's submission report here; `forget` is called, in the engine's thread, when it has ended."""
 
         def progress(submission: Submission, request: Request, reason: EndReason | None) -> None:
-            if reason is None and not ticket.reply.streams:
-                return
             collected = submission.collected
             end = None
             if reason is not None:
@@ -195,3 +193,4 @@ class LoopBridge:
             self.post(ticket, (len(collected.token_ids), collected.text, end))
 
         ticket.submission.on_progress = progress
+        ticket.submission.follows_steps = ticket.reply.streams

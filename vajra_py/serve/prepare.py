@@ -14,7 +14,7 @@ from vajra_py.config import ExperimentConfig
 from vajra_py.engine.outputs import OutputBuffer, Submission
 from vajra_py.engine.params import PromptLimits, check_prompt, check_sampling
 from vajra_py.engine.prompts import request_seed
-from vajra_py.engine.tokenizer import TextStream, Tokenizer
+from vajra_py.engine.tokenizer import Tokenizer, text_stream
 from vajra_py.errors import ConfigError
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.serve.catalogue import Catalogue
@@ -125,7 +125,7 @@ class Preparer:
                 one = replace(facts, request_id=f"{name}-{index}")
                 submission = self._submission(body, prompt, replicaset, one, _seed_of(body.seed, drawn, index))
                 if tokenizer is not None:
-                    submission.collected.stream = TextStream(tokenizer)
+                    submission.collected.stream = text_stream(tokenizer)
                 elif submission.collected.sampling.stop:
                     message = "the model has no tokenizer, so that no string can end an output"
                     raise bad_request(message, "stop", "no_tokenizer")
