@@ -7,6 +7,7 @@ nothing else.
 from __future__ import annotations
 
 from vajra_kernels.attention import paged_attention
+from vajra_kernels.backend import uses_triton
 from vajra_kernels.cache import allocate_kv_cache, allocate_swap_space, kv_block_bytes
 from vajra_kernels.metadata import AttentionMetadata, build_metadata, token_slots
 from vajra_kernels.ops import copy_blocks, merge_partials, write_kv
@@ -21,5 +22,6 @@ __all__ = [
     "merge_partials",
     "paged_attention",
     "token_slots",
+    "uses_triton",
     "write_kv",
 ]

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 import torch
 import triton
 
+from vajra_kernels.activation import ACTIVATIONS, gated_launch
 from vajra_kernels.aot import CompiledFigures, compile_launch
 from vajra_kernels.block_copy import copy_blocks_launch
 from vajra_kernels.cache import allocate_kv_cache
@@ -29,6 +30,8 @@ from vajra_kernels.kv_write import kv_write_launch
 from vajra_kernels.launch import Launch
 from vajra_kernels.merge import merge_launch
 from vajra_kernels.metadata import build_metadata
+from vajra_kernels.norm import norm_launch
+from vajra_kernels.rotate import Rotation, rotate_launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ def static_cases() -> Iterator[StaticCase]:
     yield from _decode_cases()
     yield from _ragged_cases()
     yield from _memory_cases()
+    yield from _layer_cases()
 
 
 def _decode_cases() -> Iterator[StaticCase]:
@@ -153,6 +157,24 @@ def _memory_cases() -> Iterator[StaticCase]:
     parts = torch.empty((16, 32, 32, 128))
     out = torch.empty((32, 32, 128), dtype=torch.bfloat16)
     yield StaticCase("merge 16 parts", H200, merge_launch(parts, parts[..., 0].contiguous(), out, None), 128)
+
+
+def _layer_cases() -> Iterator[StaticCase]:
+    """What stands between a layer's products and its attention, at Llama 8B's and Qwen3's shapes."""
+    rows = torch.empty((16, 4096), dtype=torch.bfloat16)
+    weight = torch.empty(4096, dtype=torch.bfloat16)
+    yield StaticCase("norm 4096", H200, norm_launch(rows, rows, (weight, 1e-5)), 64)
+    wide = (torch.empty(4096), 1e-5)
+    yield StaticCase("add and norm twice 4096", H200, norm_launch(rows, rows, wide, rows, wide), 64)
+    caches = tuple(one[0] for one in allocate_kv_cache(1, 4, (64, 8, 128), torch.bfloat16, "cpu"))
+    qkv, query = torch.empty((16, 48 * 128), dtype=torch.bfloat16), torch.empty((16, 32, 128), dtype=torch.bfloat16)
+    table, positions = torch.empty((4096, 64), dtype=torch.bfloat16), torch.zeros(16, dtype=torch.int64)
+    for name, norm in (("rotate and write", None), ("norm heads, rotate, write", (torch.empty((40, 128)), 1e-6))):
+        launch = rotate_launch(query, qkv, (caches[0], caches[1]), positions, Rotation(table, table, positions), norm)
+        yield StaticCase(name, H200, launch, 96)
+    out, gate_up = torch.empty((16, 14336), dtype=torch.bfloat16), torch.empty((16, 28672), dtype=torch.bfloat16)
+    for activation in ACTIVATIONS:
+        yield StaticCase(f"gated {activation}", H200, gated_launch(out, gate_up, activation), 64)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -39,7 +39,8 @@ def test_too_few_stages_are_seen() -> None:
 
 def test_cases_cover_what_is_built_in() -> None:
     kernels = {case.launch.kernel.__name__ for case in CASES}
-    assert kernels == {"decode_kernel", "ragged_kernel", "kv_write_kernel", "copy_blocks_kernel", "merge_kernel"}
+    attention = {"decode_kernel", "ragged_kernel", "kv_write_kernel", "copy_blocks_kernel", "merge_kernel"}
+    assert kernels == attention | {"norm_kernel", "rotate_kernel", "gated_kernel"}
     assert {case.device for case in CASES} == {A100, H200, L4}
     for case in CASES:
         is_half_attention = (

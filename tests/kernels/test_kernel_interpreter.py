@@ -19,7 +19,9 @@ def version(text: str) -> tuple[int, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["check_attention.py", "check_memory.py", "check_public.py", "check_large.py"])
+@pytest.mark.parametrize(
+    "name", ["check_attention.py", "check_memory.py", "check_public.py", "check_large.py", "check_layer.py"]
+)
 def test_interpreted_kernels_equal_their_references(name: str) -> None:
     if version(triton.__version__) < (3, 9) and version(np.__version__) >= (2, 4):
         pytest.skip(f"the interpreter of Triton {triton.__version__} cannot loop with numpy {np.__version__}")

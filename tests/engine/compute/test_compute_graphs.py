@@ -1,4 +1,4 @@
-"""Batches of decodes that are replayed as graphs; the interpreted check needs a process of its own."""
+"""Batches of decodes that are replayed as graphs; interpreted checks need processes of their own."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def version(text: str) -> tuple[int, ...]:
 
 
 @pytest.mark.slow
-def test_replayed_decodes_equal_eager_ones_in_the_interpreter() -> None:
+@pytest.mark.parametrize("name", ["check_graphs.py", "check_families.py"])
+def test_what_a_gpu_runs_is_right_in_the_interpreter(name: str) -> None:
     if version(triton.__version__) < (3, 9) and version(np.__version__) >= (2, 4):
         pytest.skip(f"the interpreter of Triton {triton.__version__} cannot loop with numpy {np.__version__}")
-    path = Path(__file__).parent / "interpreted" / "check_graphs.py"
+    path = Path(__file__).parent / "interpreted" / name
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -14,19 +14,24 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
+from vajra_kernels import AttentionMetadata, uses_triton
 from vajra_py.engine.compute.attention import LayerFacts
 from vajra_py.engine.compute.forward import Caches
-from vajra_py.engine.compute.fused_parts import Mlp, ModuleMlp, Norm, Product, Rope, RopeTables, activation_of
-from vajra_py.engine.compute.kv_groups import Metadata, Scores, write_and_attend
+from vajra_py.engine.compute.fused_parts import Activation, Mlp, ModuleMlp, Norm, Product, Rope, RopeTables, Rotation
+from vajra_py.engine.compute.kv_groups import Metadata, Scores, attend, write_and_attend
 from vajra_py.engine.compute.shard import Shard
 from vajra_py.engine.compute.stage import Stage
+
+if TYPE_CHECKING:
+    from vajra_kernels.layer_ops import Rotation as TableRotation
+
+    StepRotation = Rotation | TableRotation
 
 KNOWN_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"})
 """Architectures with this shape of decoder; others run on transformers' modules."""
@@ -52,33 +57,38 @@ class FusedLayer:
 
     def attend(
         self,
-        hidden: torch.Tensor,
-        rotations: dict[Rope, torch.Tensor | tuple[torch.Tensor, torch.Tensor]],
+        normed: torch.Tensor,
+        rotation: StepRotation,
         metadata: Metadata,
         cache: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """Attention's result [T, Hq * D] before its output product."""
+        """Attention's result [T, Hq * D] before its output product, of the normalised hidden states."""
         facts = self.facts
-        num_tokens = hidden.shape[0]
+        qkv = self.qkv(normed)
+        scores = Scores(facts.scale, facts.window, facts.softcap)
+        if not isinstance(rotation, torch.Tensor | tuple):
+            from vajra_kernels.layer_ops import rotate_and_write
+
+            assert isinstance(metadata, AttentionMetadata)
+            norm = None if self.head_norm is None else self.head_norm.parameters
+            query = rotate_and_write(qkv, cache, metadata.slot_mapping, rotation, norm)
+            return attend(query, cache, metadata, scores).view(query.shape[0], -1)
+        num_tokens, dim = normed.shape[0], facts.key_dim
         num_rotated = facts.num_query_heads + facts.num_kv_heads
-        dim = facts.key_dim
-        qkv = self.qkv(self.attention_norm(hidden))
         rotated = qkv[:, : num_rotated * dim].view(num_tokens, num_rotated, dim)
         if self.head_norm is not None:
             rotated = self.head_norm(rotated)
-        rotated = self.rope.apply(rotated, rotations[self.rope])
+        rotated = self.rope.apply(rotated, rotation)
         value = qkv[:, num_rotated * dim :].view(num_tokens, facts.num_kv_heads, facts.value_dim)
         query, key = rotated[:, : facts.num_query_heads], rotated[:, facts.num_query_heads :]
-        out = write_and_attend((query, key, value), cache, metadata, Scores(facts.scale, facts.window, facts.softcap))
-        return out.view(num_tokens, -1)
+        return write_and_attend((query, key, value), cache, metadata, scores).view(num_tokens, -1)
 
-    def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """`hidden` [T, h] after adding attention's and the MLP's part; it is changed in place."""
-        hidden = self.shard.add_product(hidden, attended, self.output, self.after_attention)
-        mlp_input = self.mlp_norm(hidden)
+    def finish(self, hidden: torch.Tensor, attended: torch.Tensor, following: Norm) -> torch.Tensor:
+        """`following(hidden)` after adding attention's and the MLP's part to `hidden` [T, h], in place."""
+        mlp_input = self.shard.add_product(hidden, attended, self.output, self.after_attention, self.mlp_norm)
         if isinstance(self.mlp, ModuleMlp):
-            return self.shard.add(hidden, self.mlp(mlp_input), self.after_mlp)
-        return self.shard.add_product(hidden, self.mlp.inner(mlp_input), self.mlp.down, self.after_mlp)
+            return self.shard.add(hidden, self.mlp(mlp_input), self.after_mlp, following)
+        return self.shard.add_product(hidden, self.mlp.inner(mlp_input), self.mlp.down, self.after_mlp, following)
 
 
 class FusedForward:
@@ -105,7 +115,7 @@ class FusedForward:
         scale = getattr(body.embed_tokens, "embed_scale", None)
         self._embed_scale = None if scale is None else scale.to(device, self._embedding.dtype)
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        folds = self._embedding.dtype == torch.float32 and device.type == "cpu"
+        folds = self._embedding.dtype == torch.float32 and not uses_triton(device)
         builder = _Builder(RopeTables(body.rotary_emb.to(device), self._embedding.dtype), shard, device, folds)
         self._layers: list[FusedLayer] = []
         for index, layer in enumerate(body.layers):
@@ -137,17 +147,24 @@ class FusedForward:
                 hidden *= self._embed_scale
         else:
             hidden = stage.receive(self._embedding.new_empty((token_ids.shape[0], self._embedding.shape[1])))
-        rotations = {rope: rope.at(positions, metadata.max_kv_len) for rope in self._ropes}
-        last = len(self._layers) - 1
+        # Where requests are spread over groups, keys and values are written of some rows alone.
+        looks_up = uses_triton(hidden.device) and isinstance(metadata, AttentionMetadata)
+        rotations: dict[Rope, StepRotation] = {
+            rope: (rope.table if looks_up else rope.at)(positions, metadata.max_kv_len) for rope in self._ropes
+        }
+        normed = self._layers[0].attention_norm(hidden)
         for index, layer in enumerate(self._layers):
-            attended = layer.attend(hidden, rotations, metadata, caches[index])
-            if index == last and stage.is_last and rows.shape[0] != token_ids.shape[0]:  # else all rows, in order
+            attended = layer.attend(normed, rotations[layer.rope], metadata, caches[index])
+            following = self._norm
+            if index + 1 < len(self._layers):
+                following = self._layers[index + 1].attention_norm
+            elif stage.is_last and rows.shape[0] != token_ids.shape[0]:  # else all rows, in order
                 hidden, attended = hidden[rows], attended[rows]
-            hidden = layer.finish(hidden, attended)
+            normed = layer.finish(hidden, attended, following)
         if not stage.is_last:
             stage.send(hidden)
             return hidden.new_empty((0, self._embedding.shape[0]))
-        logits = self._shard.gather_columns(self._head(self._norm(hidden)), self._embedding.shape[0])
+        logits = self._shard.gather_columns(self._head(normed), self._embedding.shape[0])
         if self._softcap is not None:
             logits = logits.div_(self._softcap).tanh_().mul_(self._softcap)
         return logits
@@ -173,8 +190,7 @@ class _Builder:
             gate_up = self._gate_up(layer.mlp)
             mlp_norm, gate_up = self._before(before_mlp, gate_up)
             down = self.shard.columns(layer.mlp.down_proj.weight)
-            act: Callable[[torch.Tensor], torch.Tensor]
-            act = activation_of(getattr(layer.mlp, "act_fn", None) or layer.mlp.activation_fn)
+            act = Activation(getattr(layer.mlp, "act_fn", None) or layer.mlp.activation_fn)
             mlp = Mlp(self._product(gate_up, None), self._product(down, None), act)
         else:
             mlp_norm = self._norm(before_mlp)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
+
+from vajra_kernels import uses_triton
+
+if TYPE_CHECKING:
+    from vajra_kernels.layer_ops import Rotation as TableRotation
 
 Rotation = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -55,8 +60,26 @@ class Norm:
             return cls(weight, float(eps), weight.shape[-1])
         return cls(weight.float() + 1.0, float(eps), weight.shape[-1], weight.dtype != torch.float32)
 
+    def after_adding(self, hidden: torch.Tensor, part: torch.Tensor, part_norm: Norm | None) -> torch.Tensor:
+        """Hidden [T, width] normalised, after `hidden += part_norm(part)` in place."""
+        if not uses_triton(hidden.device):
+            return self(hidden.add_(part if part_norm is None else part_norm(part)))
+        from vajra_kernels.layer_ops import add_norm
+
+        return add_norm(hidden, self.parameters, part, None if part_norm is None else part_norm.parameters)
+
+    @property
+    def parameters(self) -> tuple[torch.Tensor, float]:
+        """Weight and epsilon, of a norm with a weight."""
+        assert self.weight is not None
+        return self.weight, self.eps
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X [..., width], normalised."""
+        if x.dim() == 2 and uses_triton(x.device):
+            from vajra_kernels.layer_ops import add_norm
+
+            return add_norm(x, self.parameters)
         if self.is_wide and self.weight is not None:
             return (functional.rms_norm(x.float(), (self.width,), None, self.eps) * self.weight).to(x.dtype)
         if self._native and self.weight is not None:
@@ -97,6 +120,13 @@ class Rope:
         if both is not None:
             return both[positions].unsqueeze(1)
         return cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+
+    def table(self, positions: torch.Tensor, num_positions: int) -> TableRotation:
+        """The same for a kernel that looks them up itself."""
+        from vajra_kernels.layer_ops import Rotation as TableRotation
+
+        cos, sin, _ = self._tables.get(self.kind, num_positions, False)
+        return TableRotation(cos, sin, positions)
 
     def apply(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """X [T, heads, dim], rotated."""
@@ -159,12 +189,33 @@ class Mlp:
 
     gate_up: Product
     down: Product
-    act: Callable[[torch.Tensor], torch.Tensor]
+    act: Activation
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         """[T, inner] of x [T, h]."""
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.act(gate).mul_(up)
+        return self.act(self.gate_up(x))
+
+
+class Activation:
+    """act(gate) * up of both in one row; the argument is ours to change."""
+
+    __slots__ = ("_function", "_kind")
+
+    def __init__(self, module: Any) -> None:
+        name = type(module).__name__
+        self._kind = "silu" if name in ("SiLU", "SiLUActivation") else "gelu_tanh" if name == "GELUTanh" else None
+        self._function: Callable[[torch.Tensor], torch.Tensor] = module
+        if self._kind == "silu":
+            self._function = lambda gate: functional.silu(gate, inplace=True)
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[T, inner] of gate_up [T, 2 * inner]."""
+        if self._kind is not None and uses_triton(gate_up.device):
+            from vajra_kernels.layer_ops import gated_activation
+
+            return gated_activation(gate_up, self._kind)
+        gate, up = gate_up.chunk(2, -1)
+        return self._function(gate).mul_(up)
 
 
 @dataclass(slots=True)
@@ -178,10 +229,3 @@ class ModuleMlp:
         out = self.module(x[None])
         result: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return result[0]
-
-
-def activation_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The activation function; SiLU in place, since its argument is ours."""
-    if type(module).__name__ in ("SiLU", "SiLUActivation"):
-        return lambda gate: functional.silu(gate, inplace=True)
-    return module  # type: ignore[no-any-return]

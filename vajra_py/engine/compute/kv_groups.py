@@ -125,6 +125,13 @@ def write_and_attend(
         return write_and_attend_with_lse(rows, cache, metadata, scores)[0]
     query, key, value = rows
     write_kv(key, value, *cache, metadata.slot_mapping)
+    return attend(query, cache, metadata, scores)
+
+
+def attend(
+    query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], metadata: AttentionMetadata, scores: Scores
+) -> torch.Tensor:
+    """Attention [T, Hq, Dv] of query [T, Hq, D], when the step's K and V are written."""
     return paged_attention(query, *cache, metadata, scale=scores.scale, window=scores.window, softcap=scores.softcap)
 
 

@@ -72,19 +72,21 @@ class Shard:
             experts.down_proj = torch.nn.Parameter(down, requires_grad=False)
         return module
 
-    def add_product(self, hidden: torch.Tensor, x: torch.Tensor, product: Product, norm: Norm | None) -> torch.Tensor:
-        """Hidden + norm(sum over ranks of product(x)), in place of `hidden`."""
+    def add_product(
+        self, hidden: torch.Tensor, x: torch.Tensor, product: Product, norm: Norm | None, following: Norm
+    ) -> torch.Tensor:
+        """`following(hidden)` after adding norm(sum over ranks of product(x)) to `hidden`, in place."""
         if self.size > 1 or norm is not None:
-            return self.add(hidden, product(x), norm)
+            return self.add(hidden, product(x), norm, following)
         if product.bias is not None:
             hidden += product.bias
-        return hidden.addmm_(x, product.weight)
+        return following(hidden.addmm_(x, product.weight))
 
-    def add(self, hidden: torch.Tensor, part: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        """Hidden + norm(sum over ranks of part), in place of `hidden`."""
+    def add(self, hidden: torch.Tensor, part: torch.Tensor, norm: Norm | None, following: Norm) -> torch.Tensor:
+        """`following(hidden)` after adding norm(sum over ranks of part) to `hidden`, in place."""
         if self.size > 1:
             distributed.all_reduce(part, group=self._group)
-        return hidden.add_(part if norm is None else norm(part))
+        return following.after_adding(hidden, part, norm)
 
     def gather_columns(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """Logits [R, vocab] from every rank's columns, where they were divided."""
