@@ -91,8 +91,8 @@ class AttentionGrid:
     def __init__(self, rows: Array) -> None:
         chunk, _, decodes, _ = rows[:, :4].T
         alone = rows[(chunk == 0) & (decodes > 0)]
-        self._decode_counts, self.decode_contexts, decode = _grid(alone[:, 2], alone[:, 3], alone[:, 4])
-        self._decode = filled(decode, (self._decode_counts, self.decode_contexts))
+        self.decode_counts, self.decode_contexts, decode = _grid(alone[:, 2], alone[:, 3], alone[:, 4])
+        self._decode = filled(decode, (self.decode_counts, self.decode_contexts))
         first = rows[(chunk > 0) & (decodes == 0)]
         chunks, contexts, prefill = _grid(first[:, 0], first[:, 1], first[:, 4])
         self._prefill = MixedSlice(
@@ -102,7 +102,7 @@ class AttentionGrid:
         self.largest: Mapping[str, float] = {
             "prefill_chunk": float(chunks[-1]),
             "kv_prefill": float(contexts[-1]),
-            "n_decode": float(self._decode_counts[-1]),
+            "n_decode": float(self.decode_counts[-1]),
             "kv_decode": float(self.decode_contexts[-1]),
         }
         self._rows: dict[int, DecodeRow] = {}
@@ -112,7 +112,7 @@ class AttentionGrid:
         """Times of `count` decodes alone, by their mean context."""
         row = self._rows.get(count)
         if row is None:
-            values = _along_first(self._decode_counts, self._decode, float(count))
+            values = _along_first(self.decode_counts, self._decode, float(count))
             row = self._rows[count] = DecodeRow(self.decode_contexts, values)
         return row
 

@@ -54,6 +54,9 @@ class SkewSample:
     """Standard deviation of the contexts over their mean."""
     ratio: float
     """Time of the unequal batch over that of the equal one."""
+    num_long: float = 0.0
+    """Decodes with the longer of the two contexts; they are the first ones."""
+    long_over_short: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,18 +291,19 @@ def _skew_samples(path: Path) -> Iterator[SkewSample]:
     quick = _quick_table(path, columns)
     if quick is not None:
         total, big, chunk, small, large, mean, t_mean, t_skew = quick.T
-        if ((t_mean > 0) & (t_skew > 0) & (mean > 0) & (big > 0) & (big <= total)).all():
+        if ((t_mean > 0) & (t_skew > 0) & (mean > 0) & (small > 0) & (big > 0) & (big <= total)).all():
             share = big / total
             variation = (large - small) * np.sqrt(share * (1.0 - share)) / mean
-            yield from map(SkewSample, *(one.tolist() for one in (total, chunk, variation, t_skew / t_mean)))
+            found = (total, chunk, variation, t_skew / t_mean, big, large / small)
+            yield from map(SkewSample, *(one.tolist() for one in found))
             return
     for line, texts in _rows(path, columns):
         try:
             total, big, chunk, small, large, mean, t_mean, t_skew = map(float, texts)
         except ValueError:
             raise ConfigError(Problem(f"{path}:{line}", f"has a value that is not a number ({texts})")) from None
-        if not (t_mean > 0 and t_skew > 0 and mean > 0 and 0 < big <= total):
+        if not (t_mean > 0 and t_skew > 0 and mean > 0 and small > 0 and 0 < big <= total):
             raise ConfigError(Problem(f"{path}:{line}", "has a time, mean or count that is not positive"))
         share = big / total
         spread = (large - small) * (share * (1.0 - share)) ** 0.5
-        yield SkewSample(total, chunk, spread / mean, t_skew / t_mean)
+        yield SkewSample(total, chunk, spread / mean, t_skew / t_mean, big, large / small)

@@ -7,7 +7,7 @@ changes to a shipped device (`base`). Peaks are dense (no structured sparsity), 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -44,6 +44,15 @@ class DeviceSpec:
     """Fixed time of one kernel in a replayed graph: start and drain."""
     step_overhead_s: float
     """Time per step that no kernel covers: scheduling, input preparation, launch, sampling."""
+    num_sms: int = 0
+    """Streaming multiprocessors; 0: unknown, or none."""
+    sm_version: int = 0
+    """Compute capability times ten; 0: unknown, or none."""
+
+    @property
+    def uses_flash_attention_2(self) -> bool:
+        """Whether vLLM computes attention by FlashAttention 2 here: not on Hopper (version 3), nor on data-centre Blackwell (FlashInfer)."""
+        return self.num_sms > 0 and (80 <= self.sm_version < 90 or self.sm_version >= 120)
 
     def flops(self, dtype: str) -> float:
         """Attainable operations per second of matrix products in `dtype`."""
@@ -94,6 +103,10 @@ class DeviceConfig(BaseModel):
     host_link_bandwidth: _Positive | None = Field(None, description="Bytes per second to and from host memory.")
     kernel_latency_s: _Duration | None = Field(None, description="Seconds that any kernel takes at least.")
     step_overhead_s: _Duration | None = Field(None, description="Seconds per step outside all kernels.")
+    num_sms: Annotated[int, Field(ge=0)] | None = Field(None, description="Streaming multiprocessors; 0: unknown.")
+    sm_version: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Compute capability times ten, as 89 for 8.9; 0: unknown."
+    )
 
     def to_device(self) -> DeviceSpec:
         """The device.
@@ -105,8 +118,8 @@ class DeviceConfig(BaseModel):
         figures = {**_figures(self.base), **given} if self.base else given
         problems = [
             Problem(f"device.{key}", "is missing", "Give it, or name a shipped device as base")
-            for key in DeviceSpec.__dataclass_fields__
-            if key not in figures and key != "name"
+            for key, field in DeviceSpec.__dataclass_fields__.items()
+            if key not in figures and key != "name" and field.default is MISSING
         ]
         peaks = figures.get("peak_flops", {})
         fractions = figures.get("compute_fraction", {})

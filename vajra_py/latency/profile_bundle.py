@@ -23,6 +23,7 @@ from vajra_py.latency.calibration_file import Calibration
 from vajra_py.latency.deployment import Deployment, Parallelism
 from vajra_py.latency.devices import DeviceSpec
 from vajra_py.latency.expert_times import ExpertTimes, Routing
+from vajra_py.latency.flash_decoding import DecodeKernel, UnequalContexts, fitted_peak_share
 from vajra_py.latency.host_overhead import HostOverhead
 from vajra_py.latency.model_spec import DTYPE_BYTES, ModelSpec
 from vajra_py.latency.roofline import RooflineModel
@@ -168,6 +169,7 @@ class ProfileBundleModel:
         self._decode_skew, self._mixed_skew = (
             skew_ratio(bundle.skew, options.context_variation, counts, mixed=mixed) for mixed in (False, True)
         )
+        self._unequal = self._unequal_contexts()
         self._decode_batches: dict[int, _DecodeBatch] = {}
         self._dense = summed(bundle.dense, model.num_layers)
         self._head = summed(bundle.per_sequence, 1)
@@ -284,7 +286,11 @@ class ProfileBundleModel:
             rank, reach, largest = self._per_rank(num_decodes), self.options.reach, self._attention.largest
             parts = self._token_parts(rank, num_decodes)
             added, least = self._host_s(num_decodes)
-            scale = self._scale["decode_attention"] * self._decode_skew[min(rank, MOST_DECODES)]
+            if self._unequal is None:
+                skew = self._decode_skew[min(rank, MOST_DECODES)]
+            else:
+                skew = self._unequal.factor(self._padded(rank))
+            scale = self._scale["decode_attention"] * skew
             batch = self._decode_batches[num_decodes] = _DecodeBatch(
                 fixed_s=sum(parts.values()) + self._head_s(rank) + added,
                 least_s=least,
@@ -398,6 +404,16 @@ class ProfileBundleModel:
     def _head_s(self, sequences: int) -> float:
         microseconds = interpolated(self._head.sizes, self._head.times_us, max(1, sequences))
         return 1e-6 * microseconds * self._scale["head"]
+
+    def _unequal_contexts(self) -> UnequalContexts | None:
+        """How unequal contexts of decodes tell on this GPU; None: as the bundle's own batches of them say, where it has any."""
+        device, model = self.device, self.model
+        if device is None or not device.uses_flash_attention_2 or model.latent is not None:
+            return None
+        kv_heads = max(1, model.num_kv_heads // self.bundle.tensor_parallel)
+        share = fitted_peak_share(self.bundle.skew, kv_heads, device.num_sms)
+        kernel = DecodeKernel(kv_heads, device.num_sms, share)
+        return UnequalContexts(kernel, self.options.context_variation, self._attention.decode_counts)
 
     def _padded(self, tokens: int) -> int:
         """Tokens that are computed for so many that are asked for."""
