@@ -29,12 +29,13 @@ from vajra_py.latency.operator_tables import OperatorTables, tables_folder
 
 MODELS = {"Llama-3.1-70B": "Llama-3.1-70B", "Llama-3.1-8B": "Llama-3.1-8B", "Qwen3-32B": "Qwen3-32B"}
 STEP_TOKENS = 8192
-"""Prompt tokens a step: the default of vLLM and SGLang on GPUs of this size, and of TensorRT-LLM."""
+"""Prompt tokens a step: InferenceMAX's (its README), and the default of vLLM's and SGLang's servers on GPUs of this size, and of TensorRT-LLM."""
 TURNS = 10
-"""Requests of each user."""
+"""Requests of each user: InferenceMAX's `--num-prompts`, and the request count of aiconfigurator's own benchmark runner."""
 BLOCK = 16
 VARIED = 0.8
-"""Shortest prompts and outputs over the longest, as InferenceMAX draws them (random-range-ratio 0.8)."""
+"""Shortest prompts and outputs over the longest where InferenceMAX measured: its README has `RANDOM_RANGE_RATIO` 0.8, and the client that it names
+(github.com/kimbochen/bench_serving, benchmark_serving.py) draws evenly from that part of the length to all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,8 @@ class Point:
     output: int
     ttft_ms: float
     tpot_ms: float
-    is_known: bool
-    """Whether the lengths' distribution is known (InferenceMAX)."""
+    is_inferencemax: bool
+    """Measured by InferenceMAX; the others by tools whose settings the file does not say."""
 
 
 def points(path: Path) -> Iterator[Point]:
@@ -75,7 +76,7 @@ def points(path: Path) -> Iterator[Point]:
             output=row.osl,
             ttft_ms=row.silicon_ttft_ms,
             tpot_ms=row.silicon_tpot_ms,
-            is_known="wip=" in row.silicon_data_source,
+            is_inferencemax="wip=" in row.silicon_data_source,
         )
 
 
@@ -100,9 +101,13 @@ def latency_of(point: Point, folder: Path) -> dict[str, Any]:
     }
 
 
-def lengths_of(longest: int, *, varied: bool) -> dict[str, Any]:
-    """Lengths of prompts or outputs."""
-    if varied:
+def lengths_of(longest: int, point: Point) -> dict[str, Any]:
+    """Lengths of prompts or outputs.
+
+    Those that are not InferenceMAX's are equal, as aiconfigurator's benchmark runner has them (genai_perf_runner.py: standard deviations of 0). That
+    the points were measured by it is an assumption.
+    """
+    if point.is_inferencemax:
         return {"type": "uniform", "min": int(VARIED * longest), "max": longest}
     return {"type": "constant", "value": longest}
 
@@ -115,7 +120,7 @@ def blocks_of(model: OperatorTablesModel, folder: Path, point: Point) -> int:
     return int(free / (BLOCK * spec.kv_bytes_per_token))
 
 
-def simulated(point: Point, model: OperatorTablesModel, folder: Path, *, varied: bool) -> tuple[float, float, float]:
+def simulated(point: Point, model: OperatorTablesModel, folder: Path) -> tuple[float, float, float]:
     """(mean TTFT, mean TPOT in milliseconds, share of the step time by rule) of a simulation."""
     replica: dict[str, Any] = {"max_batch_size": 1024, "max_batch_tokens": STEP_TOKENS}
     if model.device is None:
@@ -129,8 +134,8 @@ def simulated(point: Point, model: OperatorTablesModel, folder: Path, *, varied:
             "type": "synthetic",
             "num_requests": TURNS * point.users,
             "arrivals": {"type": "closed_loop", "num_users": point.users},
-            "prompt_tokens": lengths_of(point.prompt, varied=varied),
-            "output_tokens": lengths_of(point.output, varied=varied),
+            "prompt_tokens": lengths_of(point.prompt, point),
+            "output_tokens": lengths_of(point.output, point),
         },
         "backend": {"simulator": {"latency": latency_of(point, folder)}},
         "output": {"decision_log": False},
@@ -159,7 +164,7 @@ def least_busy(point: Point, model: OperatorTablesModel) -> float:
 
 
 def measure(folder: Path, every: int) -> pd.DataFrame:
-    """A row for each point and assumption on lengths."""
+    """A row for each point."""
     rows = []
     for index, point in enumerate(points(folder / "silicon_sample.csv")):
         if index % every:
@@ -170,25 +175,23 @@ def measure(folder: Path, every: int) -> pd.DataFrame:
         except VajraError as error:
             sys.stderr.write(f"\n{point.name}: {error}\n")
             continue
-        for varied in (True,) if point.is_known else (False, True):
-            try:
-                ttft, tpot, filled = simulated(point, model, folder, varied=varied)
-            except VajraError as error:
-                sys.stderr.write(f"\n{point.name}: {error}\n")
-                continue
-            if not np.isfinite(ttft + tpot):
-                sys.stderr.write(f"\n{point.name}: not every request was served\n")
-                continue
-            rows.append(
-                {
-                    **{name: getattr(point, name) for name in Point.__slots__},
-                    "lengths": "80 to 100 %" if varied else "equal",
-                    "ttft": ttft / point.ttft_ms - 1.0,
-                    "tpot": tpot / point.tpot_ms - 1.0,
-                    "filled": filled,
-                    "is_possible": least_busy(point, model) <= 1.0,
-                }
-            )
+        try:
+            ttft, tpot, filled = simulated(point, model, folder)
+        except VajraError as error:
+            sys.stderr.write(f"\n{point.name}: {error}\n")
+            continue
+        if not np.isfinite(ttft + tpot):
+            sys.stderr.write(f"\n{point.name}: not every request was served\n")
+            continue
+        rows.append(
+            {
+                **{name: getattr(point, name) for name in Point.__slots__},
+                "ttft": ttft / point.ttft_ms - 1.0,
+                "tpot": tpot / point.tpot_ms - 1.0,
+                "filled": filled,
+                "is_possible": least_busy(point, model) <= 1.0,
+            }
+        )
     return pd.DataFrame(rows)
 
 
@@ -211,22 +214,19 @@ def report(rows: pd.DataFrame) -> None:
     """Print the tables."""
     print("| points | number | TPOT median | absolute, median | p90 | TTFT median | absolute, median | p90 | by rule |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for kind, lengths in ((True, "80 to 100 %"), (False, "equal"), (False, "80 to 100 %")):
-        part = rows[(rows.is_known == kind) & (rows.lengths == lengths)]
-        if part.empty:
-            continue
-        title = "InferenceMAX" if kind else "others"
-        print(line(f"**{title}, lengths {lengths}**", part))
+    print(line("**all**", rows))
+    for is_inferencemax, part in rows.groupby("is_inferencemax", sort=False):
+        title = "InferenceMAX" if is_inferencemax else "others"
+        print(line(f"**{title}**", part))
         for engine, group in part.groupby("engine"):
-            print(line(f"{title}, lengths {lengths}, {engine}", group))
+            print(line(f"{title}, {engine}", group))
         if not part.is_possible.all():
-            print(line(f"{title}, lengths {lengths}, without what cannot be", part[part.is_possible]))
+            print(line(f"{title}, without what cannot be", part[part.is_possible]))
         for key, group in part.groupby(["system", "model", "engine", "precision"]):
             print(line(", ".join(key), group))
-    first = rows[(rows.is_known) | (rows.lengths == "equal")]
     for metric in ("tpot", "ttft"):
         print(f"\nWorst ten by {metric.upper()}:\n")
-        worst = first.reindex(first[metric].abs().sort_values(ascending=False).index).head(10)
+        worst = rows.reindex(rows[metric].abs().sort_values(ascending=False).index).head(10)
         for row in worst.itertuples():
             note = "" if row.is_possible else ", more than one replica can compute"
             print(f"- {row.name}: {percent(getattr(row, metric))} of {getattr(row, f'{metric}_ms'):.1f} ms{note}")

@@ -171,7 +171,8 @@ def test_unequal_contexts_take_as_much_longer_as_was_measured(bundle: Path) -> N
         "mixed,64,32,0.5,3,512,0,500,1500,1000,100,150,110,0.2",
     ]
     (bundle / "tp1" / "skew.csv").write_text("\n".join([header, *rows, ""]))
-    equal, unequal = of(bundle), of(bundle, context_variation=0.5)
+    # On a GPU whose attention is not FlashAttention 2.
+    equal, unequal = (of(bundle, device="h100", context_variation=one) for one in (0.0, 0.5))
     decodes, mixed = BatchFeatures(64, 64 * 1000), BatchFeatures(64, 64 * 1000).with_chunk(512, 0)
     per_layer = attention_us(0, 0, 64, 1000)
     assert unequal.batch_time_s(decodes) - equal.batch_time_s(decodes) == pytest.approx(

@@ -13,6 +13,7 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import exp, log, sqrt
 from statistics import NormalDist, median
 
@@ -50,7 +51,7 @@ class DecodeKernel:
         total = float(sum(contexts))
         waiting = iter([context / total for context in contexts] * self.kv_heads)
         # All running blocks have received as much since the last one started: `served` is the sum of those shares.
-        running = [size for size, _ in zip(waiting, range(self.num_sms), strict=False)]
+        running = list(islice(waiting, self.num_sms))
         heapq.heapify(running)
         clock = served = 0.0
         while running:
