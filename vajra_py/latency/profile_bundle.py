@@ -413,7 +413,7 @@ class ProfileBundleModel:
         kv_heads = max(1, model.num_kv_heads // self.bundle.tensor_parallel)
         share = fitted_peak_share(self.bundle.skew, kv_heads, device.num_sms)
         kernel = DecodeKernel(kv_heads, device.num_sms, share)
-        return UnequalContexts(kernel, self.options.context_variation, self._attention.decode_counts)
+        return UnequalContexts(kernel, self.options.context_variation, self._attention.decode_counts.tolist())
 
     def _padded(self, tokens: int) -> int:
         """Tokens that are computed for so many that are asked for."""
