@@ -398,6 +398,27 @@ def test_asynchronous_scheduling_fills_a_slot_again_one_step_late(runs_ahead: bo
     assert first == {False: pytest.approx(0.04), True: pytest.approx(0.05)}
 
 
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_asynchronous_scheduling_reuses_the_blocks_of_an_ended_request_one_step_late(runs_ahead: bool) -> None:
+    """`a` and `b` fill the memory: `c` gets the blocks of `b`, which ends at 0.03, in the step from 0.04 on."""
+    specs = [spec("a", 0.0, 12, num_output=4), spec("b", 0.0, 8, num_output=3), spec("c", 0.0, 16, num_output=2)]
+    options = replace(OPTIONS, num_blocks=8, max_model_len=20)
+    first = {}
+    for asynchronous in (False, True):
+        rules = SimulationOptions(asynchronous=asynchronous, runs_ahead=runs_ahead, check_every_steps=1)
+        first[asynchronous] = run(specs, options, rules=rules)["c"].first_token_at
+    assert first == {False: pytest.approx(0.04), True: pytest.approx(0.05)}
+
+
+def test_no_block_is_lost_when_the_last_request_ends_under_asynchronous_scheduling() -> None:
+    options = replace(OPTIONS, num_blocks=6, max_model_len=24)
+    specs = [spec("a", 0.0, 12, num_output=8), spec("b", 1.0, 12, num_output=8)]
+    served = run(specs, options, rules=SimulationOptions(asynchronous=True, check_every_steps=1))
+    assert served["b"].ended_at == pytest.approx(1.08)
+    (replica,) = served.harness.controller.replicas()
+    assert replica.memory.free_blocks == 6
+
+
 def test_a_replica_of_one_slot_goes_on_under_asynchronous_scheduling() -> None:
     options = replace(OPTIONS, max_batch_size=1)
     served = run([spec("a", 0.0), spec("b", 0.0)], options, rules=SimulationOptions(asynchronous=True))

@@ -20,6 +20,8 @@ class Lifecycle:
         self._residents = running_set
         self.observers: Sequence[Observer] = ()
         self.listeners = NOBODY
+        self.holding: list[Request] = []
+        """Requests that have ended and still hold their blocks, because an asynchronous scheduler has not seen them end."""
 
     def admitted(self, request: Request, num_done_tokens: int, now: float) -> str:
         """A waiting request has got memory; returns "admitted" or "resumed"."""
@@ -78,12 +80,26 @@ class Lifecycle:
         for observer in self.observers:
             observer.on_first_token(request, seconds)
 
-    def finish(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
-        """A resident request ends: its memory is free from now on, its cached blocks stay findable."""
-        running_set, memory = self._residents, self._residents.memory
-        running_set.drop(request)
-        memory.free(request, request.num_computed_tokens, for_good=True)
-        self._end(request, reason, detail, now)
+    def finish(
+        self, request: Request, reason: EndReason, now: float, detail: str = "", *, keeps_blocks: bool = False
+    ) -> None:
+        """A resident request ends: its memory is free from now on, its cached blocks stay findable.
+
+        With `keeps_blocks` it is free when `release_ended` is called.
+        """
+        self._residents.drop(request)
+        self.holding.append(request)
+        if not keeps_blocks:
+            self.release_ended()
+        self._tell_end(request, reason, detail, now)
+
+    def release_ended(self) -> None:
+        """Free the blocks of requests that have ended."""
+        memory = self._residents.memory
+        for request in self.holding:
+            memory.free(request, request.num_computed_tokens, for_good=True)
+            memory.forget(request)
+        self.holding.clear()
 
     def requeue(self, request: Request) -> None:
         """The replica's memory is gone: the request, resident or waiting here, belongs to no replica, with nothing computed."""
@@ -119,6 +135,9 @@ class Lifecycle:
 
     def _end(self, request: Request, reason: EndReason, detail: str, now: float) -> None:
         self._residents.memory.forget(request)
+        self._tell_end(request, reason, detail, now)
+
+    def _tell_end(self, request: Request, reason: EndReason, detail: str, now: float) -> None:
         end_request(request, reason, detail, now)
         for observer in self.observers:
             observer.on_ended(request, reason, detail, now)

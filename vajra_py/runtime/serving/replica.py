@@ -149,6 +149,7 @@ class Replica:
         self._inherited = []
         self.running_set.clear()
         self.memory.clear()
+        self.lifecycle.holding.clear()
         self.builder.swap_bytes_due = 0
         self.builder.slots_held = 0
         self.builder.dropped = []
@@ -169,9 +170,11 @@ class Replica:
 
     def next_plan(self, now: int) -> StepPlan | None:
         """Form the next step that runs something; None when there is nothing to run until something changes."""
-        if self.running_set.is_empty and not self.running_set.num_waiting:
-            return None
         builder = self.builder
+        if self.running_set.is_empty and not self.running_set.num_waiting:
+            if builder.slots_held:
+                self._see_ends()
+            return None
         builder.num_preempted_before = 0
         for _ in range(MAX_EMPTY_STEPS):
             plan = self.form_step(now)
@@ -190,8 +193,13 @@ class Replica:
 
     def _form_after_held_slots(self, now: int) -> StepPlan | None:
         """The step after one that has nothing but slots of requests that have ended."""
-        self.builder.slots_held = 0
+        self._see_ends()
         return self.form_step(now)
+
+    def _see_ends(self) -> None:
+        """The scheduler knows which requests have ended: their slots and blocks are free."""
+        self.builder.slots_held = 0
+        self.lifecycle.release_ended()
 
     def _give_way(self, now: int) -> bool:
         """The policy does nothing: of what it did not admit itself, let the latest give its memory up; whether there was any."""
@@ -227,7 +235,8 @@ class Replica:
         if plan.chunks or plan.num_pool_decodes:
             self.num_in_flight += 1
             self.num_steps += 1
-            builder.slots_held = 0
+            if builder.slots_held:
+                self._see_ends()
         if self._step_logs:
             changes = self.running_set.take_pool_changes()
             for log in self._step_logs:
@@ -407,7 +416,8 @@ class Replica:
     def _finish(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
         self._output_limits.pop(request, None)
         self._to_abort.pop(request, None)
-        self.lifecycle.finish(request, reason, now, detail)
+        held = self.parts.options.holds_ended_slots
+        self.lifecycle.finish(request, reason, now, detail, keeps_blocks=held)
         self.parts.executor.release(request)
 
     def _abort_pending(self, now: float) -> list[tuple[Request, EndReason]]:

@@ -43,5 +43,5 @@ class BuilderOptions:
         self.reserves_growth = reserves_growth
         """Whether decodes that grow together get their blocks as a number first: where nobody reads tables step by step."""
         self.holds_ended_slots = False
-        """Whether a request that ends with a step keeps its slot for the next one, which was scheduled before the end was known."""
+        """Whether a request that ends with a step keeps slot and blocks for the next one, which was scheduled before the end was known."""
         self.busy_group_tokens = busy_group_tokens
