@@ -5,9 +5,10 @@ Importing this loads neither vLLM nor a tensor library.
 
 from __future__ import annotations
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from vajra_py.config import register_backend
+from vajra_py.config.schema import Text
 from vajra_py.engine.config import EngineConfig
 
 _ENGINES_OWN = (
@@ -24,6 +25,12 @@ _ENGINES_OWN = (
 
 class VllmBackendConfig(EngineConfig):
     """A vLLM that is started by its own commands and schedules by this file (`--scheduler-cls`). `vajra run` starts none."""
+
+    fallback: Text | None = Field(
+        None,
+        description="Preset whose policies take over from one that breaks the contract, so that its requests finish; "
+        "null: they end with an error.",
+    )
 
     @model_validator(mode="after")
     def _vllms(self) -> VllmBackendConfig:

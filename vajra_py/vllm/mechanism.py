@@ -8,22 +8,23 @@ With asynchronous scheduling vLLM asks for a step before the tokens of the last 
 (each request that caught up gives one), so the turn ends the last step with tokens that have no identity yet. What they are
 is learnt a turn later; a request that they stopped ends with the step that it is in by then.
 
-This module is the only one of the package that knows the runtime.
+This module alone of the package uses the runtime.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vajra_py.config import ExperimentConfig
+from vajra_py.config import ExperimentConfig, PolicyChoice
+from vajra_py.contract import Layer
 from vajra_py.contract.observer import EndReason, Observer
-from vajra_py.errors import ConfigError, PolicyError, Problem
+from vajra_py.errors import ConfigError, PolicyError, Problem, VajraError
 from vajra_py.latency.unknown import NoPredictions
 from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
-from vajra_py.runtime.kv import BlockKeys, PrivateKeys, TokenKeys
-from vajra_py.runtime.records.input_log import Arrival, Failure, Input, Restart
+from vajra_py.runtime.kv import BlockKeys, TokenKeys
+from vajra_py.runtime.records.input_log import Arrival, Failure, Input, PolicyChange, Restart
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.backend import Backend, BackendReplica
 from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
@@ -59,7 +60,7 @@ class Intake:
     """A request as it is handed to the mechanism, and what became of it.
 
     Attributes:
-        prompt_token_ids: what others can share its blocks by; None: its content is nobody else's.
+        prompt_token_ids: what identifies its KV blocks; None: no block of it is looked up in the prefix cache, or kept there.
         on_ended: told of its end, whatever ended it.
         request: what the mechanism made of it, once it has been taken in.
     """
@@ -72,10 +73,10 @@ class Intake:
     keys: TokenKeys | None = None
     request: Request | None = None
 
-    def make_keys(self, block_size: int) -> BlockKeys:
+    def make_keys(self, block_size: int) -> BlockKeys | None:
         """What identifies its blocks in the prefix cache."""
         if self.prompt_token_ids is None:
-            return PrivateKeys(self.facts.request_id)
+            return None
         self.keys = TokenKeys(self.prompt_token_ids, block_size, self.salt)
         return self.keys
 
@@ -133,6 +134,8 @@ class Mechanism(Backend[_Unit]):
             controller, self, (self._unit,), DriverOptions(isolates_policies=True), self._note
         )
         self._turn: int | None = None
+        self._refusal: VajraError | None = None
+        """Why a change of policies could not be made; the rest of it is not made either."""
         self._intakes: dict[Request, Intake] = {}
         self._gave_way = _GaveWay()
         self.watch(())
@@ -187,6 +190,31 @@ class Mechanism(Backend[_Unit]):
     def abort(self, request_id: str) -> None:
         """A request is taken back; with a step in flight, when that comes back."""
         self._driver.events.push(self.open_turn(), Phase.ABORT, request_id)
+
+    def check_policies(self, choices: Mapping[Layer, PolicyChoice]) -> None:
+        """Raise what building these policies raises."""
+        policies = self.controller.replicasets[self.replica.replicaset].policies
+        assert policies is not None
+        for layer, choice in choices.items():
+            policies.make(layer, choice)
+
+    def change_policies(self, choices: Mapping[Layer, PolicyChoice]) -> None:
+        """Put other policies in force in every layer, at once; nothing may be in flight.
+
+        Raises what building them raises (`VajraError`).
+        """
+        tick, name = self.open_turn(), self.replica.replicaset
+        for layer, choice in choices.items():
+            self._driver.events.push(tick, Phase.POLICY, PolicyChange(name, layer, choice))
+        self._refusal = None
+        self.step()
+        if self._refusal is not None:
+            raise self._refusal
+        self.fault = None
+
+    def holds_blocks(self, request: Request) -> bool:
+        """Whether the request has KV blocks."""
+        return request.state is RequestState.RUNNING
 
     def forget_cache(self) -> None:
         """Give every KV block up with the next step; who held some is computed again."""
@@ -245,7 +273,12 @@ class Mechanism(Backend[_Unit]):
 
     def on_policy_change(self, payload: Any) -> None:
         """See `Backend`."""
-        self._driver.swap_policy(payload)
+        if self._refusal is not None:
+            return
+        try:
+            self._driver.swap_policy(payload)
+        except VajraError as error:
+            self._refusal = error
 
     def on_submitted(self, request: Request, payload: Intake) -> None:
         """See `Backend`."""

@@ -102,14 +102,14 @@ class Messages:
         draft.scheduled[name] = num_tokens
         draft.num_tokens += num_tokens
         was_absent, record.ran_in = record.ran_in != self._step - 1, self._step
-        if not record.is_known or (kind == "resumed" and self._resumes_as_new):
+        if not record.is_known or (kind != "running" and self._resumes_as_new):
             draft.new.append(self._as_new(record, blocks or [], computed))
             record.is_known = True
             return
         draft.ids.append(name)
         draft.blocks.append(None if blocks is None else (blocks,))
         draft.computed.append(computed)
-        draft.outputs.append(request.num_output_tokens)
+        draft.outputs.append(record.num_kept + request.num_output_tokens)
         if kind != "running":
             draft.resumed.add(name)
         if was_absent and not self._resumes_as_new:
@@ -170,7 +170,10 @@ class Messages:
         self._decodes = [one for one in found if one is not None]
         self._ids = [one.request_id for one in self._decodes]
         self._computed = np.array([one.num_computed_tokens - 1 for one in order], dtype=np.int64)
-        self._output = np.array([one.num_output_tokens for one in order], dtype=np.int64)
+        kept = [0 if one is None else one.num_kept for one in found]
+        self._output = np.array([one.num_output_tokens for one in order], dtype=np.int64) + np.array(
+            kept, dtype=np.int64
+        )
         self._last = -1
 
     def _are_absent(self) -> bool:

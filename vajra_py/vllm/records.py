@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.v1.core.sched.utils import check_stop
@@ -10,7 +11,7 @@ from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
 from vajra_py.errors import ConfigError, Problem, did_you_mean
-from vajra_py.vllm.mechanism import Intake, Request, RequestFacts
+from vajra_py.vllm.mechanism import EndReason, Intake, Request, RequestFacts
 
 PREFIX = "vajra_"
 """How the names of `extra_args` (`vllm_xargs` of an HTTP request) begin that are for the scheduler."""
@@ -29,6 +30,7 @@ class Record:
         "is_over",
         "is_plain",
         "limit",
+        "num_kept",
         "num_told",
         "output",
         "ran_in",
@@ -64,11 +66,27 @@ class Record:
         """Leading entries of its block table that the workers have."""
         self.ran_in = -1
         """The last step that it was part of."""
+        self.num_kept = 0
+        """Output tokens that it had when it was handed to the mechanism last; there they are part of its prompt."""
 
     @property
     def own(self) -> Request | None:
         """What the mechanism made of it."""
         return self.intake.request
+
+    def hand_in_again(self) -> Intake:
+        """Make it a new request to the mechanism that goes on after the output it has; all of it is to be computed again."""
+        kept, before = len(self.output), self.intake
+        facts = replace(
+            before.facts,
+            num_prompt_tokens=self.request.num_prompt_tokens + kept,
+            max_tokens=self.limit - kept,
+            expires_after_s=None if self.is_known else before.facts.expires_after_s,
+        )
+        tokens = None if before.prompt_token_ids is None else self.all_tokens()
+        self.intake = replace(before, facts=facts, prompt_token_ids=tokens, keys=None, request=None)
+        self.append_key, self.num_kept, self.num_told = None, kept, 0
+        return self.intake
 
     def finishes_plainly(self, token: int) -> bool:
         """Whether this token, which is in the output already, ends the request; writes the reason into it."""
@@ -94,6 +112,45 @@ class Record:
         prompt = self.request.prompt_token_ids
         assert prompt is not None
         return [*prompt, *self.output]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordRules:
+    """What holds for every request of one scheduler.
+
+    Attributes:
+        wall_zero: the wall clock's time (seconds) at which the scheduler's clock began.
+        by_tenant: whether tenants never share cached prefixes.
+    """
+
+    max_model_len: int
+    caches: bool
+    by_tenant: bool
+    wall_zero: float
+    on_ended: Callable[[Request, EndReason], None]
+
+
+def record_of(request: VllmRequest, rules: RecordRules) -> Record:
+    """The record of a request that has come in. Raises `ConfigError` for one that cannot be scheduled."""
+    for name, is_wrong in (
+        ("pooling", request.pooling_params is not None),
+        ("LoRA adapters", request.lora_request is not None),
+        ("multimodal inputs", bool(request.mm_features)),
+        ("streamed inputs", request.resumable),
+        ("prompt embeddings", request.prompt_embeds is not None or request.prompt_token_ids is None),
+    ):
+        if is_wrong:
+            raise ConfigError(Problem(f"request {request.request_id}", f"{name} cannot be scheduled here"))
+    facts = facts_of(request, min(request.max_tokens, rules.max_model_len - request.num_prompt_tokens))
+    shares = rules.caches and not request.skip_reading_prefix_cache
+    intake = Intake(
+        facts=facts,
+        arrived_at=max(0.0, request.arrival_time - rules.wall_zero),
+        prompt_token_ids=request.prompt_token_ids if shares else None,
+        salt=f"{request.cache_salt or ''}\n{facts.tenant}" if rules.by_tenant else request.cache_salt or "",
+        on_ended=rules.on_ended,
+    )
+    return Record(request, intake, rules.max_model_len)
 
 
 def facts_of(request: VllmRequest, limit: int) -> RequestFacts:

@@ -7,10 +7,11 @@ of an experiment file decide (`vajra_py.vllm.settings` says how it is named).
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
@@ -21,27 +22,22 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
-from vajra_py.errors import ConfigError, Problem
+from vajra_py.errors import ConfigError, VajraError
 from vajra_py.plugins import load_registry
-from vajra_py.vllm.mechanism import EndReason, Intake, Mechanism, Request, StepPlan, make_mechanism
+from vajra_py.plugins.watchdog import no_endless_calls
+from vajra_py.vllm.endings import Endings
+from vajra_py.vllm.mechanism import EndReason, Mechanism, Request, StepPlan, make_mechanism
 from vajra_py.vllm.messages import Messages
-from vajra_py.vllm.records import Record, facts_of
-from vajra_py.vllm.settings import Sizes, experiment_of, wishes_of
+from vajra_py.vllm.records import Record, RecordRules, record_of
+from vajra_py.vllm.settings import experiment_of, fallback_of, sizes_of, wishes_of
 from vajra_py.vllm.support import check_cache, check_options, check_version, installed_version
 
 _log = logging.getLogger(__name__)
 
 _BY_ITSELF = (EndReason.STOP, EndReason.LENGTH)
 """Ends that a request's own tokens bring about, and that its client is told with the last of them."""
-
-
-@dataclass(slots=True)
-class _Failed:
-    """A request that ends without a token of its own, and what its client is told."""
-
-    request: VllmRequest
-    reason: FinishReason
-    why: str
+_BY_BREACH = (EndReason.FAILED, EndReason.REJECTED)
+"""Ends while the policies are out of service for what one of them did."""
 
 
 class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at run time alone
@@ -64,7 +60,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         include_finished_set: bool = False,
         log_stats: bool = False,
     ) -> None:
-        self._version = check_version(installed_version())
+        version = check_version(installed_version())
         check_options(vllm_config)
         check_cache(kv_cache_config)
         self.kv_cache_config = kv_cache_config
@@ -74,10 +70,27 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         self._structured = structured_output_manager
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
-        self._wishes = wishes_of(vllm_config.additional_config)
+        self._caches = bool(vllm_config.cache_config.enable_prefix_caching)
         self._zero_ns = time.monotonic_ns()
-        self._wall_zero = time.time()
-        self.mechanism = self._make_mechanism(vllm_config, kv_cache_config, block_size)
+        registry = load_registry()
+        sizes = sizes_of(vllm_config, block_size, kv_cache_config.num_blocks - 1, version)
+        self.config = experiment_of(
+            sizes, wishes_of(vllm_config.additional_config), vllm_config.scheduler_config, registry
+        )
+        self._fallback = fallback_of(self.config, registry)
+        """Policies that take over from one that breaks the contract; None: its requests end, and so do all that come."""
+        group = kv_cache_config.kv_cache_groups[0]
+        bytes_per_token = group.kv_cache_spec.page_size_bytes * len(group.layer_names) // block_size
+        self.mechanism: Mechanism = make_mechanism(
+            self.config, registry, self._clock, self._max_model_len, bytes_per_token
+        )
+        if self._fallback is not None:
+            self.mechanism.check_policies(self._fallback)
+        self._watchdog = ExitStack()
+        """Interrupts policies that do not return, in the thread that schedules."""
+        self._thread_id: int | None = None
+        memory = next(iter(self.config.effective_replicasets.values())).replica.memory
+        self._rules = RecordRules(self._max_model_len, self._caches, memory.tenant_salt, time.time(), self._on_ended)
         self._records: dict[str, Record] = {}
         self._messages = Messages(
             self.mechanism.replica,
@@ -85,36 +98,22 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
             resumes_as_new=bool(vllm_config.use_v2_model_runner),
             zeroes=bool(kv_cache_config.needs_kv_cache_zeroing),
         )
-        self._caches = bool(vllm_config.cache_config.enable_prefix_caching)
         self._constrained: dict[str, Record] = {}
         """Requests whose tokens a grammar constrains."""
         self._compiling: list[Record] = []
         """Requests whose grammar is not there yet."""
-        self._failed: list[_Failed] = []
-        self._finished_sets: dict[int, set[str]] | None = {} if include_finished_set else None
+        self._held: list[Record] = []
+        """Requests that the mechanism is to get with the next step, once all their tokens are known, unless new ones are paused."""
+        self._withdrawn: set[Record] = set()
+        """Requests that are on their way out of the mechanism, to be held."""
+        self._endings = Endings(lists_finished=include_finished_set)
+        self._fault: VajraError | None = None
+        """The last breach of the contract that was logged."""
         self._pause = PauseState.UNPAUSED
         self._forgets = False
         """Whether all KV is to be given up before the next step, when every token of the last ones is known."""
         self._in_flight: deque[SchedulerOutput] = deque()
         self._prefix_stats = PrefixCacheStats()
-
-    def _make_mechanism(self, vllm_config: Any, kv_cache_config: Any, block_size: int) -> Mechanism:
-        scheduler, registry = vllm_config.scheduler_config, load_registry()
-        sizes = Sizes(
-            model=str(vllm_config.model_config.model),
-            block_size=block_size,
-            num_blocks=kv_cache_config.num_blocks - 1,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_step_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
-            max_model_len=self._max_model_len,
-            prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
-            version=self._version,
-        )
-        self.config = config = experiment_of(sizes, self._wishes, scheduler, registry)
-        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        num_layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
-        bytes_per_token = spec.page_size_bytes * num_layers // block_size
-        return make_mechanism(config, registry, self._clock, self._max_model_len, bytes_per_token)
 
     def _clock(self) -> int:
         return time.monotonic_ns() - self._zero_ns
@@ -129,7 +128,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         if self.log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
         try:
-            record = self._record_of(request)
+            record = record_of(request, self._rules)
         except ConfigError as error:
             self._fail(request, FinishReason.ERROR, str(error))
             return
@@ -139,28 +138,13 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             self._compiling.append(record)
         else:
-            self.mechanism.arrive(record.intake)
+            self._hand_in(record)
 
-    def _record_of(self, request: VllmRequest) -> Record:
-        for name, is_wrong in (
-            ("pooling", request.pooling_params is not None),
-            ("LoRA adapters", request.lora_request is not None),
-            ("multimodal inputs", bool(request.mm_features)),
-            ("streamed inputs", request.resumable),
-            ("prompt embeddings", request.prompt_embeds is not None or request.prompt_token_ids is None),
-        ):
-            if is_wrong:
-                raise ConfigError(Problem(f"request {request.request_id}", f"{name} cannot be scheduled here"))
-        limit = min(request.max_tokens, self._max_model_len - request.num_prompt_tokens)
-        shares = self._caches and not request.skip_reading_prefix_cache
-        intake = Intake(
-            facts=facts_of(request, limit),
-            arrived_at=max(0.0, request.arrival_time - self._wall_zero),
-            prompt_token_ids=request.prompt_token_ids if shares else None,
-            salt=request.cache_salt or "",
-            on_ended=self._on_ended,
-        )
-        return Record(request, intake, self._max_model_len)
+    def _hand_in(self, record: Record) -> None:
+        if self._pause is PauseState.UNPAUSED:
+            self.mechanism.arrive(record.intake)
+        else:
+            self._held.append(record)
 
     def _take_compiled(self) -> None:
         waiting, self._compiling = self._compiling, []
@@ -172,32 +156,41 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
             if grammar is None:
                 self._compiling.append(record)
             elif isinstance(grammar, Exception):
-                del self._records[record.request_id]
-                self._fail(record.request, FinishReason.ERROR, f"its grammar cannot be compiled: {grammar}")
+                self._drop(record, FinishReason.ERROR, f"its grammar cannot be compiled: {grammar}")
             else:
                 record.request.status = RequestStatus.WAITING
-                self.mechanism.arrive(record.intake)
+                self._hand_in(record)
 
     def _fail(self, request: VllmRequest, reason: FinishReason, why: str) -> None:
         self._constrained.pop(request.request_id, None)
-        is_error = reason is FinishReason.ERROR
-        request.status = RequestStatus.FINISHED_ERROR if is_error else RequestStatus.FINISHED_ABORTED
-        self._failed.append(_Failed(request, reason, why))
+        self._endings.fail(request, reason, why)
 
     def _on_ended(self, request: Request, reason: EndReason) -> None:
         """The mechanism has ended a request, for one reason or another."""
         record = self._records.get(request.request_id)
         if record is None:
             return
+        if reason in _BY_ITSELF:
+            self._forget_at_workers(record)
+            return
+        is_breach = self.mechanism.fault is not None and reason in _BY_BREACH
+        if record in self._withdrawn or (is_breach and self._fallback is not None):
+            self._withdrawn.discard(record)
+            self._held.append(record)
+            return
+        self._drop(record, FinishReason.ERROR if is_breach else FinishReason.ABORT, request.detail)
+
+    def _drop(self, record: Record, reason: FinishReason, why: str) -> None:
+        """End a request that its client does not expect to end."""
+        self._forget_at_workers(record)
+        del self._records[record.request_id]
+        record.is_over = True
+        self._fail(record.request, reason, why)
+
+    def _forget_at_workers(self, record: Record) -> None:
         if record.is_known:
             self._messages.finished.add(record.request_id)
             record.is_known = False
-        if reason in _BY_ITSELF:
-            return
-        del self._records[record.request_id]
-        record.is_over = True
-        is_breach = self.mechanism.fault is not None
-        self._fail(record.request, FinishReason.ERROR if is_breach else FinishReason.ABORT, request.detail)
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
@@ -217,7 +210,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
             record.request.status = finished_status
             if record in self._compiling:
                 self._compiling.remove(record)
-            else:
+            elif record not in self._held:
                 self.mechanism.abort(name)
             self._end(record)
         return finished
@@ -229,14 +222,11 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         del self._records[name]
         del self.requests[name]
         self._constrained.pop(name, None)
-        if record.is_known:
-            self._messages.finished.add(name)
-            record.is_known = False
-        self._note_finished(record.client_index, name)
-
-    def _note_finished(self, client_index: int, name: str) -> None:
-        if self._finished_sets is not None:
-            self._finished_sets.setdefault(client_index, set()).add(name)
+        self._withdrawn.discard(record)
+        if record in self._held:
+            self._held.remove(record)
+        self._forget_at_workers(record)
+        self._endings.note_finished(record.client_index, name)
 
     # A step
 
@@ -244,11 +234,13 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         """The next step, by the policies."""
         if self._compiling:
             self._take_compiled()
+        if self._held and self._pause is PauseState.UNPAUSED:
+            self._hand_in_held()
         waits = self._forgets and any(one.total_num_scheduled_tokens for one in self._in_flight)
         if self._forgets and not waits:
             self._forgets = False
             self.mechanism.forget_cache()
-        plan = None if waits or self._pause is PauseState.PAUSED_ALL else self.mechanism.step()
+        plan = None if waits or self._pause is PauseState.PAUSED_ALL else self._step()
         for name in self.mechanism.take_preempted():
             self._messages.preempted.add(name)
             if self.log_stats and name in self.requests:
@@ -256,6 +248,48 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         output = self._messages.empty() if plan is None else self._told(plan)
         self._in_flight.append(output)
         return output
+
+    def _step(self) -> StepPlan | None:
+        if self._thread_id != threading.get_ident():
+            self._watchdog.close()
+            self._watchdog.enter_context(no_endless_calls(self.config.policy_timeout_s))
+            self._thread_id = threading.get_ident()
+        plan = self.mechanism.step()
+        fault = self.mechanism.fault
+        if fault is not None and fault is not self._fault:
+            self._fault = fault
+            _log.error("after %d steps: %s", self.mechanism.num_steps, fault)
+            if self._fallback is not None:
+                return self._fall_back()
+        return plan
+
+    def _fall_back(self) -> StepPlan | None:
+        """Let the other policies take over; requests in flight go on after the tokens that they have."""
+        fallback, self._fallback = self._fallback, None
+        assert fallback is not None
+        names = ", ".join(choice.policy for choice in fallback.values())
+        try:
+            self.mechanism.change_policies(fallback)
+        except VajraError as error:
+            _log.error("the policies to fall back to (%s) cannot be used: %s", names, error)
+            held, self._held = self._held, []
+            for record in held:
+                self._drop(record, FinishReason.ERROR, str(self._fault))
+            return None
+        _log.warning("from now on these policies schedule: %s; %d requests go on under them", names, len(self._held))
+        self._hand_in_held()
+        return self.mechanism.step()
+
+    def _hand_in_held(self) -> None:
+        """Give the mechanism the requests that it does not have, but for those with a token that is still being computed."""
+        held, self._held = self._held, []
+        for record in held:
+            if any(record.request_id in one.num_scheduled_tokens for one in self._in_flight):
+                self._held.append(record)
+                continue
+            if record.is_known:
+                self._messages.preempted.add(record.request_id)
+            self.mechanism.arrive(record.hand_in_again() if record.own is not None else record.intake)
 
     def _told(self, plan: StepPlan) -> SchedulerOutput:
         for chunk in plan.chunks:
@@ -314,14 +348,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         outputs: dict[int, list[EngineCoreOutput]] = {}
         if model_runner_output.sampled_token_ids:
             self._take_tokens(model_runner_output, outputs)
-        for failed in self._failed:
-            self._tell_failed(failed, outputs)
-        self._failed.clear()
-        told = {client: EngineCoreOutputs(outputs=each) for client, each in outputs.items()}
-        if self._finished_sets:
-            for client, names in self._finished_sets.items():
-                told.setdefault(client, EngineCoreOutputs()).finished_requests = names
-            self._finished_sets = {}
+        told = self._endings.told(outputs, self.requests)
         if self.log_stats and (stats := self.make_stats()) is not None:
             if not told:
                 told[0] = EngineCoreOutputs()
@@ -381,21 +408,18 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
             self._end(record)
         return told
 
-    def _tell_failed(self, failed: _Failed, outputs: dict[int, list[EngineCoreOutput]]) -> None:
-        request = failed.request
-        self.requests.pop(request.request_id, None)
-        self._note_finished(request.client_index, request.request_id)
-        _log.warning("request %s ends: %s", request.request_id, failed.why)
-        told = EngineCoreOutput(
-            request.request_id, [], finish_reason=failed.reason, stop_reason=failed.why, events=request.take_events()
-        )
-        outputs.setdefault(request.client_index, []).append(told)
-
     # Counts
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests whose clients wait for something."""
-        return 0 if self._pause is PauseState.PAUSED_ALL else len(self.requests)
+        """Requests whose clients wait for something; while new ones are paused, of those that run."""
+        if self._pause is PauseState.PAUSED_ALL:
+            return 0
+        num_paused = len(self._held) + len(self._withdrawn) if self._pause is PauseState.PAUSED_NEW else 0
+        return len(self.requests) - num_paused
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether a client waits for this request's end."""
+        return request_id in self.requests
 
     def has_finished_requests(self) -> bool:
         """Whether the workers have to be told of an end."""
@@ -433,8 +457,16 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         return self._pause
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Form no steps, or go on."""
+        """Form no steps, or none with requests that hold no KV blocks yet, or go on."""
         self._pause = pause_state
+        if pause_state is not PauseState.PAUSED_NEW:
+            return
+        absent = {*self._compiling, *self._held, *self._withdrawn}
+        for record in self._records.values():
+            own = record.own
+            if record not in absent and (own is None or not self.mechanism.holds_blocks(own)):
+                self._withdrawn.add(record)
+                self.mechanism.abort(record.request_id)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget every cached block; False, and nothing changed, when requests hold blocks and may not lose them."""
@@ -454,3 +486,5 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
 
     def shutdown(self) -> None:
         """Give back what the scheduler holds."""
+        self._watchdog.close()
+        self._thread_id = None

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vajra_py.config import ExperimentConfig, config_from_mapping, load_config
+from vajra_py.config import ExperimentConfig, PolicyChoice, config_from_mapping, load_config
 from vajra_py.config.yaml_file import read_yaml
+from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 from vajra_py.plugins import Registry
 from vajra_py.vllm.support import policy_options
@@ -69,6 +70,38 @@ class Sizes:
     version: tuple[int, int] = (0, 33)
 
 
+def sizes_of(vllm_config: Any, block_size: int, num_blocks: int, version: tuple[int, int]) -> Sizes:
+    """What vLLM has room for, by its options; the blocks are its cache's, without the null block."""
+    scheduler = vllm_config.scheduler_config
+    return Sizes(
+        model=str(vllm_config.model_config.model),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_step_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
+        max_model_len=vllm_config.model_config.max_model_len,
+        prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+        version=version,
+    )
+
+
+def fallback_of(config: ExperimentConfig, registry: Registry) -> dict[Layer, PolicyChoice] | None:
+    """The policies of the preset that `backend.vllm.fallback` names; None: nobody takes over. Raises `ConfigError`."""
+    settings = config.backend.settings
+    if settings.fallback is None:
+        return None
+    given = {
+        "version": 1,
+        "name": "fallback",
+        "preset": settings.fallback,
+        "workload": _WORKLOAD,
+        "backend": {"vllm": {"model": str(settings.model)}},
+    }
+    other = config_from_mapping(given, (), registry)
+    scheduling = next(iter(other.effective_replicasets.values())).scheduling
+    return {layer: scheduling.choice(layer) for layer in Layer}
+
+
 def experiment_of(sizes: Sizes, wishes: Wishes, scheduler: Any, registry: Registry) -> ExperimentConfig:
     """The experiment with every size written out. Raises `ConfigError`."""
     replica = {
@@ -100,13 +133,33 @@ def _experiment_of_file(
     if "workload" not in entries:
         overrides = [f"workload={json.dumps(_WORKLOAD)}", *overrides]
     backend = entries.get("backend")
-    if backend is None or "vllm" not in (backend.entries or {}):
+    section = None if backend is None else backend.get("vllm")
+    if section is None or section.entries is None:
         overrides = [f"backend={json.dumps({'vllm': {'model': sizes.model}})}", *overrides]
+    elif "model" not in section.entries:
+        overrides = [f"backend.vllm.model={json.dumps(sizes.model)}", *overrides]
     config = load_config(path, overrides, registry)
     if not config.is_single:
         what = "replications" if config.sweep is None else "sweep"
         raise ConfigError(Problem(f"{path} {what}", "a vLLM is scheduled by one experiment", f"Leave the {what} out"))
+    problems = [Problem(f"{path} {where}", why, allowed) for where, why, allowed in _not_vllms(config)]
+    if problems:
+        raise ConfigError(problems)
     return config
+
+
+def _not_vllms(config: ExperimentConfig) -> Iterator[tuple[str, str, str]]:
+    """Settings of a replica that a vLLM does not carry out: where, why, what is allowed."""
+    replica = next(iter(config.effective_replicasets.values())).replica
+    if replica.memory.host_blocks:
+        yield "replica.memory.host_blocks", f"vLLM computes again who gives way (got {replica.memory.host_blocks})", "0"
+    if replica.kv_parallel.groups > 1:
+        yield "replica.kv_parallel.groups", f"a vLLM is one group (got {replica.kv_parallel.groups})", "1"
+    if (replica.pipeline_stages or 1) > 1:
+        yield "replica.pipeline_stages", f"a vLLM is one stage here (got {replica.pipeline_stages})", "1"
+    if replica.memory.prefix_cache.enabled and replica.memory.prefix_cache.unscheduled == "keep":
+        message = "would let requests read KV blocks that were never computed ('keep')"
+        yield "replica.memory.prefix_cache.unscheduled", message, "withdraw"
 
 
 def _vllms_own(sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:

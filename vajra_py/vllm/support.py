@@ -1,6 +1,6 @@
 """Which versions and options of vLLM can be scheduled; everything else is refused with the reason.
 
-vLLM makes its scheduler after the model is loaded, so that is when what it cannot do is said; no request is taken by then.
+`vajra_py.vllm.plugin` checks before the model is loaded; the scheduler checks again, and the KV cache, which is known by then.
 """
 
 from __future__ import annotations
@@ -84,6 +84,11 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
         yield "--runner", f"only generation is scheduled (got {model.runner_type!r})"
     if model.supports_multimodal_inputs:
         yield "model", "takes multimodal inputs, whose encoder has a budget of its own"
+    window = model.get_sliding_window()
+    if window is not None:
+        yield "model", f"has a sliding window of {window} tokens, which frees KV blocks of a running request"
+    if model.is_hybrid or getattr(model, "has_inner_state", False):
+        yield "model", "is a hybrid with states beside attention, whose KV blocks are of several kinds"
     if model.is_encoder_decoder:
         yield "model", "is an encoder-decoder, whose encoder is not scheduled"
     if getattr(model, "is_diffusion", False):

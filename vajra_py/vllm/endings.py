@@ -1,0 +1,75 @@
+"""Tell vLLM's clients of requests that have ended, those that ended without a token of their own among them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import Request as VllmRequest
+from vllm.v1.request import RequestStatus
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Failed:
+    """A request that ends without a token of its own, and what its client is told."""
+
+    request: VllmRequest
+    reason: FinishReason
+    why: str
+
+
+class Endings:
+    """Ends that were not told yet."""
+
+    def __init__(self, *, lists_finished: bool) -> None:
+        self._failed: list[_Failed] = []
+        self._finished: dict[int, set[str]] | None = {} if lists_finished else None
+        """By client, the requests that it need not track any more; None: nobody wants to know."""
+
+    def fail(self, request: VllmRequest, reason: FinishReason, why: str) -> None:
+        """The request ends with this reason."""
+        is_error = reason is FinishReason.ERROR
+        request.status = RequestStatus.FINISHED_ERROR if is_error else RequestStatus.FINISHED_ABORTED
+        self._failed.append(_Failed(request, reason, why))
+
+    def note_finished(self, client_index: int, name: str) -> None:
+        """The client has been told the end of this request."""
+        if self._finished is not None:
+            self._finished.setdefault(client_index, set()).add(name)
+
+    def told(
+        self, outputs: dict[int, list[EngineCoreOutput]], requests: dict[str, VllmRequest]
+    ) -> dict[int, EngineCoreOutputs]:
+        """What every client is to be told, by its index: these outputs and the ends. Who failed is taken out of `requests`."""
+        for failed in self._failed:
+            request = failed.request
+            requests.pop(request.request_id, None)
+            self.note_finished(request.client_index, request.request_id)
+            _log.warning("request %s ends: %s", request.request_id, failed.why)
+            outputs.setdefault(request.client_index, []).append(_output_of(failed))
+        self._failed.clear()
+        told = {client: EngineCoreOutputs(outputs=each) for client, each in outputs.items()}
+        if self._finished:
+            for client, names in self._finished.items():
+                told.setdefault(client, EngineCoreOutputs()).finished_requests = names
+            self._finished = {}
+        return told
+
+
+def _output_of(failed: _Failed) -> EngineCoreOutput:
+    told: Any = EngineCoreOutput(
+        failed.request.request_id,
+        [],
+        finish_reason=failed.reason,
+        stop_reason=failed.why,
+        events=failed.request.take_events(),
+    )
+    if failed.reason is FinishReason.ERROR and hasattr(told, "error"):  # vLLM 0.33 passes it on to the client
+        from vllm.outputs import RequestError
+
+        told.error = RequestError(code="internal_error", message=failed.why)
+    return told

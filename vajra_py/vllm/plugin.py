@@ -1,0 +1,69 @@
+"""Check what a vLLM is asked for before it loads its model.
+
+vLLM makes its scheduler last, so that a scheduler alone could refuse only once the model is there. vLLM calls the plug-ins of
+`vllm.general_plugins` before it reads its options: this one lets every configuration that names this package's scheduler
+be checked as soon as it is complete.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from vajra_py.errors import VajraError
+from vajra_py.plugins import load_registry
+from vajra_py.vllm.settings import experiment_of, fallback_of, sizes_of, wishes_of
+from vajra_py.vllm.support import check_options, check_version, installed_version
+
+_MANY_BLOCKS = 1 << 20
+"""How many there are is known once the model is loaded."""
+
+
+def check_early() -> None:
+    """Called by vLLM, once or more often, in each of its processes."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    create = EngineArgs.create_engine_config
+    if getattr(create, "is_checked_by_vajra", False):
+        return
+
+    @functools.wraps(create)
+    def checked(self: Any, *args: Any, **options: Any) -> Any:
+        if not is_own(self.scheduler_cls):
+            return create(self, *args, **options)
+        try:
+            version = check_version(installed_version())
+            config = create(self, *args, **options)
+            check(config, version)
+        except VajraError as error:
+            if _is_command():
+                raise SystemExit(str(error)) from None  # without the stack of vLLM's start
+            raise
+        return config
+
+    checked.is_checked_by_vajra = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = checked
+
+
+def is_own(scheduler_cls: Any) -> bool:
+    """Whether `--scheduler-cls` names this package's scheduler, or a class that is made from it."""
+    if isinstance(scheduler_cls, str):
+        return scheduler_cls.startswith("vajra_py.vllm.")
+    return any(one.__module__.startswith("vajra_py.vllm.") for one in getattr(scheduler_cls, "__mro__", ()))
+
+
+def check(config: Any, version: tuple[int, int]) -> None:
+    """Raise what the scheduler would raise for these options and this experiment file."""
+    check_options(config)
+    registry = load_registry()
+    sizes = sizes_of(config, config.cache_config.block_size or 16, _MANY_BLOCKS, version)
+    fallback_of(experiment_of(sizes, wishes_of(config.additional_config), config.scheduler_config, registry), registry)
+
+
+def _is_command() -> bool:
+    """Whether this process is one of vLLM's own commands, whose user reads what it prints."""
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    name = spec.name if spec is not None else ""
+    return name.startswith("vllm.") or str(getattr(main, "__file__", "")).rpartition("/")[2] == "vllm"
