@@ -61,6 +61,7 @@ class Wish:
     ends_at: int | None = None
     """After how many tokens it puts out the end-of-sequence token."""
     salt: str | None = None
+    prompt_logprobs: int | None = None
 
 
 _NONE_HASH: list[bool] = []
@@ -71,7 +72,7 @@ def request_of(wish: Wish, block_size: int, caches: bool) -> Request:
     if not _NONE_HASH:
         init_none_hash(hash_fn)
         _NONE_HASH.append(True)
-    params = SamplingParams(max_tokens=wish.max_tokens, temperature=0.0)
+    params = SamplingParams(max_tokens=wish.max_tokens, temperature=0.0, prompt_logprobs=wish.prompt_logprobs)
     params.update_from_generation_config({}, EOS)
     return Request(
         request_id=wish.name,

@@ -51,6 +51,8 @@ def options(rng: random.Random, by_priority: bool, caches: bool) -> dict[str, An
         chosen["long_prefill_token_threshold"] = rng.choice((8, 24))
     if rng.random() < 0.2:
         chosen["watermark"] = 0.1
+    if rng.random() < 0.2:
+        chosen["prefill_schedule_interval"] = rng.choice((2, 3, 7))
     chosen["max_num_seqs"] = min(chosen["max_num_seqs"], chosen["max_num_batched_tokens"])
     return chosen
 

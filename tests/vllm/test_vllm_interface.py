@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 
 from tests.vllm.core import Core, Wish, make_scheduler, vllm_config
 from vajra_py.errors import ConfigError
 from vajra_py.vllm import Scheduler
 from vajra_py.vllm.settings import EXPERIMENT_VARIABLE, wishes_of
-from vajra_py.vllm.support import check_version
+from vajra_py.vllm.support import VERSIONS, check_version, installed_version
 
 
 def wish(index: int, prompt: int = 40, output: int = 12, arrives: int = 0, **given: Any) -> Wish:
@@ -20,9 +23,10 @@ def wish(index: int, prompt: int = 40, output: int = 12, arrives: int = 0, **giv
     return Wish(f"r-{index}", tokens, output, arrives, **given)
 
 
-def core_of(model: str, num_blocks: int = 101, **options: Any) -> Core:
-    config = vllm_config(model, max_model_len=256, max_num_batched_tokens=64, max_num_seqs=16, **options)
-    return Core(make_scheduler(Scheduler, config, num_blocks, 4))
+def core_of(model: str, num_blocks: int = 101, *, is_async: bool = False, **options: Any) -> Core:
+    sizes = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 16}
+    config = vllm_config(model, is_async=is_async, **sizes, **options)
+    return Core(make_scheduler(Scheduler, config, num_blocks, 4), is_async)
 
 
 def test_after_a_reset_of_the_cache_everything_is_computed_again(tiny_model: str) -> None:
@@ -42,8 +46,6 @@ def test_after_a_reset_of_the_cache_everything_is_computed_again(tiny_model: str
 
 
 def test_a_pause_forms_no_steps(tiny_model: str) -> None:
-    from vllm.v1.core.sched.interface import PauseState
-
     core = core_of(tiny_model)
     core.add(wish(0), 4, True)
     core.step()
@@ -91,6 +93,70 @@ def test_what_cannot_be_scheduled_is_refused_with_the_reason(
     with pytest.raises(ConfigError, match=word) as caught:
         make_scheduler(Scheduler, config, 20, 4)
     assert "vLLM's own scheduler" in str(caught.value)
+
+
+def test_every_method_of_the_interface_is_there_and_takes_its_arguments() -> None:
+    """Of this vLLM, whichever it is: an abstract method more would be an error when vLLM makes its scheduler."""
+    assert check_version(installed_version()) in VERSIONS
+    assert not Scheduler.__abstractmethods__
+    for name, theirs in vars(SchedulerInterface).items():
+        if not inspect.isfunction(theirs):
+            continue
+        ours = inspect.signature(getattr(Scheduler, name)).parameters
+        assert set(inspect.signature(theirs).parameters) <= set(ours), name
+
+
+def test_a_request_is_there_until_its_end(tiny_model: str) -> None:
+    core = core_of(tiny_model)
+    core.add(wish(0), 4, True)
+    assert core.scheduler.has_request("r-0")
+    while core.scheduler.has_requests():
+        core.step()
+    assert not core.scheduler.has_request("r-0")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_pause_for_new_requests_lets_the_others_finish(tiny_model: str, is_async: bool) -> None:
+    core = core_of(tiny_model, num_blocks=26, is_async=is_async)  # room for two of 14 blocks at most
+    for index in range(4):
+        core.add(wish(index), 4, True)
+    for _ in range(6):
+        core.step()
+    num_running, num_waiting = core.scheduler.get_request_counts()
+    assert num_running
+    assert num_waiting
+    core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    core.add(wish(4), 4, True)
+    while core.scheduler.has_requests() or core.queue:
+        core.step()
+    finished = [name for name, reason in core.reasons.items() if reason == "length"]
+    assert 0 < len(finished) < 4
+    assert not core.scheduler.has_unfinished_requests()
+    core.abort(next(name for name in ("r-0", "r-1", "r-2", "r-3") if name not in finished))
+    core.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert core.scheduler.has_unfinished_requests()
+    while core.scheduler.has_requests() or core.queue:
+        core.step()
+    assert sorted(core.reasons.values()) == ["abort", "length", "length", "length", "length"]
+    assert all(len(core.tokens[name]) == 12 for name, reason in core.reasons.items() if reason == "length")
+    assert core.scheduler.get_kv_cache_usage() == 0.0
+
+
+def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_whole_after_a_preemption(tiny_model: str) -> None:
+    core = core_of(tiny_model, num_blocks=31)
+    prompts = [replace(wish(index, prompt=40, output=40), prompt_logprobs=1) for index in range(2)]
+    for one in prompts:
+        core.add(one, 4, True)
+    preempted: set[str] = set()
+    resumed_at: list[int] = []
+    while core.scheduler.has_requests():
+        core.step()
+        step = core.steps[-1]
+        resumed_at += [step.computed[name] for name in preempted & step.scheduled.keys()]
+        preempted = (preempted - step.scheduled.keys()) | set(step.preempted)
+    assert resumed_at
+    assert resumed_at[0] == 0
+    assert set(core.reasons.values()) == {"length"}
 
 
 def test_other_versions_are_refused_in_one_line() -> None:

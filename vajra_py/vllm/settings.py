@@ -168,7 +168,7 @@ def _vllms_own(sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
         "long_prefill_threshold_tokens": options.get("long_prefill_token_threshold", 0),
         "adaptive_long_prefill_threshold": options.get("long_prefill_token_threshold_adaptive", False),
         "watermark_fraction": options.get("watermark", 0.0),
-        "prefill_interval_steps": options.get("prefill_schedule_interval", 1),
+        "prefill_interval_steps": options.get("prefill_schedule_interval", 1) if sizes.version >= (0, 33) else 1,
         "max_num_active_requests": options.get("max_num_active_seqs"),
         "reserve_full_prompt": options.get("scheduler_reserve_full_isl", True),
         "chunked_prefill": options.get("enable_chunked_prefill", True),

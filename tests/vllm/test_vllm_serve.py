@@ -1,0 +1,226 @@
+"""`vllm serve` and `vllm.LLM` with their own processes: the experiment file reaches the one that schedules."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.vllm.plugins import install, install_broken, install_own_doors, python_path
+from vajra_py.vllm.settings import EXPERIMENT_VARIABLE
+
+TEMPLATE = "[vajra]\nvajra_example_policies = vajra_example_policies\n"
+EXPERIMENT = """
+version: 1
+policy_timeout_s: 5
+scheduling:
+  request_prioritizer: {policy: example_aging_shortest, params: {forgiven_tokens: 64}}
+  replicaset_scheduler: example_prefix_affinity
+  replica_scheduler: {policy: breaks, params: {at_step: 600}}
+"""
+DEADLINE_S = 240.0
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    """Variables of a process that finds this package, its template's and the broken policies, and vLLM under its own name."""
+    site = folder / "site"
+    site.mkdir()
+    install_broken(site)
+    install_own_doors(site)
+    install(site, "vajra-example-policies", TEMPLATE)
+    stub = (
+        site / "vllm-0.32.0.dist-info"
+    )  # `vllm` asks for the version of a package `vllm`, and the build for CPUs has another name
+    stub.mkdir()
+    (stub / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    own = {"PYTHONPATH": python_path(site), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    return {**os.environ, **own, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **more}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments]
+
+
+@dataclass
+class Server:
+    url: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def post(self, **body: Any) -> httpx.Response:
+        given = {"model": "tiny", "prompt": list(range(20, 60)), "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+        return httpx.post(f"{self.url}/v1/completions", json=given | body, timeout=DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("serve")
+    file, log = folder / "experiment.yaml", folder / "log"
+    file.write_text(EXPERIMENT)
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    arguments = ["serve", tiny_model, "--served-model-name", "tiny", "--scheduler-cls", "vajra_py.vllm.Scheduler"]
+    arguments += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024", "--enforce-eager"]
+    arguments += ["--dtype", "float32", "--max-num-seqs", "16"]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command(*arguments),
+            env=environment(folder, **{EXPERIMENT_VARIABLE: str(file)}),
+            cwd=folder,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    found = Server(f"http://127.0.0.1:{port}", log, process)
+    try:
+        _wait(found)
+        yield found
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _wait(server: Server) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end:
+        assert server.process.poll() is None, server.log.read_text()[-3000:]
+        try:
+            if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.5)
+    raise AssertionError(server.log.read_text()[-3000:])
+
+
+def test_requests_over_http_are_answered(server: Server) -> None:
+    one = server.post(logprobs=1, priority=3, vllm_xargs={"vajra_ttft_slo_s": 0.5, "vajra_tenant": "a"})
+    assert one.status_code == 200, one.text
+    choices = one.json()["choices"]
+    assert len(choices[0]["logprobs"]["tokens"]) == 16
+    assert len(server.post(n=3, temperature=0.8, seed=1).json()["choices"]) == 3
+    assert {choice["finish_reason"] for choice in choices} == {"length"}
+    again = server.post()
+    assert again.json()["choices"][0]["text"] == choices[0]["text"]
+    stopped = server.post(stop=[choices[0]["text"][3:6]]).json()["choices"][0]
+    assert stopped["finish_reason"] == "stop"
+    assert choices[0]["text"].startswith(stopped["text"])
+
+
+def test_a_stream_that_its_client_leaves_holds_nothing(server: Server) -> None:
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True, "temperature": 0}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+        assert json.loads(next(lines).removeprefix("data: "))["choices"]
+    end = time.monotonic() + 60
+    while _metric(server, "vllm:num_requests_running") + _metric(server, "vllm:kv_cache_usage_perc") > 0:
+        assert time.monotonic() < end
+        server.post(max_tokens=1)
+
+
+def _metric(server: Server, name: str) -> float:
+    lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
+
+
+def test_wrong_objectives_are_an_error_of_that_request(server: Server) -> None:
+    assert server.post(vllm_xargs={"vajra_ttft_slo_s": -1.0}).status_code == 500
+    assert server.post().status_code == 200
+    assert "vajra_ttft_slo_s" in server.log.read_text()
+
+
+def test_a_policy_that_breaks_the_contract_ends_requests_and_not_the_server(server: Server) -> None:
+    answers = [server.post(max_tokens=900).status_code for _ in range(2)]
+    assert answers[-1] == 500
+    assert server.post().status_code == 500  # the file names no fallback, so what comes is refused too
+    assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
+    log = server.log.read_text()
+    assert "policy breaks" in log
+    assert "ZeroDivisionError: a slip" in log
+    assert "Traceback" not in log
+
+
+OFFLINE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    model, options = sys.argv[1], json.loads(sys.argv[2])
+    llm = LLM(model, dtype="float32", max_model_len=512, enforce_eager=True, num_gpu_blocks_override=12, max_num_seqs=16, **options)
+    prompts = [{"prompt_token_ids": [(7 * i + j) % 900 + 3 for j in range(20 + 9 * i)]} for i in range(12)]
+    params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    print("OUT", json.dumps([(o.outputs[0].finish_reason, list(o.outputs[0].token_ids)) for o in outputs]))
+"""
+
+
+def test_offline_with_processes_of_its_own_a_fallback_finishes_what_runs(tiny_model: str, tmp_path: Path) -> None:
+    script, file = tmp_path / "offline.py", tmp_path / "experiment.yaml"
+    script.write_text(OFFLINE)
+    file.write_text(EXPERIMENT.replace("600", "9") + "backend: {vllm: {fallback: vllm-v1}}\n")
+    ours = {"scheduler_cls": "vajra_py.vllm.Scheduler", "additional_config": {"vajra": {"experiment": str(file)}}}
+    known = environment(tmp_path)
+    runs = []
+    for options in (ours, {}):
+        done = subprocess.run(
+            [sys.executable, str(script), tiny_model, json.dumps(options)],
+            env=known,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        runs.append(json.loads(next(line for line in done.stdout.splitlines() if line.startswith("OUT "))[4:]))
+        if options:
+            assert "policy breaks" in done.stderr + done.stdout
+    assert [reason for reason, _ in runs[0]] == ["length"] * 12
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    ("option", "change", "words"),
+    [
+        (["--enable-lora"], {}, ("--enable-lora", "vLLM's own scheduler")),
+        (["--pipeline-parallel-size", "2"], {}, ("--pipeline-parallel-size", "vLLM's own scheduler")),
+        ([], {"sliding_window": 32, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}, ("sliding",)),
+        (["--additional-config", '{"vajra": {"experiment": "absent.yaml"}}'], {}, ("absent.yaml",)),
+    ],
+)
+def test_what_cannot_be_scheduled_is_refused_in_a_line_before_the_model_is_loaded(
+    tiny_model: str, tmp_path: Path, option: list[str], change: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in Path(tiny_model).iterdir():
+        if file.suffix != ".safetensors":  # so that loading it would be another error
+            (model / file.name).write_bytes(file.read_bytes())
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | change))
+    done = subprocess.run(
+        command("serve", str(model), "--scheduler-cls", "vajra_py.vllm.Scheduler", "--port", "0", *option),
+        env=environment(tmp_path),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert all(word in last for word in words), done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
