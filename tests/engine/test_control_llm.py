@@ -132,7 +132,7 @@ def test_bad_input_is_one_clear_line(llm: LLM, prompt: Any, params: dict[str, An
     [
         ({"replica": {"memory": {"prefix_cache": {"unscheduled": "keep"}}}}, "would let requests read KV blocks"),
         ({"scheduling": {"request_prioritizer": "fcsf"}}, "Did you mean 'fcfs'"),
-        ({"backend": {"simulator": {}}}, "an LLM needs the engine"),
+        ({"backend": {"simulator": {}}}, "an LLM computes with a model"),
         ({"backend": {"engine": {"device": "tpu"}}}, "backend.engine.device"),
         ({"backend": {"engine": {"sampling": {"top_p": 2.0}}}}, "sampling: top_p: is out of range .* up to 1"),
     ],

@@ -20,7 +20,7 @@ from vajra_py.contract import Layer
 from vajra_py.contract.observer import EndReason, PolicySwap
 from vajra_py.engine.build import Engine
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
-from vajra_py.engine.config import EngineConfig
+from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.engine.llm import (
     DEFAULT_REPLICASET,
     Prompt,
@@ -91,7 +91,7 @@ class AsyncLLM:
         self, model: str | Path, config: Mapping[str, Any] | str | Path | None = None, **replaced: Any
     ) -> None:
         self.config = llm_config(model, config)
-        settings: EngineConfig = self.config.backend.settings
+        settings: ModelBackendConfig = self.config.backend.settings
         services = engine_services(self.config, load_registry(), {}, **{"threaded": True, **replaced})
         self._engine = Engine.load(self.config, services)
         self.tokenizer = load_tokenizer(settings.model)

@@ -16,16 +16,15 @@ from vajra_py.contract import Layer
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.engine.ahead import LookAhead
 from vajra_py.engine.clock import EngineClock, WallClock
-from vajra_py.engine.compute import ModelFacts, RunnerOptions, load_runner
-from vajra_py.engine.compute.inspect import inspect_model
-from vajra_py.engine.config import EngineConfig, check_replica
+from vajra_py.engine.compute import LoadRunner, ModelFacts, RunnerOptions
+from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.engine.executor import EngineExecutor
 from vajra_py.engine.loop import EngineLoop
 from vajra_py.engine.params import PromptLimits
 from vajra_py.engine.processes import ProcessWorker
 from vajra_py.engine.supervision import MakeRestarter, Restarter, RestartLimits, Supervisor
 from vajra_py.engine.units import LoopOptions, Unit
-from vajra_py.engine.worker import LoadRunner, ReplicaKey, Worker, checked_facts, close_all, load_in_process
+from vajra_py.engine.worker import ReplicaKey, Worker, checked_facts, close_all, load_in_process
 from vajra_py.errors import ConfigError, Problem, VajraError, did_you_mean
 from vajra_py.plugins import Registry
 from vajra_py.runtime.kv import PrivateKeys
@@ -62,7 +61,7 @@ class EngineServices:
     latency: LatencyModel
     output_lengths: OutputLengthPredictor
     seeds: SeedTree
-    load: LoadRunner = load_runner
+    load: LoadRunner
     make_clock: Callable[[], EngineClock] = WallClock
     threaded: bool = False
     make_worker: Callable[[ReplicaKey, RunnerOptions], Worker] | None = None
@@ -89,7 +88,7 @@ class WorkerMaker:
 
     @classmethod
     def of(
-        cls, settings: EngineConfig, replicasets: Mapping[str, ReplicasetConfig], services: EngineServices
+        cls, settings: ModelBackendConfig, replicasets: Mapping[str, ReplicasetConfig], services: EngineServices
     ) -> WorkerMaker:
         """The maker for these settings."""
         options = _options_by_replicaset(settings, replicasets, services)
@@ -135,9 +134,11 @@ class Engine:
 
         Raises `ConfigError` for what is wrong with settings or model, `ExecutorError` when a worker fails.
         """
-        settings: EngineConfig = config.backend.settings
+        settings: ModelBackendConfig = config.backend.settings
         replicasets = config.effective_replicasets
-        _check(settings, replicasets)
+        problems = settings.problems(replicasets)
+        if problems:
+            raise ConfigError(problems)
         dry = {
             name: mechanism.ModelFacts(num_blocks=lambda block_size, fraction: _DRY_RUN_BLOCKS) for name in replicasets
         }
@@ -165,7 +166,7 @@ class Engine:
             key: Unit(controller.replicasets[key[0]].replicas[key[1]], executor, workers[key])
             for key, executor in executors.items()
         }
-        asked: bool | None = config.backend.settings.look_ahead
+        asked: bool | None = config.backend.settings.begins_ahead
         for (name, _), unit in units.items():
             if asked or (asked is None and maker.options[name].device.startswith("cuda")):
                 unit.ahead = LookAhead(unit.replica, unit.executor)
@@ -219,7 +220,7 @@ class Engine:
         contains_breaches: bool = False,
     ) -> EngineLoop:
         """Make KV memory and the loop; its clock starts now. Once."""
-        settings: EngineConfig = self.config.backend.settings
+        settings: ModelBackendConfig = self.config.backend.settings
         recovery = settings.recovery.when(serves=serves)
         options = LoopOptions(
             serves=serves,
@@ -283,27 +284,6 @@ class Engine:
         if self.restarter is not None:
             self.restarter.close()
         close_all([unit.worker for unit in self.units.values()])
-
-
-def _check(settings: EngineConfig, replicasets: Mapping[str, ReplicasetConfig]) -> None:
-    problems = [
-        Problem("backend.engine.replicasets", f"names no replicaset ({name!r})", did_you_mean(name, replicasets))
-        for name in settings.replicasets
-        if name not in replicasets
-    ]
-    models: dict[tuple[str, bool], None] = {}
-    for name, one in replicasets.items():
-        where = "replica" if len(replicasets) == 1 else f"replicasets.{name}.replica"
-        problems += check_replica(where, one.replica)
-        own = settings.of(name)
-        models[own.model, own.random_weights] = None
-    for model, random_weights in models:
-        try:
-            inspect_model(model, random_weights)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems)
 
 
 def _dry_controller(
@@ -371,7 +351,7 @@ def _sizes(replicaset: str, facts: ModelFacts, workers: Mapping[ReplicaKey, Work
 
 
 def _options_by_replicaset(
-    settings: EngineConfig, replicasets: Mapping[str, ReplicasetConfig], services: EngineServices
+    settings: ModelBackendConfig, replicasets: Mapping[str, ReplicasetConfig], services: EngineServices
 ) -> dict[str, RunnerOptions]:
     options = {}
     for name, one in replicasets.items():

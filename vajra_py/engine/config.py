@@ -1,25 +1,29 @@
-"""Settings under `backend: {engine: …}`: model, device, processes.
+"""Settings of backends that compute with a model, and those under `backend: {engine: …}`: model, device, processes.
 
 Importing this loads no tensor library.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
-from vajra_py.config import ReplicaConfig, TypedChoice, register_backend
+from vajra_py.config import ReplicaConfig, ReplicasetConfig, TypedChoice, register_backend
 from vajra_py.config.schema import Count, PositiveCount, Seconds, Section, Switch, Text
-from vajra_py.engine.compute import RunnerOptions
+from vajra_py.engine.compute import LoadRunner, RunnerOptions, inspect_model, load_runner
 from vajra_py.engine.compute.interface import SamplingParams
 from vajra_py.engine.params import check_sampling
-from vajra_py.errors import ConfigError, Problem
+from vajra_py.errors import ConfigError, Problem, did_you_mean
 
 Number: TypeAlias = Annotated[float, Field(strict=True)]
 SLOTS_PER_BATCH_ENTRY = 2
 """Requests that a worker remembers, as a multiple of the largest batch: some sit a step out, and come back cheaply."""
+
+MODEL_BACKENDS = ("engine", "vllm")
+"""Names of the backends that compute with a model."""
 
 MAX_GRAPH_ROWS = 256
 """Largest batch of decodes that is captured: beyond, launching costs little beside computing."""
@@ -131,8 +135,13 @@ class Recovery(NamedTuple):
     wait_s: float
 
 
-class EngineConfig(Section):
-    """Compute steps with a real model instead of predicting how long they take."""
+class ModelBackendConfig(Section):
+    """What every backend has that computes steps with a model, instead of predicting how long they take."""
+
+    kind: ClassVar[str]
+    """The backend's name."""
+    can_swap: ClassVar[bool]
+    """Whether KV blocks can be copied to host memory and back."""
 
     model: ModelFolder = Field(
         description="Directory of a Hugging Face model; `vajra model tiny DIR` writes a small one."
@@ -152,19 +161,6 @@ class EngineConfig(Section):
         description="Where a replica computes; with several ranks (tensor_parallel, replica.pipeline_stages, "
         "replica.kv_parallel) it is always a process for each.",
     )
-    self_check: Switch = Field(True, description="Compare with transformers' own attention while loading.")
-    fused: Switch = Field(True, description="Use this package's own forward pass where it knows the model.")
-    cuda_graphs: Switch = Field(
-        True,
-        description="On a GPU, run batches of decodes as captured graphs (up to 256 of them; not with several ranks).",
-    )
-    look_ahead: Switch | None = Field(
-        None,
-        description=(
-            "Begin the next step of decodes before this one's tokens are known, where the policy repeats decodes; changes "
-            "neither decisions nor tokens. null: on a GPU."
-        ),
-    )
     sampling: SamplingConfig = Field(
         default_factory=lambda: SamplingConfig(), description="How tokens are chosen, and when a request ends."
     )
@@ -183,13 +179,71 @@ class EngineConfig(Section):
     )
     warmup_s: Seconds = Field(0.0, description="Requests that arrive earlier are served and not counted, seconds.")
     warmup_requests: Count = Field(0, description="So many first requests are served and not counted.")
+
+    @property
+    def own_settings(self) -> Mapping[str, ReplicasetEngineConfig]:
+        """What replicasets have otherwise, by name."""
+        return {}
+
+    @property
+    def begins_ahead(self) -> bool | None:
+        """Whether steps begin before the last one's tokens are known; None: where that pays."""
+        return False
+
+    def of(self, replicaset: str) -> Self:
+        """The settings of one replicaset."""
+        return self
+
+    def problems(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
+        """What of an experiment's replicasets this backend cannot carry out, without loading a model."""
+        raise NotImplementedError
+
+    def runner_options(self, replica: ReplicaConfig, num_stages: int, num_threads: int | None) -> RunnerOptions:
+        """What a replica's worker loads, on the first device."""
+        raise NotImplementedError
+
+    @property
+    def load(self) -> LoadRunner:
+        """What makes a worker's runner from these options."""
+        raise NotImplementedError
+
+
+class EngineConfig(ModelBackendConfig):
+    """Compute steps with a real model instead of predicting how long they take."""
+
+    kind: ClassVar[str] = "engine"
+    can_swap: ClassVar[bool] = True
+
+    self_check: Switch = Field(True, description="Compare with transformers' own attention while loading.")
+    fused: Switch = Field(True, description="Use this package's own forward pass where it knows the model.")
+    cuda_graphs: Switch = Field(
+        True,
+        description="On a GPU, run batches of decodes as captured graphs (up to 256 of them; not with several ranks).",
+    )
+    look_ahead: Switch | None = Field(
+        None,
+        description=(
+            "Begin the next step of decodes before this one's tokens are known, where the policy repeats decodes; changes "
+            "neither decisions nor tokens. null: on a GPU."
+        ),
+    )
     replicasets: dict[str, ReplicasetEngineConfig] = Field(
         default_factory=dict,
         description="By name of a replicaset, what it has otherwise: several models in one engine.",
     )
 
-    def of(self, replicaset: str) -> EngineConfig:
-        """The settings of one replicaset."""
+    @property
+    def own_settings(self) -> Mapping[str, ReplicasetEngineConfig]:
+        """See `ModelBackendConfig`."""
+        return self.replicasets
+
+    @property
+    def begins_ahead(self) -> bool | None:
+        """See `ModelBackendConfig`."""
+        return self.look_ahead
+
+    def of(self, replicaset: str) -> Self:
+        """See `ModelBackendConfig`."""
         own = self.replicasets.get(replicaset)
         if own is None:
             return self
@@ -199,8 +253,27 @@ class EngineConfig(Section):
             update["latency"] = own.latency
         return self.model_copy(update=update)
 
+    def problems(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
+        """See `ModelBackendConfig`."""
+        found = [
+            Problem("backend.engine.replicasets", f"names no replicaset ({name!r})", did_you_mean(name, replicasets))
+            for name in self.replicasets
+            if name not in replicasets
+        ]
+        models: dict[tuple[str, bool], None] = {}
+        for name, one in replicasets.items():
+            found += check_replica(where_of(name, replicasets), one.replica)
+            own = self.of(name)
+            models[own.model, own.random_weights] = None
+        for model, random_weights in models:
+            try:
+                inspect_model(model, random_weights)
+            except ConfigError as error:
+                found += error.problems
+        return found
+
     def runner_options(self, replica: ReplicaConfig, num_stages: int, num_threads: int | None) -> RunnerOptions:
-        """What a replica's worker loads, on the first device."""
+        """See `ModelBackendConfig`."""
         groups = replica.kv_parallel
         return RunnerOptions(
             model=self.model,
@@ -221,6 +294,16 @@ class EngineConfig(Section):
             self_check=self.self_check,
             fused=self.fused,
         )
+
+    @property
+    def load(self) -> LoadRunner:
+        """See `ModelBackendConfig`."""
+        return load_runner
+
+
+def where_of(replicaset: str, replicasets: Mapping[str, ReplicasetConfig]) -> str:
+    """The place of a replicaset's sizes in an experiment's file."""
+    return "replica" if len(replicasets) == 1 else f"replicasets.{replicaset}.replica"
 
 
 def check_replica(where: str, replica: ReplicaConfig) -> list[Problem]:

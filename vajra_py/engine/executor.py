@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from vajra_py.engine.compute import Chunk, NewRow, StepInput, StepOutput, TableUpdate, TokenLogprobs
-from vajra_py.engine.compute.interface import needs_history
+from vajra_py.engine.compute.interface import needs_history, needs_prompt
 from vajra_py.engine.outputs import OutputBuffer, Submission, detokenize
 from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.requests.request import Request
@@ -51,7 +51,7 @@ class _Step:
     Attributes:
         entries: by slot, whose rows it computes.
         sampled: by slot, whose tokens it samples.
-        scored: by slot, whose prompt tokens it scores, and the place of the first of them among the scored ones.
+        scored: by slot, whose prompt tokens it scores, and how many are scored then.
     """
 
     entries: dict[int, Request] = field(default_factory=dict)
@@ -186,8 +186,8 @@ class EngineExecutor:
         detokenize(searched.values())
         stopped += [request for request, collected in searched.items() if collected.stopped_by is not None]
         for slot, entries in output.prompt_logprobs.items():
-            collected, start = step.scored[slot]
-            collected.prompt_logprobs[start:] = entries
+            collected, end = step.scored[slot]
+            collected.prompt_logprobs[end - len(entries) :] = entries
         return StepResult(tokens, frozenset(stopped), failed)
 
     # Inside
@@ -221,8 +221,9 @@ class EngineExecutor:
             end, len(submission.prompt_token_ids) - 1
         ):
             return ()
-        step.scored[slot] = (collected, start)
-        return list(submission.prompt_token_ids[start + 1 : end + 1])
+        followers = list(submission.prompt_token_ids[start + 1 : end + 1])
+        step.scored[slot] = (collected, start + len(followers))
+        return followers
 
     def _tokens(self, request: Request, start: int, end: int) -> list[int]:
         """Known tokens of a request at positions `start` .. `end` - 1."""
@@ -266,7 +267,7 @@ class EngineExecutor:
     def _new_row(self, request: Request, slot: int) -> NewRow:
         submission = self._submissions[request]
         sampling, outputs = submission.collected.sampling, submission.collected.token_ids
-        if not needs_history(sampling):
+        if not needs_prompt(sampling):
             return NewRow(slot, sampling, submission.seed, num_output_tokens=len(outputs))
         prompt = list(submission.prompt_token_ids)
         return NewRow(slot, sampling, submission.seed, prompt, list(outputs), len(outputs))

@@ -25,7 +25,7 @@ from vajra_py.contract import Layer
 from vajra_py.contract.observer import EndReason, PolicySwap
 from vajra_py.engine.build import Engine
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
-from vajra_py.engine.config import EngineConfig
+from vajra_py.engine.config import MODEL_BACKENDS, ModelBackendConfig
 from vajra_py.engine.outputs import OutputBuffer, Submission
 from vajra_py.engine.params import check_prompt, check_sampling
 from vajra_py.engine.prompts import request_seed
@@ -152,14 +152,16 @@ def llm_config(
     """
     given = experiment_keys(config)
     backend = given.pop("backend", None) or {}
-    if set(backend) - {"engine"}:
-        raise ConfigError(Problem("backend", f"an LLM needs the engine (got {', '.join(backend)})", "Allowed: engine"))
-    engine = {**(backend.get("engine") or {}), "model": str(model)}
+    kind = next(iter(backend), "engine")
+    if len(backend) > 1 or kind not in MODEL_BACKENDS:
+        allowed = f"Allowed: {', '.join(MODEL_BACKENDS)}"
+        raise ConfigError(Problem("backend", f"an LLM computes with a model (got {', '.join(backend)})", allowed))
+    engine = {**(backend.get(kind) or {}), "model": str(model)}
     if engine.get("replicasets"):
         problem = Problem("backend.engine.replicasets", "an LLM is one model", "Several are served: `vajra serve FILE`")
         raise ConfigError(problem)
     given.pop("workload", None)
-    mapping = {"version": 1, "name": "llm", **given, "workload": NO_WORKLOAD, "backend": {"engine": engine}}
+    mapping = {"version": 1, "name": "llm", **given, "workload": NO_WORKLOAD, "backend": {kind: engine}}
     if "preset" not in mapping and "replicasets" not in mapping:
         mapping.setdefault("scheduling", DEFAULT_SCHEDULING)
     if engine.get("device", "cpu") == "cpu" and "replicasets" not in mapping:
@@ -233,7 +235,7 @@ class LLM:
         self, model: str | Path, config: Mapping[str, Any] | str | Path | None = None, **replaced: Any
     ) -> None:
         self.config = llm_config(model, config)
-        settings: EngineConfig = self.config.backend.settings
+        settings: ModelBackendConfig = self.config.backend.settings
         services = engine_services(self.config, load_registry(), {}, **replaced)
         self._engine: Engine | None = Engine.load(self.config, services)
         self.tokenizer = load_tokenizer(settings.model)

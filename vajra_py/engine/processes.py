@@ -24,9 +24,18 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from vajra_py.engine.compute import Foreseen, ModelFacts, ModelRunner, RunnerOptions, StepInput, StepOutput, load_runner
+from vajra_py.engine.compute import (
+    Foreseen,
+    LoadRunner,
+    ModelFacts,
+    ModelRunner,
+    RunnerOptions,
+    StepInput,
+    StepOutput,
+    load_runner,
+)
 from vajra_py.engine.executor import joined
-from vajra_py.engine.worker import Deliver, Finished, LeftFirstStage, LoadRunner, ReplicaKey, calm_threads, placed, said
+from vajra_py.engine.worker import Deliver, Finished, LeftFirstStage, ReplicaKey, calm_threads, placed, said
 from vajra_py.errors import ExecutorError
 from vajra_py.runtime.support.gc_control import existing_objects_frozen
 

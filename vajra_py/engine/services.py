@@ -8,21 +8,21 @@ from typing import Any
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.engine.build import EngineServices
-from vajra_py.engine.config import EngineConfig
+from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.latency.unknown import NoPredictions
 from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
 from vajra_py.runtime.support.seeds import SeedTree
 
 
-def predictions(settings: EngineConfig, registry: Registry) -> LatencyModel:
+def predictions(settings: ModelBackendConfig, registry: Registry) -> LatencyModel:
     """What policies ask how long a step will take."""
     if settings.latency is None:
-        return NoPredictions("backend.engine.latency")
+        return NoPredictions(f"backend.{settings.kind}.latency")
     return build_latency_model(settings.latency.type, settings.latency.parameters, registry)
 
 
 def length_predictor(
-    settings: EngineConfig, seeds: SeedTree, lengths: Mapping[str, int], registry: Registry
+    settings: ModelBackendConfig, seeds: SeedTree, lengths: Mapping[str, int], registry: Registry
 ) -> OutputLengthPredictor:
     """What policies ask how long an output will be; `lengths` is the truth, for whoever asks for it."""
     truth = Truth(seeds.child("output_lengths").stream, lengths)
@@ -33,12 +33,16 @@ def engine_services(
     config: ExperimentConfig, registry: Registry, lengths: Mapping[str, int], **replaced: Any
 ) -> EngineServices:
     """The services of a run; `replaced` are fields of `EngineServices` to set otherwise."""
-    settings: EngineConfig = config.backend.settings
+    settings: ModelBackendConfig = config.backend.settings
     seeds = SeedTree(config.seed).child("policies")
     return EngineServices(
         registry,
         predictions(settings, registry),
         length_predictor(settings, seeds, lengths, registry),
         seeds,
-        **{"latencies": {name: predictions(settings.of(name), registry) for name in settings.replicasets}, **replaced},
+        **{
+            "load": settings.load,
+            "latencies": {name: predictions(settings.of(name), registry) for name in settings.own_settings},
+            **replaced,
+        },
     )

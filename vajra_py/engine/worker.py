@@ -20,6 +20,7 @@ from typing import Protocol, TypeAlias, cast
 from vajra_py.engine.compute import (
     ForeseeingRunner,
     Foreseen,
+    LoadRunner,
     ModelFacts,
     ModelRunner,
     RunnerOptions,
@@ -31,8 +32,6 @@ from vajra_py.errors import ExecutorError, VajraError
 
 _log = logging.getLogger(__name__)
 
-LoadRunner: TypeAlias = Callable[[RunnerOptions], ModelRunner]
-"""How a runner is made; a function of a module, so that it can be named to another process."""
 ReplicaKey: TypeAlias = tuple[str, int]
 """(replicaset, replica)."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from vajra_py.config import ExperimentConfig
+from vajra_py.engine.config import MODEL_BACKENDS
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency import StepTimes
 from vajra_py.plugins import Registry
@@ -73,11 +74,8 @@ def make_backend(run: Run) -> Backend:
         from vajra_py.experiment.simulated import SimulatedRun
 
         return SimulatedRun(run)
-    if kind == "engine":
+    if kind in MODEL_BACKENDS:
         from vajra_py.experiment.engined import EngineRun
 
         return EngineRun(run)
-    if kind == "vllm":
-        allowed = "Start vLLM with this file: vllm serve MODEL --scheduler-cls vajra_py.vllm.Scheduler (docs/vllm.md)"
-        raise ConfigError(Problem("backend.vllm", "a vLLM is started by its own commands, not from here", allowed))
-    raise ConfigError(Problem("backend", f"nothing here runs it ({kind!r})", "Allowed: engine, simulator"))
+    raise ConfigError(Problem("backend", f"nothing here runs it ({kind!r})", "Allowed: engine, simulator, vllm"))

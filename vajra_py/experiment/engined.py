@@ -13,7 +13,7 @@ from typing import Any
 
 from vajra_py.contract.observer import EndReason
 from vajra_py.engine.build import Engine
-from vajra_py.engine.config import EngineConfig
+from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.engine.loop import EngineLoop
 from vajra_py.engine.outputs import OutputBuffer, Submission
 from vajra_py.engine.prompts import PromptMaker, request_seed
@@ -38,7 +38,7 @@ class EngineRun:
     """An experiment on the engine. Arguments besides `run` replace parts of it, for tests and tools."""
 
     def __init__(self, run: Run, **replaced: Any) -> None:
-        settings: EngineConfig = run.config.backend.settings
+        settings: ModelBackendConfig = run.config.backend.settings
         _check_workload(run.workload, settings)
         self._run = run
         self._settings = settings
@@ -154,12 +154,14 @@ class EngineRun:
         }
 
 
-def _check_workload(workload: Workload, settings: EngineConfig) -> None:
+def _check_workload(workload: Workload, settings: ModelBackendConfig) -> None:
     if settings.output_length.type in ("oracle", "noisy_oracle") and not settings.sampling.ignore_eos:
         message = (
             f"knows the workload's lengths, but outputs end where the model ends them ({settings.output_length.type})"
         )
-        problem = Problem("backend.engine.output_length", message, "Allowed with `sampling: {ignore_eos: true}`")
+        problem = Problem(
+            f"backend.{settings.kind}.output_length", message, "Allowed with `sampling: {ignore_eos: true}`"
+        )
         raise ConfigError(problem)
 
 

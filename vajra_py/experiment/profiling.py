@@ -25,11 +25,10 @@ import numpy as np
 from vajra_py import __version__
 from vajra_py.config import AdmissionConfig, ExperimentConfig, SchedulingConfig
 from vajra_py.contract import BatchFeatures
-from vajra_py.engine.compute import ModelFacts, RunnerOptions, load_runner
-from vajra_py.engine.compute.inspect import inspect_model
-from vajra_py.engine.config import EngineConfig
+from vajra_py.engine.compute import LoadRunner, ModelFacts, RunnerOptions
+from vajra_py.engine.config import MODEL_BACKENDS, ModelBackendConfig
 from vajra_py.engine.llm import DEFAULT_SCHEDULING, experiment_keys, llm_config
-from vajra_py.engine.worker import LoadRunner, calm_threads, placed
+from vajra_py.engine.worker import calm_threads, placed
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.bench import Batch, Bench, Reference, paces
 from vajra_py.experiment.other_load import OtherLoad
@@ -87,14 +86,14 @@ def profile_config(
     if isinstance(backend, Mapping) and set(backend) == {"simulator"}:
         del given["backend"]
     made = llm_config(model if model is not None else _model_of(given, config), given, overrides)
-    settings: EngineConfig = made.backend.settings
+    settings: ModelBackendConfig = made.backend.settings
     if made.replicasets:
         message = f"a profile is of one replica ({len(made.replicasets)} replicasets)"
         raise ConfigError(Problem("replicasets", message, "Allowed: none"))
     if settings.tensor_parallel > 1:
         message = f"a profile is made in one process (got {settings.tensor_parallel})"
-        raise ConfigError(Problem("backend.engine.tensor_parallel", message, "Allowed: 1"))
-    unpredicted = made.backend.model_copy(update={"engine": settings.model_copy(update={"latency": None})})
+        raise ConfigError(Problem(f"backend.{settings.kind}.tensor_parallel", message, "Allowed: 1"))
+    unpredicted = made.backend.model_copy(update={settings.kind: settings.model_copy(update={"latency": None})})
     return made.model_copy(
         update={
             "scheduling": SchedulingConfig.model_validate(DEFAULT_SCHEDULING),
@@ -109,18 +108,16 @@ def profile_config(
 def _model_of(given: Mapping[str, Any], config: Mapping[str, Any] | str | Path | None) -> Path:
     """The model of an experiment's engine, seen from its file."""
     backend = given.get("backend")
-    engine = backend.get("engine") if isinstance(backend, Mapping) else None
-    model = engine.get("model") if isinstance(engine, Mapping) else None
+    named = [backend.get(kind) for kind in MODEL_BACKENDS] if isinstance(backend, Mapping) else []
+    model = next((one.get("model") for one in named if isinstance(one, Mapping)), None)
     if not isinstance(model, str):
-        raise ConfigError(
-            Problem("model", "is missing", "`--model DIR`, or a `--config` whose backend.engine names one")
-        )
+        raise ConfigError(Problem("model", "is missing", "`--model DIR`, or a `--config` whose backend names one"))
     beside = Path(config).parent / model if isinstance(config, str | Path) else Path(model)
     return beside if not Path(model).is_absolute() and beside.exists() else Path(model)
 
 
 def profile_model(
-    settings: ProfileSettings, output: Path, report: Report | None = None, load: LoadRunner = load_runner
+    settings: ProfileSettings, output: Path, report: Report | None = None, load: LoadRunner | None = None
 ) -> Profile:
     """Measure, fit, and write the profile to `output`; measurements are kept beside it until it is written.
 
@@ -128,8 +125,10 @@ def profile_model(
     """
     config = settings.config
     replica = config.replica
-    engine: EngineConfig = config.backend.settings
-    inspect_model(engine.model, engine.random_weights)
+    engine: ModelBackendConfig = config.backend.settings
+    problems = engine.problems(config.effective_replicasets)
+    if problems:
+        raise ConfigError(problems)
     calm_threads()
     options = placed(engine.runner_options(replica, replica.pipeline_stages or 1, engine.num_threads), 0)
     if options.num_ranks > 1:
@@ -137,11 +136,12 @@ def profile_model(
         raise ConfigError(
             Problem("profile", message, "Allowed: tensor_parallel 1, pipeline_stages 1, kv_parallel.groups 1")
         )
-    runner = load(Reference.room(options))
+    runner = (load or engine.load)(Reference.room(options))
     others = OtherLoad()
     try:
         num_blocks = replica.memory.num_blocks or runner.profile_num_blocks(replica.memory.memory_fraction)
-        runner.allocate(num_blocks + Reference.num_blocks(options), max(_HOST_BLOCKS, replica.memory.host_blocks))
+        host_blocks = max(_HOST_BLOCKS, replica.memory.host_blocks) if engine.can_swap else 0
+        runner.allocate(num_blocks + Reference.num_blocks(options), host_blocks)
         facts = _facts(runner.facts, options, num_blocks)
         batches = list(_batches(settings, runner.facts, options, num_blocks))
         journal = _Journal(output.with_suffix(".measured.jsonl"), facts, batches)
@@ -214,6 +214,7 @@ def _batches(settings: ProfileSettings, facts: ModelFacts, options: RunnerOption
         max_len=facts.max_model_len,
         num_blocks=num_blocks,
         block_size=facts.block_size,
+        can_swap=settings.config.backend.settings.can_swap,
     )
     seen: set[tuple[Any, ...]] = set()
     for batch in (*_grid(sizes, stream), *(_random_batch(sizes, stream) for _ in range(settings.num_random))):
@@ -230,6 +231,7 @@ class _Sizes:
     max_len: int
     num_blocks: int
     block_size: int
+    can_swap: bool
 
 
 def _powers(low: int, high: int, factor: int) -> list[int]:
@@ -261,7 +263,7 @@ def _grid(sizes: _Sizes, stream: np.random.Generator) -> Iterator[Batch]:
             for tokens in _powers(8, longest_chunk, 4):
                 if rows + tokens <= sizes.max_tokens:
                     yield Batch(_ragged(rows, context, longest_context, stream), ((tokens, 0),))
-    for moved in (4, 16, _HOST_BLOCKS):
+    for moved in (4, 16, _HOST_BLOCKS) if sizes.can_swap else ():
         yield Batch(_ragged(2, 16, longest_context, stream), (), min(moved, sizes.num_blocks))
 
 

@@ -57,7 +57,7 @@ def serve_a_while(
     config = config.model_copy(
         update={
             "replica": replica,
-            "backend": config.backend.model_copy(update={"engine": settings}),
+            "backend": config.backend.model_copy(update={settings.kind: settings}),
         }
     )
     replaced = {"load": lambda options: SteadyRunner(runner, clock), "make_clock": clock.start}

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from vajra_py.config import ExperimentConfig, load_config
 from vajra_py.contract.observer import EndReason, Observer
+from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import Problem, RunError, VajraError
 from vajra_py.experiment.engined import ENGINE_FILE, OUTPUTS_FILE, length_predictor, predictions
 from vajra_py.metrics.recorder import Recorder
@@ -108,8 +109,8 @@ def read_recording(path: Path, registry: Registry | None = None) -> Recording:
     if not (path / "config.yaml").exists():
         raise RunError(str(Problem(str(path), "is not a run's folder (config.yaml is missing)")))
     config = load_config(path / "config.yaml", registry=registry)
-    if config.backend.kind != "engine":
-        message = f"is a run of the {config.backend.kind}; only what the engine did can be replayed"
+    if not isinstance(config.backend.settings, ModelBackendConfig):
+        message = f"is a run of the {config.backend.kind}; only what computed with a model can be replayed"
         raise RunError(str(Problem(str(path), message, "Run it again to repeat it")))
     if not config.output.decision_log:
         raise RunError(

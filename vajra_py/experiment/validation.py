@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vajra_py.config import BackendConfig, ExperimentConfig, SimulatorConfig, TypedChoice
-from vajra_py.engine.config import EngineConfig
+from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import ConfigError, Problem, RunError
 from vajra_py.experiment.backend import Backend, Run
 from vajra_py.experiment.engined import ENGINE_FILE, OUTPUTS_FILE
@@ -63,16 +63,16 @@ class Validation:
 def check_validation(config: ExperimentConfig) -> None:
     """Raises `ConfigError` when the experiment cannot be validated: another backend, or nothing predicts its steps."""
     settings = config.backend.settings
-    if not isinstance(settings, EngineConfig):
-        message = f"only the engine is compared with a simulation (got {config.backend.kind})"
-        raise ConfigError(Problem("backend", message, "Allowed: engine"))
-    if settings.replicasets:
+    if not isinstance(settings, ModelBackendConfig):
+        message = f"only what computes with a model is compared with a simulation (got {config.backend.kind})"
+        raise ConfigError(Problem("backend", message, "Allowed: engine, vllm"))
+    if settings.own_settings:
         message = "the simulator predicts the steps of one model, and these name several settings"
-        raise ConfigError(Problem("backend.engine.replicasets", message, "Allowed: none"))
+        raise ConfigError(Problem(f"backend.{settings.kind}.replicasets", message, "Allowed: none"))
     if settings.latency is None:
         message = "is needed to simulate what the engine does"
         allowed = "{type: profiled, path: FILE}, with a FILE that `vajra profile` wrote"
-        raise ConfigError(Problem("backend.engine.latency", message, allowed))
+        raise ConfigError(Problem(f"backend.{settings.kind}.latency", message, allowed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def validate(
 
 
 def _simulation_of(config: ExperimentConfig, path: Path, latency: TypedChoice | None) -> ExperimentConfig:
-    engine: EngineConfig = config.backend.settings
+    engine: ModelBackendConfig = config.backend.settings
     assert engine.latency is not None  # it was checked
     facts = json.loads((path / ENGINE_FILE).read_text())
     simulator = SimulatorConfig(
@@ -128,7 +128,7 @@ def _simulation_of(config: ExperimentConfig, path: Path, latency: TypedChoice | 
 
 def _as_served(run: Run, config: ExperimentConfig, path: Path, seed: int | None) -> Backend:
     """The simulation with the engine's arrival times and the lengths that it put out."""
-    engine: EngineConfig = config.backend.settings
+    engine: ModelBackendConfig = config.backend.settings
     lengths = {row["request_id"]: len(row["token_ids"]) for row in read_rows(path / OUTPUTS_FILE)}
     workload = run.workload
     if engine.time_scale != 1.0:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from vajra_py.config import ExperimentConfig, ReplicasetConfig
-from vajra_py.engine.config import EngineConfig
+from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.runtime.requests.request import RequestFacts
 
@@ -22,7 +22,7 @@ class Catalogue:
     """The models of one server. Raises `ConfigError` for settings under which a name could not be served."""
 
     def __init__(self, config: ExperimentConfig, served_names: Sequence[str] = ()) -> None:
-        settings: EngineConfig = config.backend.settings
+        settings: ModelBackendConfig = config.backend.settings
         self._replicasets: Mapping[str, ReplicasetConfig] = config.effective_replicasets
         own = {name: settings.of(name) for name in self._replicasets}
         self._models = {name: (one.model, one.random_weights, one.weights_seed) for name, one in own.items()}

@@ -23,7 +23,7 @@ from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.engine.build import Engine
 from vajra_py.engine.clock import WallClock
 from vajra_py.engine.compute import ModelFacts
-from vajra_py.engine.config import EngineConfig
+from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.engine.llm import load_tokenizer
 from vajra_py.engine.loop import EngineLoop
 from vajra_py.engine.outputs import Submission
@@ -100,9 +100,11 @@ class EngineSession:
 
     def __init__(self, parts: SessionParts) -> None:
         settings = parts.config.backend.settings
-        if not isinstance(settings, EngineConfig):
-            message = f"a server needs the engine (got {parts.config.backend.kind!r})"
-            raise ConfigError(Problem("backend", message, "Allowed: `backend: {engine: {model: …}}`"))
+        if not isinstance(settings, ModelBackendConfig):
+            message = f"a server computes with a model (got {parts.config.backend.kind!r})"
+            raise ConfigError(
+                Problem("backend", message, "Allowed: `backend: {engine: {model: …}}`, or vllm in its place")
+            )
         self.config = parts.config
         self.state = SessionState.LOADING
         self.error: BaseException | None = None
@@ -381,7 +383,7 @@ class EngineSession:
         return WallClock()
 
     def _load_tokenizers(self) -> None:
-        settings: EngineConfig = self.config.backend.settings
+        settings: ModelBackendConfig = self.config.backend.settings
         folders = {name: settings.of(name).model for name in self.config.effective_replicasets}
         loaded = {folder: load_tokenizer(folder) for folder in dict.fromkeys(folders.values())}
         self.tokenizers = {name: loaded[folder] for name, folder in folders.items()}

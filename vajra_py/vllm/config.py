@@ -1,45 +1,168 @@
-"""Settings under `backend: {vllm: …}`: what policies that schedule a vLLM may ask for predictions.
+"""Settings under `backend: {vllm: …}`.
 
 Importing this loads neither vLLM nor a tensor library.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
 from pydantic import Field, model_validator
 
-from vajra_py.config import register_backend
+from vajra_py.config import ReplicaConfig, ReplicasetConfig, register_backend
 from vajra_py.config.schema import Text
-from vajra_py.engine.config import EngineConfig
-
-_ENGINES_OWN = (
-    "workers",
-    "self_check",
-    "fused",
-    "cuda_graphs",
-    "look_ahead",
-    "num_threads",
-    "replicasets",
-    "weights_seed",
+from vajra_py.engine.compute import LoadRunner, RunnerOptions
+from vajra_py.engine.compute.inspect import read_model_config
+from vajra_py.engine.config import (
+    MAX_STEP_TOKENS,
+    SLOTS_PER_BATCH_ENTRY,
+    ModelBackendConfig,
+    check_replica,
+    where_of,
 )
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.vllm.support import check_version, installed_version
+
+SAID_ELSEWHERE: Mapping[str, str] = {
+    "async_scheduling": "Leave it out: this backend executes one step after another",
+    "block_size": "Use replica.memory.block_size",
+    "dtype": "Use dtype",
+    "enable_prefix_caching": "Use replica.memory.prefix_cache.enabled",
+    "gpu_memory_utilization": "Use replica.memory.memory_fraction",
+    "max_model_len": "Use replica.max_model_len",
+    "max_num_batched_tokens": "Use replica.max_batch_tokens",
+    "max_num_seqs": "Use replica.max_batch_size",
+    "model": "Use model",
+    "num_gpu_blocks_override": "Use replica.memory.num_blocks",
+    "scheduler_cls": "Use scheduling",
+    "scheduling_policy": "Use scheduling",
+    "seed": "Use weights_seed",
+    "tensor_parallel_size": "Use tensor_parallel",
+}
+"""Arguments of vLLM's engine that other settings decide, and where."""
+
+CPU_BLOCK_TOKENS = 32
 
 
-class VllmBackendConfig(EngineConfig):
-    """A vLLM that is started by its own commands and schedules by this file (`--scheduler-cls`). `vajra run` starts none."""
+@dataclass(frozen=True, slots=True)
+class VllmOptions(RunnerOptions):
+    """What a runner on vLLM's workers loads, besides what every runner is told.
 
+    Attributes:
+        max_batch_size: most requests of one step.
+        memory_fraction: part of a device's memory that weights and KV blocks may take.
+        shards: devices that share every layer; vLLM's own processes compute on them.
+        engine_args: further arguments of vLLM's engine.
+    """
+
+    max_batch_size: int = 128
+    memory_fraction: float = 0.9
+    shards: int = 1
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+
+class VllmBackendConfig(ModelBackendConfig):
+    """Compute steps with a vLLM. One that schedules by this file (`--scheduler-cls`) reads `latency`, `output_length` and `fallback` alone."""
+
+    kind: ClassVar[str] = "vllm"
+    can_swap: ClassVar[bool] = False
+
+    device: Literal["cpu", "cuda"] = Field("cpu", description="What the installed vLLM is built for.")
+    workers: Literal["in_process", "process"] = Field(
+        "in_process", description="Where vLLM computes; several replicas need a process for each."
+    )
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further arguments of vLLM's engine by their names in Python, such as `{enforce_eager: true}`.",
+    )
     fallback: Text | None = Field(
         None,
-        description="Preset whose policies take over from one that breaks the contract, so that its requests finish; "
-        "null: they end with an error.",
+        description="With `--scheduler-cls`: preset whose policies take over from one that breaks the contract, so that its "
+        "requests finish; null: they end with an error.",
     )
 
     @model_validator(mode="after")
-    def _vllms(self) -> VllmBackendConfig:
-        for name in _ENGINES_OWN:
-            if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].get_default(
-                call_default_factory=True
-            ):
-                raise ValueError(f"{name}: is a setting of the built-in engine alone")
+    def _not_said_twice(self) -> VllmBackendConfig:
+        for name in self.engine_args:
+            if name in SAID_ELSEWHERE:
+                raise ValueError(f"engine_args.{name} is decided by another setting. {SAID_ELSEWHERE[name]}")
         return self
+
+    def problems(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
+        """See `ModelBackendConfig`; also that vLLM is there, in a version that is known."""
+        found: list[Problem] = []
+        for check in (lambda: check_version(installed_version()), lambda: read_model_config(self.model)):
+            try:
+                check()
+            except ConfigError as error:
+                found += error.problems
+        for name, one in replicasets.items():
+            found += _problems_of(where_of(name, replicasets), one.replica, self.device)
+        if self.fallback is not None:
+            message = (
+                f"takes over in a vLLM that schedules by this file, which this one does not (got {self.fallback!r})"
+            )
+            found.append(Problem("backend.vllm.fallback", message, "Allowed with --scheduler-cls"))
+        num_replicas = sum(one.num_replicas for one in replicasets.values())
+        if num_replicas > 1 and self.workers == "in_process":
+            message = f"a process holds one vLLM (got {num_replicas} replicas)"
+            found.append(Problem("backend.vllm.workers", message, "Allowed: process"))
+        if self.tensor_parallel > 1 and self.workers == "process":
+            message = f"vLLM's own processes cannot be started by a worker process (got {self.tensor_parallel} devices)"
+            found.append(Problem("backend.vllm.workers", message, "Allowed with tensor_parallel: in_process"))
+        return found
+
+    def runner_options(self, replica: ReplicaConfig, num_stages: int, num_threads: int | None) -> VllmOptions:
+        """See `ModelBackendConfig`."""
+        if num_stages > 1:
+            message = f"the latency model has {num_stages} pipeline stages, and vLLM's steps have one here"
+            raise ConfigError(Problem("backend.vllm.latency", message, "Use replica.pipeline_stages: 1"))
+        return VllmOptions(
+            model=self.model,
+            random_weights=self.random_weights,
+            seed=self.weights_seed,
+            device=self.device,
+            dtype=self.dtype,
+            block_size=replica.memory.block_size,
+            max_model_len=replica.max_model_len,
+            max_requests=SLOTS_PER_BATCH_ENTRY * replica.max_batch_size,
+            max_step_tokens=max(replica.max_batch_tokens or MAX_STEP_TOKENS, replica.max_batch_size),
+            num_threads=num_threads,
+            max_batch_size=replica.max_batch_size,
+            memory_fraction=replica.memory.memory_fraction,
+            shards=self.tensor_parallel,
+            engine_args=self.engine_args,
+        )
+
+    @property
+    def load(self) -> LoadRunner:
+        """See `ModelBackendConfig`."""
+        from vajra_py.vllm.loading import load_vllm
+
+        return load_vllm
+
+
+def _problems_of(where: str, replica: ReplicaConfig, device: str) -> list[Problem]:
+    """What of a replica's settings vLLM's workers cannot carry out."""
+    found = check_replica(where, replica)
+    block_size = replica.memory.block_size
+    if device == "cpu" and block_size % CPU_BLOCK_TOKENS:
+        message = (
+            f"vLLM's attention on a CPU wants blocks of a multiple of {CPU_BLOCK_TOKENS} tokens (got {block_size})"
+        )
+        found.append(Problem(f"{where}.memory.block_size", message, "Allowed: 32, 64, 128, …"))
+    if replica.memory.host_blocks:
+        message = f"vLLM's workers do not copy KV blocks to host memory (got {replica.memory.host_blocks})"
+        found.append(Problem(f"{where}.memory.host_blocks", message, "Allowed: 0 (preemption recomputes)"))
+    if (replica.pipeline_stages or 1) > 1:
+        message = f"vLLM's steps have one stage here (got {replica.pipeline_stages})"
+        found.append(Problem(f"{where}.pipeline_stages", message, "Allowed: 1"))
+    if replica.kv_parallel.groups > 1:
+        message = f"vLLM's workers have one KV memory (got {replica.kv_parallel.groups} groups)"
+        found.append(Problem(f"{where}.kv_parallel.groups", message, "Allowed: 1"))
+    return found
 
 
 register_backend("vllm", VllmBackendConfig)

@@ -8,7 +8,7 @@ With asynchronous scheduling vLLM asks for a step before the tokens of the last 
 (each request that caught up gives one), so the turn ends the last step with tokens that have no identity yet. What they are
 is learnt a turn later; a request that they stopped ends with the step that it is in by then.
 
-This module alone of the package uses the runtime.
+Of the scheduler's modules this one alone uses the runtime.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ Importing this package, or its `interface` and `inspect`, loads no tensor librar
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 from vajra_py.engine.compute.inspect import inspect_model
 from vajra_py.engine.compute.interface import (
     Chunk,
@@ -28,6 +31,7 @@ __all__ = [
     "DoneStep",
     "ForeseeingRunner",
     "Foreseen",
+    "LoadRunner",
     "ModelFacts",
     "ModelRunner",
     "NewRow",
@@ -38,8 +42,12 @@ __all__ = [
     "StepOutput",
     "TableUpdate",
     "TokenLogprobs",
+    "inspect_model",
     "load_runner",
 ]
+
+LoadRunner: TypeAlias = Callable[[RunnerOptions], ModelRunner]
+"""How a runner is made; a function of a module, so that it can be named to another process."""
 
 
 def load_runner(options: RunnerOptions) -> ModelRunner:

@@ -46,10 +46,8 @@ def inspect_model(directory: str | Path, random_weights: bool = False) -> ModelF
         ConfigError: it is missing, incomplete or corrupt.
     """
     folder = Path(directory).expanduser()
-    if not folder.is_dir():
-        what = "this is a file" if folder.exists() else "there is no such directory"
-        raise ConfigError(Problem(f"model {folder}", what, _EXPECTED))
-    config = _read_config(folder)
+    config = read_model_config(folder)
+    _refuse_quantized(folder / "config.json", config)
     if random_weights:
         return ModelFiles(folder, config["model_type"], config, (), 0)
     files = _weight_files(folder)
@@ -82,7 +80,12 @@ def readable_bytes(num_bytes: float) -> str:
     return f"{num_bytes / 1024**unit:.{0 if unit == 0 else 1}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_model_config(directory: str | Path) -> dict[str, Any]:
+    """The config.json of a model directory. Raises `ConfigError`."""
+    folder = Path(directory).expanduser()
+    if not folder.is_dir():
+        what = "this is a file" if folder.exists() else "there is no such directory"
+        raise ConfigError(Problem(f"model {folder}", what, _EXPECTED))
     file = folder / "config.json"
     if not file.is_file():
         raise ConfigError(Problem(f"model {folder}", "config.json is missing", _EXPECTED))
@@ -94,7 +97,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(
             Problem(str(file), "`model_type` is missing", "It names the architecture, as transformers writes it")
         )
-    _refuse_quantized(file, config)
     return config
 
 

@@ -71,7 +71,7 @@ class NewRow:
         slot: its name from now on.
         sampling: how its tokens are chosen.
         seed: of its random stream: `sampling.seed`, or one that the controller drew.
-        prompt_token_ids: its prompt; read only when `needs_history(sampling)`, may be empty otherwise.
+        prompt_token_ids: its prompt; read only when `needs_prompt(sampling)`, may be empty otherwise.
         output_token_ids: what it has put out already (a request that lost its slot and got another); read likewise.
         num_output_tokens: how many that are; always read (`min_tokens`, the place in the random stream).
     """
@@ -176,7 +176,7 @@ class StepOutput:
         token_ids: their tokens.
         duration_s: from the step's start on the device to its sampled tokens on the host.
         logprobs: by slot, for the requests that asked.
-        prompt_logprobs: by slot, of the `followers` of its chunk.
+        prompt_logprobs: by slot, of the `followers` of its chunk, and perhaps of those of earlier ones before them.
         faults: by slot, why a row could not be computed or gave no token. Its token id means nothing, nor does what it left in
             KV memory; the other rows are as ever.
     """
@@ -363,5 +363,10 @@ class ForeseeingRunner(ModelRunner, Protocol):
 
 
 def needs_history(sampling: SamplingParams) -> bool:
-    """Whether `NewRow` must carry the prompt and earlier outputs."""
+    """Whether the tokens so far change how the next one is sampled."""
     return sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or sampling.repetition_penalty != 1.0
+
+
+def needs_prompt(sampling: SamplingParams) -> bool:
+    """Whether `NewRow` must carry the prompt and earlier outputs."""
+    return sampling.prompt_logprobs is not None or needs_history(sampling)

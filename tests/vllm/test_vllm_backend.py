@@ -1,0 +1,156 @@
+"""`backend: {vllm: …}`: experiments on a real vLLM, whose decisions the simulator takes again."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.shared import MAX_STEP_TOKENS, SharedWorkers, run_on, settings
+from vajra_py.contract import Layer
+from vajra_py.experiment.replay import replay
+from vajra_py.metrics.run_data import RunData
+from vajra_py.plugins import build_registry, load_registry
+
+ROOT = Path(__file__).parents[2]
+LATENCY = {"type": "affine", "base_s": 0.004, "per_token_s": 1e-4, "per_prefill_pair_s": 1e-7}
+CLASSES = [
+    {"name": "gold", "ttft_slo_s": 0.05, "deadline_s": 0.4, "priority": -1},
+    {"name": "iron", "share": 2.0, "expires_after_s": 30.0},
+]
+WORKLOAD = {
+    "type": "synthetic",
+    "arrivals": {"type": "poisson", "rate": 200.0},
+    "num_requests": 10,
+    "slo_classes": CLASSES,
+    "prompt_tokens": {"type": "uniform", "min": 20, "max": 180},
+    "output_tokens": {"type": "uniform", "min": 1, "max": 40},
+}
+SESSIONS = {
+    "type": "sessions",
+    "arrivals": {"type": "poisson", "rate": 100.0},
+    "num_sessions": 6,
+    "turns": {"type": "uniform", "min": 1, "max": 3},
+    "first_turn_tokens": {"type": "uniform", "min": 1, "max": 60},
+    "turn_tokens": {"type": "uniform", "min": 1, "max": 30},
+    "output_tokens": {"type": "uniform", "min": 1, "max": 20},
+    "think_time_s": {"type": "uniform", "min": 0, "max": 0.02},
+    "system_prompts": {"count": 2, "tokens": {"type": "constant", "value": 70}},
+    "slo_classes": CLASSES,
+    "max_prompt_tokens": 190,
+    "max_total_tokens": 230,
+}
+PARAMS: dict[str, Any] = {
+    "dynamic_chunk": {"target_batch_time_s": 0.015},
+    "fixed_chunk": {"chunk_size": 48},
+    "space_sharing": {"target_batch_time_s": 0.02, "long_seq_kv_cache_len_threshold": 64},
+}
+PREEMPTS_NEVER = {"orca"}
+"""It sets memory aside for the longest output at admission."""
+
+
+def builtin(layer: Layer) -> list[str]:
+    return sorted(name for name, offer in load_registry().policies(layer).items() if offer.package == "vajra-py")
+
+
+@pytest.fixture(scope="module")
+def workers(tiny_model: str) -> Iterator[SharedWorkers]:
+    made = SharedWorkers(tiny_model)
+    yield made
+    made.shut_down()
+
+
+def layers(prioritizer: str, chooser: str, batcher: str) -> dict[str, Any]:
+    chosen = {"policy": batcher, "params": PARAMS.get(batcher, {})}
+    return {"request_prioritizer": prioritizer, "replicaset_scheduler": chooser, "replica_scheduler": chosen}
+
+
+def what_happened(run: RunData) -> Counter[str]:
+    happened: Counter[str] = Counter()
+    for request in run.requests().to_pylist():
+        happened[request["reason"]] += 1
+        happened["preempted"] += request["num_preemptions"]
+        happened["cached"] += request["num_cached_tokens"]
+    return happened
+
+
+@pytest.mark.parametrize("batcher", builtin(Layer.REPLICA_SCHEDULER))
+@pytest.mark.parametrize("chooser", builtin(Layer.REPLICASET_SCHEDULER))
+def test_every_combination_is_replayed(
+    chooser: str, batcher: str, workers: SharedWorkers, tiny_model: str, tmp_path: Path
+) -> None:
+    happened: Counter[str] = Counter()
+    for number, prioritizer in enumerate(builtin(Layer.REQUEST_PRIORITIZER)):
+        workload = SESSIONS if number == 1 else WORKLOAD
+        scheduling = layers(prioritizer, chooser, batcher)
+        mapping = settings(tiny_model, scheduling, workload, seed=number, vllm={"latency": LATENCY})
+        before = workers.num_steps
+        run = run_on(workers, mapping, tmp_path / prioritizer)
+        report = replay(tmp_path / prioritizer)
+        assert report.difference is None, prioritizer
+        assert report.ahead is None, prioritizer
+        assert 10 < report.num_steps == run.steps().num_rows <= workers.num_steps - before
+        rows = run.requests().num_rows
+        happened += what_happened(run)
+        assert happened["stop"] + happened["length"] > 0
+        assert sum(happened[one] for one in ("stop", "length", "expired")) >= rows
+    assert happened["rejected"] == happened["aborted"] == happened["failed"] == 0
+    assert happened["preempted"] > 0 or batcher in PREEMPTS_NEVER
+    assert happened["cached"] > 0
+
+
+def test_policies_of_a_plug_in_are_replayed(
+    workers: SharedWorkers, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "plugin_template" / "src"))
+    entry = metadata.EntryPoint("example", "vajra_example_policies", "vajra")
+    registry = build_registry([*metadata.entry_points(group="vajra"), entry])
+    scheduling = {
+        "request_prioritizer": {"policy": "example_aging_shortest", "params": {"forgiven_tokens": 64}},
+        "replicaset_scheduler": "example_prefix_affinity",
+        "replica_scheduler": {
+            "policy": "example_capped_chunk",
+            "params": {"chunk_tokens": 96, "capped_chunk_tokens": 32},
+        },
+    }
+    for seed, workload in enumerate((WORKLOAD, SESSIONS)):
+        mapping = settings(tiny_model, scheduling, workload, seed=seed)
+        run = run_on(workers, mapping, tmp_path / str(seed), registry)
+        assert what_happened(run)["stop"] == run.requests().num_rows
+        assert replay(tmp_path / str(seed), registry).is_equal
+    sys.modules.pop("vajra_example_policies", None)
+
+
+def test_a_run_records_what_every_run_does(workers: SharedWorkers, tiny_model: str, tmp_path: Path) -> None:
+    mapping = settings(tiny_model, layers("fcfs", "round_robin", "vllm_v1"), WORKLOAD)
+    run = run_on(workers, mapping, tmp_path / "run")
+    found = {one.name for one in (tmp_path / "run").iterdir()}
+    assert found >= {"config.yaml", "manifest.json", "decisions.parquet", "inputs.jsonl.gz", "outputs.jsonl.gz"}
+    assert run.manifest["status"] == "finished"
+    assert "real" in str(run.summary.data["step_times"])
+    assert run.summary.value("overall.ttft_s.p50") > 0
+
+
+def test_steps_above_vllms_buffers_are_computed_in_parts(
+    workers: SharedWorkers, tiny_model: str, tmp_path: Path
+) -> None:
+    """A step of more tokens than vLLM was told of is one step of the experiment."""
+    workload = {
+        "type": "synthetic",
+        "arrivals": {"type": "poisson", "rate": 1e6},
+        "num_requests": 5,
+        "prompt_tokens": {"type": "constant", "value": 75},
+        "output_tokens": {"type": "constant", "value": 5},
+    }
+    mapping = settings(tiny_model, layers("fcfs", "round_robin", "orca"), workload)
+    before = workers.num_steps
+    run = run_on(workers, mapping, tmp_path / "run")
+    steps = run.steps()
+    assert max(steps.column("prefill_tokens").to_pylist()) > MAX_STEP_TOKENS
+    assert workers.num_steps - before > steps.num_rows
+    assert replay(tmp_path / "run").is_equal

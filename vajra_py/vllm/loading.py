@@ -1,0 +1,244 @@
+"""Start vLLM's workers without its engine core: the model, its KV memory, and what they say of themselves.
+
+Importing this loads neither vLLM nor a tensor library.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vajra_py.engine.compute import ModelFacts, RunnerOptions
+from vajra_py.engine.compute.inspect import free_host_bytes, readable_bytes
+from vajra_py.errors import ConfigError, ExecutorError, Problem
+from vajra_py.vllm.config import VllmOptions
+from vajra_py.vllm.support import check_cache, check_options, check_version, installed_version
+
+if TYPE_CHECKING:
+    from vajra_py.vllm.runner import VllmRunner
+
+_PLACEHOLDER_BYTES = 1 << 20
+"""On a CPU vLLM wants to know the size of its KV memory before the model is loaded; the number of blocks counts later."""
+
+
+def load_vllm(options: RunnerOptions) -> VllmRunner:
+    """A runner on vLLM's workers: weights loaded, KV memory not yet allocated.
+
+    Raises `ConfigError` when there is no vLLM, or it cannot do what the settings ask for.
+    """
+    assert isinstance(options, VllmOptions)
+    version = installed_version()
+    check_version(version)
+    # Workers of vLLM's second kind are told of requests in another way.
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vajra_py.vllm.runner import VllmRunner
+
+    return VllmRunner(VllmWorkers(options, version), options)
+
+
+class VllmWorkers:
+    """The workers of one vLLM, in this process or, with several shards, in processes of vLLM's own.
+
+    Attributes:
+        facts: what they loaded.
+        is_cpu: whether this vLLM computes on a CPU.
+    """
+
+    def __init__(self, options: VllmOptions, version: str) -> None:
+        from vllm.platforms import current_platform
+        from vllm.v1.executor import Executor
+
+        self.is_cpu = current_platform.is_cpu()
+        self._options = options
+        self._config = _engine_config(options, self.is_cpu)
+        check_options(self._config)
+        if self.is_cpu and options.num_threads is not None and options.shards == 1:
+            import torch
+
+            torch.set_num_threads(options.num_threads)
+        try:
+            self._executor: Any = Executor.get_class(self._config)(self._config)
+        except Exception as error:
+            _clean_up()
+            raise ConfigError(Problem(f"model {options.model}", f"vLLM cannot load it ({_line(error)})")) from error
+        self._specs = self._executor.get_kv_cache_specs()
+        self._available: list[int] | None = None
+        self.facts = self._facts(version)
+
+    def _facts(self, version: str) -> ModelFacts:
+        from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+
+        config, specs = self._config, self._specs
+        every = [spec for each in specs for spec in each.values()]
+        layout = resolve_kv_cache_layout(config, self._executor.get_supported_kv_cache_layouts(), every)
+        self._executor.set_kv_cache_layout(layout.name)
+        block_size = self._options.block_size
+        for spec in every:
+            if spec.block_size != block_size:
+                message = f"this vLLM computes with KV blocks of {spec.block_size} tokens (got {block_size})"
+                raise ConfigError(Problem("replica.memory.block_size", message, f"Allowed: {spec.block_size}"))
+        model, parallel = config.model_config, config.parallel_config
+        num_elements, weight_bytes = self._executor.collective_rpc("apply_model", args=(_size_of,))[0]
+        return ModelFacts(
+            model_type=model.hf_text_config.model_type,
+            num_parameters=num_elements * self._options.shards,
+            weight_bytes=weight_bytes,
+            num_layers=len(specs[0]),
+            num_query_heads=model.get_num_attention_heads(parallel),
+            num_kv_heads=model.get_num_kv_heads(parallel),
+            head_dim=model.get_head_size(),
+            kv_bytes_per_token=sum(spec.page_size_bytes for spec in specs[0].values()) // block_size,
+            block_size=block_size,
+            max_model_len=model.max_model_len,
+            vocab_size=model.get_vocab_size(),
+            eos_token_ids=_eos_tokens(model),
+            dtype=str(model.dtype).removeprefix("torch."),
+            device="cpu" if self.is_cpu else "cuda",
+            forward=f"vllm {version}",
+        )
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Of one device's KV memory."""
+        return self.facts.kv_bytes_per_token * self.facts.block_size
+
+    def num_blocks_in(self, memory_fraction: float) -> int:
+        """KV blocks that there is room for. Raises `ConfigError` when not one longest sequence fits."""
+        if self.is_cpu:
+            num_bytes = int(free_host_bytes() * memory_fraction) // self._options.shards
+        else:
+            num_bytes = min(self._measure())
+        num_blocks = num_bytes // self.bytes_per_block - 1
+        needed = -(-self.facts.max_model_len // self.facts.block_size)
+        if num_blocks < needed:
+            message = (
+                f"{readable_bytes(max(0, num_bytes))} are left for KV memory, and one sequence of "
+                f"{self.facts.max_model_len} tokens needs {readable_bytes(needed * self.bytes_per_block)}"
+            )
+            raise ConfigError(
+                Problem("replica.memory.memory_fraction", message, "A larger share, or a smaller max_model_len")
+            )
+        return num_blocks
+
+    def _measure(self) -> list[int]:
+        """Bytes for KV memory on each device, by vLLM's own trial run; what it compiles is compiled in this."""
+        if self._available is None:
+            self._available = self._executor.determine_available_memory()
+        return self._available
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make the KV memory, and warm up. Raises `ExecutorError` when it does not fit."""
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+        config = self._config
+        config.cache_config.num_gpu_blocks_override = config.cache_config.num_gpu_blocks = num_blocks + 1
+        try:
+            available = self._measure()
+            caches = get_kv_cache_configs(config, self._specs, available)
+            for cache in caches:
+                check_cache(cache)
+                cache.kv_cache_layout = config.cache_config.kv_cache_layout
+                cache.hash_block_size = cache.cache_hit_alignment_tokens = self.facts.block_size
+            config.validate_block_size()
+            self._executor.initialize_from_config(caches)
+            self._executor.compile_or_warm_up_model()
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ExecutorError(f"vllm: {num_blocks} KV blocks cannot be made ({_line(error)}).") from error
+
+    def execute(self, message: Any) -> Any:
+        """What vLLM's model runner puts out for one `SchedulerOutput`."""
+        output = self._executor.execute_model(message)
+        return self._executor.sample_tokens(None) if output is None else output
+
+    def close(self) -> None:
+        """Give back memory and processes; may be called twice."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown()
+            _clean_up()
+
+
+def _clean_up() -> None:
+    """Leave the groups of ranks that vLLM keeps in its process, so that the next one can be started there."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+
+
+def _engine_config(options: VllmOptions, is_cpu: bool) -> Any:
+    """The configuration of a vLLM. Raises `ConfigError` with what it does not take."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    if options.device.partition(":")[0] != ("cpu" if is_cpu else "cuda"):
+        built = "a CPU" if is_cpu else "GPUs"
+        message = f"the vLLM that is installed is built for {built} (got {options.device})"
+        raise ConfigError(Problem("backend.vllm.device", message, f"Allowed: {'cpu' if is_cpu else 'cuda'}"))
+    arguments: dict[str, Any] = {
+        "model": str(Path(options.model).expanduser()),
+        "skip_tokenizer_init": True,
+        "dtype": "float32" if is_cpu and options.dtype == "auto" else options.dtype,
+        "seed": options.seed,
+        "max_num_seqs": options.max_batch_size,
+        "max_num_batched_tokens": options.max_step_tokens,
+        "block_size": options.block_size,
+        "enable_prefix_caching": False,
+        "tensor_parallel_size": options.shards,
+        "distributed_executor_backend": UniProcExecutor if options.shards == 1 else "mp",
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        **({} if options.max_model_len is None else {"max_model_len": options.max_model_len}),
+        **({"load_format": "dummy"} if options.random_weights else {}),
+        **(
+            {"kv_cache_memory_bytes": _PLACEHOLDER_BYTES}
+            if is_cpu
+            else {"gpu_memory_utilization": options.memory_fraction}
+        ),
+        **options.engine_args,
+    }
+    _check_names(options.engine_args, EngineArgs)
+    try:
+        return EngineArgs(**arguments).create_engine_config()
+    except Exception as error:  # vLLM raises what its parts raise
+        raise ConfigError(Problem("backend.vllm", f"vLLM does not take these settings ({_line(error)})")) from error
+
+
+def _check_names(given: Mapping[str, Any], arguments: Any) -> None:
+    from dataclasses import fields
+
+    from vajra_py.errors import did_you_mean
+
+    known = [one.name for one in fields(arguments)]
+    wrong = [name for name in given if name not in known]
+    if wrong:
+        raise ConfigError(
+            [Problem(f"backend.vllm.engine_args.{name}", "vLLM has none of that name", did_you_mean(name, known))
+             for name in wrong]
+        )  # fmt: skip
+
+
+def _size_of(model: Any) -> tuple[int, int]:
+    """Elements and bytes of a model's weights."""
+    weights = list(model.parameters())
+    return sum(one.numel() for one in weights), sum(one.numel() * one.element_size() for one in weights)
+
+
+def _eos_tokens(model: Any) -> tuple[int, ...]:
+    """The model's end-of-sequence tokens: its generation settings', else its configuration's."""
+    value = model.try_get_generation_config().get("eos_token_id")
+    if value is None:
+        value = getattr(model.hf_text_config, "eos_token_id", None)
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (int(value),)
+
+
+def _line(error: BaseException) -> str:
+    """What an error says, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

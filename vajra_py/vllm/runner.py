@@ -1,0 +1,358 @@
+"""Compute this project's steps with vLLM's workers.
+
+A step names what changed since the last one; vLLM's workers want the same in their own terms (`SchedulerOutput`). Block `n`
+of the KV memory is vLLM's block `n + 1`: its block 0 is nobody's.
+
+A chunk of a prompt, or of tokens that are computed again, is told as a new request that has its earlier tokens computed
+already; decodes go on with it. So a worker never has to know more of a prompt than it computes, and a preempted request is
+like any other. Requests whose tokens so far count for sampling (penalties), or whose prompt is scored, keep their identity
+instead, and are told with their whole prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from vllm import SamplingParams as VllmSampling
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from vajra_py.engine.compute import (
+    Chunk,
+    DoneStep,
+    ModelFacts,
+    NewRow,
+    PendingStep,
+    SamplingParams,
+    StepInput,
+    StepOutput,
+    TokenLogprobs,
+)
+from vajra_py.engine.compute.interface import needs_prompt
+from vajra_py.errors import ExecutorError
+from vajra_py.vllm.config import VllmOptions
+
+_DISCARDED = VllmSampling(temperature=0.0, max_tokens=1)
+"""How a token is sampled that nobody wants."""
+
+
+class Workers(Protocol):
+    """What computes: `VllmWorkers`, or a stand-in."""
+
+    facts: ModelFacts
+    is_cpu: bool
+
+    def num_blocks_in(self, memory_fraction: float) -> int:
+        """KV blocks that there is room for."""
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make the KV memory."""
+
+    def execute(self, message: Any) -> Any:
+        """A `ModelRunnerOutput` for a `SchedulerOutput`."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A request in its slot, and what the workers know of it.
+
+    Attributes:
+        sampling: how its tokens are sampled, in vLLM's terms.
+        keeps: whether the workers know it from its first chunk to its end.
+        tokens: as far as they are known here; of one that keeps, all until it is told.
+        blocks: its block table, in vLLM's numbers.
+        name: what the workers call it; empty: they do not know it.
+        num_told: leading entries of its block table that they have.
+        num_computed: tokens in KV memory.
+        num_sampled: tokens that they sampled under this name.
+        is_moved: whether its block table is another one than they have.
+    """
+
+    new: NewRow
+    keeps: bool
+    tokens: list[int]
+    blocks: list[int] = field(default_factory=list)
+    name: str = ""
+    num_told: int = 0
+    num_computed: int = 0
+    num_sampled: int = 0
+    num_outputs: int = 0
+    is_moved: bool = False
+
+
+class VllmRunner:
+    """A `ModelRunner` on vLLM's workers. Not thread-safe."""
+
+    def __init__(self, workers: Workers, options: VllmOptions) -> None:
+        self._workers = workers
+        self._max_tokens = options.max_step_tokens
+        self._max_rows = options.max_batch_size
+        self._rows: dict[int, _Row] = {}
+        self._finished: set[str] = set()
+        self._num_named = 0
+
+    @property
+    def facts(self) -> ModelFacts:
+        """See `ModelRunner`."""
+        return self._workers.facts
+
+    def profile_num_blocks(self, memory_fraction: float) -> int:
+        """See `ModelRunner`."""
+        return self._workers.num_blocks_in(memory_fraction)
+
+    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """See `ModelRunner`; there is no host memory to swap to."""
+        if num_host_blocks:
+            raise ExecutorError(f"vllm: KV blocks are not copied to host memory (got {num_host_blocks}). Allowed: 0.")
+        self._workers.allocate(num_blocks)
+
+    def submit(self, step: StepInput) -> PendingStep:
+        """See `ModelRunner`; it is done at once."""
+        return DoneStep(self.run(step))
+
+    def close(self) -> None:
+        """See `ModelRunner`."""
+        self._workers.close()
+
+    def run(self, step: StepInput) -> StepOutput:
+        """See `ModelRunner`."""
+        started = time.perf_counter()
+        if step.copies:
+            raise ExecutorError("vllm: KV blocks are not copied to host memory. Preemption recomputes.")
+        self._take_changes(step)
+        sampled: dict[int, int] = {}
+        logprobs: dict[int, TokenLogprobs] = {}
+        prompt_logprobs: dict[int, Sequence[TokenLogprobs]] = {}
+        for decodes, chunks in self._portions(step):
+            message = _Message()
+            for slot in decodes:
+                self._add_decode(slot, message)
+            for chunk in chunks:
+                self._add_chunk(chunk, message)
+            output = self._workers.execute(message.output(self._finished))
+            self._finished = set()
+            self._read(message, output, sampled, logprobs, prompt_logprobs)
+        slots = [*step.decodes, *(chunk.slot for chunk in step.chunks if chunk.samples)]
+        tokens = [sampled[slot] for slot in slots]
+        return StepOutput(slots, tokens, time.perf_counter() - started, logprobs, prompt_logprobs)
+
+    # What is told
+
+    def _take_changes(self, step: StepInput) -> None:
+        for slot in step.freed:
+            row = self._rows.pop(slot)
+            if row.name:
+                self._finished.add(row.name)
+        for new in step.new:
+            keeps = needs_prompt(new.sampling)
+            tokens = [*new.prompt_token_ids, *new.output_token_ids] if keeps else []
+            self._rows[new.slot] = _Row(new, keeps, tokens, num_outputs=new.num_output_tokens)
+        for table in step.tables:
+            row = self._rows[table.slot]
+            row.is_moved = row.is_moved or table.start < row.num_told
+            row.blocks[table.start :] = [block + 1 for block in table.block_ids]
+
+    def _portions(self, step: StepInput) -> Iterator[tuple[Sequence[int], Sequence[Chunk]]]:
+        """The step, in as many parts, one after another, as vLLM's buffers need: mostly one."""
+        num_tokens = len(step.decodes) + sum(len(chunk.token_ids) for chunk in step.chunks)
+        if num_tokens <= self._max_tokens and len(step.decodes) + len(step.chunks) <= self._max_rows:
+            yield step.decodes, step.chunks
+            return
+        size = min(self._max_tokens, self._max_rows)
+        for first in range(0, len(step.decodes), size):
+            yield step.decodes[first : first + size], ()
+        chunks: list[Chunk] = []
+        left = self._max_tokens
+        for piece in (piece for chunk in step.chunks for piece in _pieces(chunk, self._max_tokens)):
+            # Two pieces of one chunk never share a part: the second reads what the first has computed.
+            is_full = len(piece.token_ids) > left or len(chunks) == self._max_rows
+            if chunks and (is_full or chunks[-1].slot == piece.slot):
+                yield (), chunks
+                chunks, left = [], self._max_tokens
+            chunks.append(piece)
+            left -= len(piece.token_ids)
+        if chunks:
+            yield (), chunks
+
+    def _add_decode(self, slot: int, message: _Message) -> None:
+        row = self._rows[slot]
+        blocks = row.blocks[row.num_told :] if len(row.blocks) > row.num_told else None
+        message.go_on(slot, row, 1, blocks)
+        row.num_told = len(row.blocks)
+        row.num_computed += 1
+        message.samples.add(slot)
+
+    def _add_chunk(self, chunk: Chunk, message: _Message) -> None:
+        row, num_tokens = self._rows[chunk.slot], len(chunk.token_ids)
+        row.num_computed = chunk.num_computed
+        if row.keeps and row.name:
+            blocks = row.blocks if row.is_moved else row.blocks[row.num_told :]
+            message.go_on(chunk.slot, row, num_tokens, blocks or None, is_moved=row.is_moved)
+        else:
+            self._name(row)
+            message.begin(chunk.slot, row, num_tokens, self._known(row, chunk), self._sampling(row, chunk))
+        row.num_told, row.is_moved = len(row.blocks), False
+        row.num_computed += num_tokens
+        if chunk.samples:
+            message.samples.add(chunk.slot)
+
+    def _name(self, row: _Row) -> None:
+        if row.name:
+            self._finished.add(row.name)
+        self._num_named += 1
+        row.name = str(self._num_named)
+        row.num_sampled = 0
+
+    def _known(self, row: _Row, chunk: Chunk) -> list[int]:
+        """The prompt that a request is told with: what is before its chunk is in KV memory, and not read."""
+        if not row.keeps:
+            tokens, start = row.tokens, chunk.num_computed
+            tokens += [0] * (start - len(tokens))
+            tokens[start:] = chunk.token_ids
+        return list(row.tokens)
+
+    def _sampling(self, row: _Row, chunk: Chunk) -> VllmSampling:
+        if not chunk.samples and not row.keeps:
+            return _DISCARDED
+        # On a CPU vLLM cannot take back a number that it drew for a chunk that samples nothing.
+        has_seed = not (row.keeps and self._workers.is_cpu)
+        return vllm_sampling(row.new, self.facts.eos_token_ids, row.num_outputs, has_seed=has_seed)
+
+    # What comes back
+
+    def _read(
+        self,
+        message: _Message,
+        output: Any,
+        sampled: dict[int, int],
+        logprobs: dict[int, TokenLogprobs],
+        prompt_logprobs: dict[int, Sequence[TokenLogprobs]],
+    ) -> None:
+        for slot in message.slots:
+            row = self._rows[slot]
+            place = output.req_id_to_index[row.name]
+            tokens = output.sampled_token_ids[place]
+            if tokens:
+                row.num_sampled += 1
+            if slot in message.samples:
+                if not tokens:
+                    raise ExecutorError("vllm: a request that is computed to its end gave no token.")
+                sampled[slot] = tokens[0]
+                row.num_outputs += 1
+                wanted = row.new.sampling.logprobs
+                if wanted is not None:
+                    logprobs[slot] = _token_logprobs(output.logprobs, place, wanted)
+            wanted = row.new.sampling.prompt_logprobs
+            scored = output.prompt_logprobs_dict.get(row.name) if wanted is not None else None
+            if wanted is not None and scored is not None:
+                lists = scored.tolists()
+                prompt_logprobs[slot] = [
+                    _token_logprobs(lists, index, wanted) for index in range(len(lists.sampled_token_ranks))
+                ]
+
+
+class _Message:
+    """A `SchedulerOutput` while it is put together."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self.samples: set[int] = set()
+        """Slots whose tokens are wanted."""
+        self._new: list[NewRequestData] = []
+        self._cached = CachedRequestData.make_empty()
+        self._num_tokens: dict[str, int] = {}
+
+    def begin(self, slot: int, row: _Row, num_tokens: int, known: list[int], sampling: VllmSampling) -> None:
+        """Tell of a request that the workers do not know."""
+        self.slots.append(slot)
+        self._num_tokens[row.name] = num_tokens
+        self._new.append(
+            NewRequestData(
+                req_id=row.name,
+                prompt_token_ids=known,
+                mm_features=[],
+                sampling_params=sampling,
+                pooling_params=None,
+                block_ids=(list(row.blocks),),
+                num_computed_tokens=row.num_computed,
+                lora_request=None,
+            )
+        )
+
+    def go_on(self, slot: int, row: _Row, num_tokens: int, blocks: list[int] | None, *, is_moved: bool = False) -> None:
+        """Tell of one that they know; `blocks` are new ones, or all when they are others than before."""
+        self.slots.append(slot)
+        self._num_tokens[row.name] = num_tokens
+        cached = self._cached
+        cached.req_ids.append(row.name)
+        cached.new_block_ids.append(None if blocks is None else (list(blocks),))
+        cached.num_computed_tokens.append(row.num_computed)
+        cached.num_output_tokens.append(row.num_sampled)
+        if is_moved:
+            cached.resumed_req_ids.add(row.name)
+
+    def output(self, finished: set[str]) -> SchedulerOutput:
+        """The message, with who has left."""
+        return SchedulerOutput(
+            scheduled_new_reqs=self._new,
+            scheduled_cached_reqs=self._cached,
+            num_scheduled_tokens=self._num_tokens,
+            total_num_scheduled_tokens=sum(self._num_tokens.values()),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            finished_req_ids=finished,
+            free_encoder_mm_hashes=[],
+        )
+
+
+def vllm_sampling(new: NewRow, eos: Sequence[int], num_outputs: int, *, has_seed: bool = True) -> VllmSampling:
+    """How vLLM samples a request that has put out so many tokens already.
+
+    It draws from a stream of the request's own, which begins anew for each number of tokens so far.
+    """
+    params: SamplingParams = new.sampling
+    ending = [] if params.ignore_eos else list(eos)
+    is_greedy = params.temperature == 0.0
+    return VllmSampling(
+        temperature=params.temperature,
+        top_k=params.top_k or 0,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        seed=None if is_greedy or not has_seed else (new.seed + num_outputs) % 2**63,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        stop_token_ids=[*params.stop_token_ids, *ending],
+        min_tokens=max(0, params.min_tokens - num_outputs),
+        max_tokens=None,
+        detokenize=False,
+    )
+
+
+def _pieces(chunk: Chunk, most: int) -> Iterator[Chunk]:
+    """A chunk in pieces of at most so many tokens; the last one samples what it samples."""
+    count = len(chunk.token_ids)
+    for first in range(0, count, most):
+        end = min(count, first + most)
+        is_last = end == count
+        yield replace(
+            chunk,
+            token_ids=chunk.token_ids[first:end],
+            num_computed=chunk.num_computed + first,
+            samples=chunk.samples and is_last,
+        )
+
+
+def _token_logprobs(lists: Any, row: int, count: int) -> TokenLogprobs:
+    """A row of vLLM's log-probabilities: the token's own first, then the most likely ones."""
+    values = lists.logprobs[row].tolist()
+    tokens = lists.logprob_token_ids[row].tolist()
+    top = tuple(zip(tokens[1 : count + 1], values[1 : count + 1], strict=True))
+    return TokenLogprobs(values[0], int(lists.sampled_token_ranks[row]), top)
