@@ -76,7 +76,7 @@ def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: Chun
     has_looked = not replica.num_waiting  # into the queue: no sooner than needed, it is cheapest once its head has left
     if has_looked and not replica.num_partial_prefills:
         return True
-    partial, waiting = iter(replica.partial_prefills()), replica.waiting()
+    partial, waiting = iter(replica.partial_prefills()), iter(()) if has_looked else replica.waiting()
     in_progress, queued = next(partial, None), None
     num_skipped = 0
     all_can_grow = True

@@ -33,7 +33,6 @@ from vajra_py.runtime.requests.request import Request, RequestFacts
 from vajra_py.runtime.serving import build as mechanism
 from vajra_py.runtime.serving.build import ReplicasetModel, Services, build_controller
 from vajra_py.runtime.serving.controller import Controller
-from vajra_py.runtime.serving.replicaset import max_request_tokens
 from vajra_py.runtime.support.seeds import SeedTree
 
 _DRY_RUN_BLOCKS = 1 << 20
@@ -256,7 +255,7 @@ class Engine:
     def prompt_limits_of(self, replicaset: str) -> PromptLimits:
         """What a prompt may be there."""
         facts = self.models[replicaset]
-        longest = max_request_tokens(self.controller.replicasets[replicaset].replicas[0])
+        longest = self.controller.replicasets[replicaset].replicas[0].max_request_tokens
         return PromptLimits(facts.vocab_size, facts.max_model_len, longest)
 
     def description(self) -> dict[str, object]:

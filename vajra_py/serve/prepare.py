@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from uuid import uuid4
 
@@ -122,7 +122,7 @@ class Preparer:
             self._check_queues(replicaset, queued[replicaset], queued_tokens[replicaset])
             for _ in range(body.n):
                 index = len(reply.tickets)
-                one = replace(facts, request_id=f"{name}-{index}")
+                one = facts._replace(request_id=f"{name}-{index}")
                 submission = self._submission(body, prompt, replicaset, one, _seed_of(body.seed, drawn, index))
                 if tokenizer is not None:
                     submission.collected.stream = text_stream(tokenizer)
@@ -150,7 +150,7 @@ class Preparer:
         if replicaset is None:
             raise _no_replicaset()
         max_tokens = _max_tokens(wanted.body, prompt, self._session.prompt_limits(replicaset))
-        return replicaset, replace(facts, max_tokens=max_tokens)
+        return replicaset, facts._replace(max_tokens=max_tokens)
 
     def _submission(
         self, body: GenerationBody, prompt: list[int], replicaset: str, facts: RequestFacts, seed: int

@@ -58,7 +58,7 @@ class Arrival:
 
     def spec(self) -> RequestSpec:
         """The request as a workload would hold it; an unknown output length is the longest that it may have."""
-        facts = {one.name: getattr(self.facts, one.name) for one in fields(RequestFacts)}
+        facts = self.facts._asdict()
         return RequestSpec(
             arrived_at=self.arrived_at,
             num_output_tokens=self.num_output_tokens or self.facts.max_tokens or 1,
@@ -194,8 +194,7 @@ class InputLog:
 
 
 def _arrival_row(entry: Arrival) -> dict[str, Any]:
-    facts = {one.name: getattr(entry.facts, one.name) for one in fields(RequestFacts)}
-    facts["metadata"] = dict(entry.facts.metadata)
+    facts = {**entry.facts._asdict(), "metadata": dict(entry.facts.metadata)}
     row: dict[str, Any] = {"kind": "arrival", "tick": entry.tick, "arrived_at": entry.arrived_at, "facts": facts}
     if entry.content is not None:
         row["content"] = entry.content

@@ -33,9 +33,7 @@ class Lifecycle:
             running_set.shared.take(request)
             request.replica_id = self.replica_id
         request.move_to(RequestState.RUNNING)
-        running_set.num_admissions += 1
-        request.admitted_index = running_set.num_admissions
-        running_set.partial[request] = None
+        running_set.admit(request)
         if request.admitted_at is None:
             request.admitted_at = now
             request.num_cached_tokens = num_done_tokens

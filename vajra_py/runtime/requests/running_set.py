@@ -39,25 +39,24 @@ class RunningSet:
         self.skipped: dict[Request, None] = {}
         self.partial: dict[Request, None] = {}
         self.in_flight: dict[Request, None] = {}
+        self.num_running = 0
+        """Requests that hold KV blocks."""
         self.num_admissions = 0
         self.num_preemptions = 0
         self.has_spare_blocks = False
         """Whether some request may hold more blocks than its known tokens need."""
 
     @property
-    def num_running(self) -> int:
-        """Requests that hold KV blocks."""
-        return len(self.pool.members) + len(self.skipped) + len(self.partial) + len(self.in_flight)
-
-    @property
     def num_waiting(self) -> int:
         """Requests in the own queue and in the shared one."""
         return self.queue.num_requests + self.shared.queue.num_requests
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nobody holds KV blocks."""
-        return not (self.pool.members or self.partial or self.skipped or self.in_flight)
+    def admit(self, request: Request) -> None:
+        """A request has got KV blocks: it is a partial prefill, the latest of all admissions."""
+        self.num_running += 1
+        self.num_admissions += 1
+        request.admitted_index = self.num_admissions
+        self.partial[request] = None
 
     def decodes(self) -> Sequence[Request]:
         """Pool members and skipped decodes in order of admission."""
@@ -121,10 +120,12 @@ class RunningSet:
         self.skipped.clear()
         self.partial.clear()
         self.in_flight.clear()
+        self.num_running = 0
         self.has_spare_blocks = False
 
     def drop(self, request: Request) -> None:
         """Take a resident request out of whatever set holds it."""
+        self.num_running -= 1
         if request in self.pool.members:
             self._leave_pool(request)
         elif request.is_parked:

@@ -17,7 +17,7 @@ from vajra_py.runtime.requests.request import Request, RequestFacts, RequestStat
 from vajra_py.runtime.serving.policy_swap import Swapped, swap_policy
 from vajra_py.runtime.serving.recovery import Losses, abandon, lose_replica, take_out_of_service
 from vajra_py.runtime.serving.replica import Replica
-from vajra_py.runtime.serving.replicaset import Replicaset, max_request_tokens
+from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.support.clock import to_seconds
 
 OUT_OF_SERVICE = "out of service"
@@ -98,8 +98,11 @@ class Controller:
         seconds = to_seconds(now)
         replicaset = self.replicasets[self.select(facts)]
         replica = replicaset.replicas[0]
-        room = max_request_tokens(replica) - facts.num_prompt_tokens
-        max_tokens = room if facts.max_tokens is None else min(facts.max_tokens, self._length_room(replica, facts))
+        room = replica.limits.max_model_len - facts.num_prompt_tokens
+        if facts.max_tokens is not None:
+            max_tokens = min(facts.max_tokens, room)
+        else:
+            max_tokens = replica.max_request_tokens - facts.num_prompt_tokens
         request = Request(facts, self.num_submitted, seconds if arrived_at is None else arrived_at, max_tokens)
         request.replicaset = replicaset.name
         self.num_submitted += 1
@@ -123,9 +126,6 @@ class Controller:
         for tell in replicaset.listeners.arrivals:
             tell((request,), seconds)
         return request, replicaset, replicaset.accept(request, now)
-
-    def _length_room(self, replica: Replica, facts: RequestFacts) -> int:
-        return replica.limits.max_model_len - facts.num_prompt_tokens
 
     def end_early(self, request_id: str, reason: EndReason, now: int, detail: str = "") -> bool:
         """Abort or expire a request; False when it is unknown, has ended, or ends with the step it is in."""

@@ -58,6 +58,8 @@ class Replica:
         self.replicaset = parts.replicaset
         self.replica_id = parts.replica_id
         self.limits = parts.limits
+        self.max_request_tokens = _max_request_tokens(parts.limits)
+        """Most tokens, prompt and output together, that one request may have here."""
         self.memory = parts.memory
         self.queue = parts.queue
         self.running_set = RunningSet(parts.limits, parts.memory, parts.queue, parts.shared)
@@ -171,7 +173,7 @@ class Replica:
     def next_plan(self, now: int) -> StepPlan | None:
         """Form the next step that runs something; None when there is nothing to run until something changes."""
         builder = self.builder
-        if self.running_set.is_empty and not self.running_set.num_waiting:
+        if not self.running_set.num_running and not self.running_set.num_waiting:
             if builder.slots_held:
                 self._see_ends()
             return None
@@ -451,6 +453,13 @@ class Replica:
         )
         for observer in self._end_watchers:
             observer.on_step_end(end)
+
+
+def _max_request_tokens(limits: ReplicaLimits) -> int:
+    capacity = limits.num_blocks * limits.block_size
+    if limits.kv_group_tokens is not None:
+        capacity = min(capacity, limits.kv_parallel_groups * limits.kv_group_tokens)
+    return min(limits.max_model_len, capacity + 1)
 
 
 def _as_told(plan: StepPlan, entries: Sequence[PlannedChunk], now: float) -> EndedStep:

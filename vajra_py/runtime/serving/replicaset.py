@@ -212,7 +212,7 @@ class Replicaset:
         if request.max_tokens < 1:
             return (
                 f"the prompt ({prompt} tokens) leaves no room for output: a request may hold at most "
-                f"{max_request_tokens(self.replicas[0])} tokens here"
+                f"{self.replicas[0].max_request_tokens} tokens here"
             )
         if not self.replicas[0].memory.fits(prompt + request.max_tokens - 1):
             return (
@@ -352,12 +352,3 @@ def refusal_by_all(asked: Iterable[tuple[Any, ReplicaLoadView]], name: str, requ
 
 def _do_nothing() -> None:
     """Every replica is as it is."""
-
-
-def max_request_tokens(replica: Replica) -> int:
-    """Most tokens, prompt and output together, that one request may have on this replica."""
-    limits = replica.limits
-    capacity = limits.num_blocks * limits.block_size
-    if limits.kv_group_tokens is not None:
-        capacity = min(capacity, limits.kv_parallel_groups * limits.kv_group_tokens)
-    return min(limits.max_model_len, capacity + 1)

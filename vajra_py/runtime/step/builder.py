@@ -6,7 +6,6 @@ A step that runs every decode of the pool is one bulk entry: what it costs here 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import cast
 
 from vajra_py.contract import BatchFeatures, DecodeStop, PreemptionMode, Refusal, RequestView
 from vajra_py.contract.latency import LatencyModel
@@ -29,7 +28,6 @@ class Builder(PlanDraft):
     def __init__(
         self, running_set: RunningSet, latency: LatencyModel, lifecycle: Lifecycle, options: BuilderOptions
     ) -> None:
-        super().__init__(running_set, latency, lifecycle.replica_id, options)
         self._latency = latency
         self._lifecycle = lifecycle
         self.policy_name = ""
@@ -48,20 +46,20 @@ class Builder(PlanDraft):
         self._growing: Collection[Request] = ()
         self._publishes_decodes = False
         """With decodes taken one by one: who needs a block, and whether blocks that they fill are entered at once."""
+        super().__init__(running_set, latency, lifecycle.replica_id, options)
 
     def start(self, now: float) -> None:
         """Empty the plan for a new step."""
-        self.now = now
+        super().start(now)
         self._order = None
         if self.refusals:
             self.refusals.clear()
         if self._to_publish:
             self._to_publish = []
-        self._empty()
 
     def finish(self, step_index: int, formed_at: int) -> StepPlan | None:
         """The plan as the policy has left it; None when it did nothing at all."""
-        plan = self.plan(step_index, formed_at) if self._slots < self._slots_at_start or self.preempted else None
+        plan = self.plan(step_index, formed_at) if self.slots_left < self._slots_at_start or self.preempted else None
         if self._looked_at:
             self._forget_looked_at()
         return plan
@@ -70,43 +68,36 @@ class Builder(PlanDraft):
 
     def add(self, request: RequestView, num_tokens: int, *, reserve_tokens: int | None = None) -> Refusal | None:
         """Compute the next `num_tokens` of the request in this step; see `BatchBuilder.add`."""
-        if num_tokens == 1 and not self.bulk and request in self._members:
-            refusal = self._add_decode(request)
-        else:
-            own: Request = request  # type: ignore[assignment]
-            if own.state is not _RUNNING or own.replica_id != self._replica_id:
-                self._own(request)
-            if num_tokens < 1:
-                raise IllegalPlan(own, f"cannot add {num_tokens} tokens. A chunk has at least 1")
-            refusal = self._granted(own, num_tokens, reserve_tokens)
-        if refusal is not None:
-            self.refusals[cast(Request, request)] = refusal
-        return refusal
-
-    def _granted(self, own: Request, num_tokens: int, reserve_tokens: int | None) -> Refusal | None:
-        if own in self._in_batch or own in (self._members if self.bulk else self.selected):
-            return Refusal.ALREADY_SCHEDULED
+        own: Request = request  # type: ignore[assignment]  # `cast` would cost as much as the rest
+        if num_tokens == 1 and not self.bulk and own in self._members:
+            return self._add_decode(own)
+        if own.state is _ENDED or own.replica_id != self._replica_id:
+            self._own(request)
+        if num_tokens < 1:
+            raise IllegalPlan(own, f"cannot add {num_tokens} tokens. A chunk has at least 1")
+        if own in self.chunks or own in (self._members if self.bulk else self.selected):
+            return self._refuse(own, Refusal.ALREADY_SCHEDULED)
         if own.in_flight:
-            return Refusal.IN_FLIGHT
-        if self._slots <= 0:
-            return Refusal.BATCH_FULL
-        if num_tokens > self._tokens:
-            return Refusal.TOKEN_BUDGET
+            return self._refuse(own, Refusal.IN_FLIGHT)
+        if self.slots_left <= 0:
+            return self._refuse(own, Refusal.BATCH_FULL)
+        if num_tokens > self.tokens_left:
+            return self._refuse(own, Refusal.TOKEN_BUDGET)
         if own.state is not _RUNNING:
             return self._admit(own, num_tokens, reserve_tokens)
         computed, num_left = own.num_computed_tokens, own.num_remaining_tokens
         if num_tokens > num_left or not self._one_group:
             self._check_chunk(own, num_tokens, computed, computed + num_left)
         if own.is_decode:
-            refusal = self._room_for_decode(own)
-            if refusal is None:
-                self._put_decode(own)
-            return refusal
+            if not self._grow_decode(own):
+                return self._refuse(own, Refusal.KV_BLOCKS)
+            self._put_decode(own)
+            return None
         to_hold = computed + num_tokens
         if reserve_tokens is not None and reserve_tokens > to_hold:
             to_hold = reserve_tokens
         if not self._memory.grow(own, to_hold):
-            return Refusal.KV_BLOCKS
+            return self._refuse(own, Refusal.KV_BLOCKS)
         if to_hold > computed + num_left:
             self._residents.has_spare_blocks = True
         self._put_chunk(own, num_tokens, computed, "running")
@@ -116,26 +107,29 @@ class Builder(PlanDraft):
         """The same for the one token of a pool member, while members are taken one by one: the way of a policy's loop."""
         selected = self.selected
         if request in selected:
-            return Refusal.ALREADY_SCHEDULED
-        if self._slots <= 0:
-            return Refusal.BATCH_FULL
-        if self._tokens < 1:
-            return Refusal.TOKEN_BUDGET
+            return self._refuse(request, Refusal.ALREADY_SCHEDULED)
+        if self.slots_left <= 0:
+            return self._refuse(request, Refusal.BATCH_FULL)
+        if self.tokens_left < 1:
+            return self._refuse(request, Refusal.TOKEN_BUDGET)
         if not selected:
             pool = self._residents.pool
             self._growing = pool.needing_blocks()
             self._publishes_decodes = pool.num_public > 0 and self._options.publish_at_schedule
-        if request in self._growing or self._publishes_decodes:  # what is full of private content needs no entry yet
-            refusal = self._room_for_decode(request)
-            if refusal is not None:
-                return refusal
+        needs_room = request in self._growing or self._publishes_decodes  # full private blocks need no entry yet
+        if needs_room and not self._grow_decode(request):
+            return self._refuse(request, Refusal.KV_BLOCKS)
         if not selected:
             self.bulk_position = len(self.chunks)
         selected[request] = None
-        self._slots -= 1
-        self._tokens -= 1
+        self.slots_left -= 1
+        self.tokens_left -= 1
         self._complete = None
         return None
+
+    def _refuse(self, request: Request, refusal: Refusal) -> Refusal:
+        self.refusals[request] = refusal
+        return refusal
 
     def _check_chunk(self, request: Request, num_tokens: int, done: int, known: int) -> None:
         limit = known - done
@@ -147,7 +141,7 @@ class Builder(PlanDraft):
     def _admit(self, request: Request, num_tokens: int, reserve_tokens: int | None) -> Refusal | None:
         running_set, memory = self._residents, self._memory
         if self.preempted and any(request is victim for victim, _ in self.preempted):
-            return Refusal.JUST_PREEMPTED
+            return self._refuse(request, Refusal.JUST_PREEMPTED)
         swapped = request.state is _SWAPPED
         done = request.num_computed_tokens if swapped else memory.cached_tokens(request)
         known = request.num_known_tokens
@@ -162,17 +156,17 @@ class Builder(PlanDraft):
             and running_set.num_running
             and self.blocks_needed(request, to_hold) + watermark > memory.free_blocks
         ):
-            return Refusal.WATERMARK
+            return self._refuse(request, Refusal.WATERMARK)
         busy = self._busy_groups() if self._group_tokens else frozenset()
         if swapped:
             copies = memory.swap_in(request, to_hold)
             if copies is None:
-                return Refusal.KV_BLOCKS
+                return self._refuse(request, Refusal.KV_BLOCKS)
             self._shapes.add_swap(copies * running_set.limits.bytes_per_block)
         else:
             hit = memory.allocate(request, to_hold, busy)
             if hit is None:
-                return Refusal.GROUP_BUSY if busy else Refusal.KV_BLOCKS
+                return self._refuse(request, Refusal.GROUP_BUSY if busy else Refusal.KV_BLOCKS)
             request.set_computed(hit)
             done = hit
         if to_hold > known:
@@ -226,7 +220,7 @@ class Builder(PlanDraft):
             chunk = _capped(self.max_chunk(request), max_chunk_tokens)
             num_tokens += chunk
             num_blocks += memory.blocks_needed(request, request.num_computed_tokens + chunk)
-        return num_tokens <= self._tokens and num_blocks <= memory.free_blocks and memory.num_groups == 1
+        return num_tokens <= self.tokens_left and num_blocks <= memory.free_blocks and memory.num_groups == 1
 
     def _go_through(self, requests: Iterable[Request], *, of_decodes: bool) -> None:
         self._order = list(requests)
@@ -238,10 +232,9 @@ class Builder(PlanDraft):
         while self._order_position < len(order):
             request = order[self._order_position]
             if request.state is _RUNNING and not request.in_flight and request not in self:
-                if self._tokens <= 0:
-                    self.refusals[request] = Refusal.TOKEN_BUDGET
-                    return DecodeStop(request, Refusal.TOKEN_BUDGET)
-                chunk = min(_capped(self.max_chunk(request), max_chunk_tokens), self._tokens)
+                if self.tokens_left <= 0:
+                    return DecodeStop(request, self._refuse(request, Refusal.TOKEN_BUDGET))
+                chunk = min(_capped(self.max_chunk(request), max_chunk_tokens), self.tokens_left)
                 if self._to_publish:  # of equal blocks the first entered is found, also where decodes came at once
                     self._publish_decodes(before=request.admitted_index)
                 refusal = self.add(request, chunk)
@@ -259,14 +252,19 @@ class Builder(PlanDraft):
         running_set = self._residents
         pool = running_set.pool
         count = len(pool.members)
-        if not 0 < count <= self._slots or count > self._tokens:
+        if not 0 < count <= self.slots_left or count > self.tokens_left:
             return
         if running_set.skipped:
             last = pool.in_admission_order()[-1].admitted_index
             if any(request.admitted_index < last for request in running_set.skipped):
                 return
         if self._grow_pool():
-            self._put_pool(count)
+            self.bulk = True
+            self.bulk_position = len(self.chunks)
+            self._num_bulk = count
+            self.slots_left -= count
+            self.tokens_left -= count
+            self._complete = None
 
     def _grow_pool(self) -> bool:
         """Give every pool member that needs one its next block; False (nothing changed) when there are too few."""
@@ -298,14 +296,15 @@ class Builder(PlanDraft):
             self._materialize(request)
             self._memory.cache_blocks(request, request.num_computed_tokens + 1)
 
-    def _room_for_decode(self, request: Request) -> Refusal | None:
+    def _grow_decode(self, request: Request) -> bool:
+        """Give the request room for one more token; False (nothing changed) when no block is free."""
         needed = request.num_computed_tokens + 1
         self._materialize(request)
         if not self._memory.grow(request, needed):
-            return Refusal.KV_BLOCKS
+            return False
         if self._options.publish_at_schedule:
             self._memory.cache_blocks(request, needed)
-        return None
+        return True
 
     def _materialize(self, request: Request) -> None:
         """Enter the blocks that were reserved for the request, in this step's bulk entry too, into its table."""
@@ -337,13 +336,11 @@ class Builder(PlanDraft):
 
     def _unschedule(self, request: Request) -> bool:
         """Take a request out of the batch; False, and nothing changed, if another entry builds on what it computes."""
-        position, done = None, request.num_computed_tokens
-        if request in self._in_batch:
-            position = next(i for i, chunk in enumerate(self.chunks) if chunk.request is request)
-            done = self.chunks[position].num_computed_before
+        chunk = self.chunks.get(request)
+        done = request.num_computed_tokens if chunk is None else chunk.num_computed_before
         if not self._memory.uncache_blocks(request, done):
             return False
-        self._take_out(request, position)
+        self._take_out(request)
         return True
 
     def drop(self, request: RequestView, reason: str) -> None:
@@ -375,7 +372,9 @@ class Builder(PlanDraft):
     def max_chunk(self, request: RequestView) -> int:
         """Most tokens that the next chunk of the request may have."""
         own: Request = request  # type: ignore[assignment]
-        if (own.state is _RUNNING and own.replica_id == self._replica_id) or self._own(request).state is _SWAPPED:
+        if own.state is _ENDED or own.replica_id != self._replica_id:
+            self._own(request)
+        if own.state is _RUNNING or own.state is _SWAPPED:
             num_left = own.num_remaining_tokens
         else:
             num_left = own.num_known_tokens - self._memory.cached_tokens(own)

@@ -29,10 +29,10 @@ class ShapeTracker:
         "_memory",
         "_num_prefills",
         "_one_group",
-        "_swap_bytes",
+        "_prefill_tokens",
         "_tokens_squared",
         "is_clear",
-        "prefill_tokens",
+        "swap_bytes",
     )
 
     def __init__(self, memory: KvMemory, latency: LatencyModel, decodes: Callable[[], Iterable[Request]]) -> None:
@@ -42,33 +42,27 @@ class ShapeTracker:
         self._one_group = memory.num_groups == 1
         self.clear()
 
-    def clear(self) -> None:
-        """Start the next step."""
-        self.clear_chunks()
-        self._swap_bytes = 0
-        self.is_clear = True
-        """Whether neither chunks nor swaps were added since."""
-
-    def clear_chunks(self) -> None:
-        """Start the sums of chunks anew; what was swapped stays swapped."""
-        self.prefill_tokens = 0
-        """Tokens of all chunks, each counted once."""
-        self._num_prefills = self._tokens_squared = self._attention_pairs = 0
+    def clear(self, swap_bytes: int = 0) -> None:
+        """Start anew, without chunks and with so many bytes to swap."""
+        self.swap_bytes = swap_bytes
+        self.is_clear = not swap_bytes
+        """Whether there are neither chunks nor swaps."""
+        self._prefill_tokens = self._num_prefills = self._tokens_squared = self._attention_pairs = 0
         self._context_tokens = self._context_rounded_tokens = 0
         self._groups: list[BatchFeatures] = [] if self._one_group else [EMPTY] * self._memory.num_groups
 
     def add_swap(self, num_bytes: int) -> None:
         """Bytes that this step moves between device and host."""
-        self._swap_bytes += num_bytes
+        self.swap_bytes += num_bytes
         self.is_clear = False
 
     def add_chunk(self, request: Request, num_tokens: int, context_tokens: int) -> None:
         """One more chunk is in the batch."""
         self.is_clear = False
-        self.prefill_tokens += num_tokens
         if not self._one_group:
             self._groups = self.with_chunk(self._groups, request, num_tokens, context_tokens)
             return
+        self._prefill_tokens += num_tokens
         self._num_prefills += 1
         self._tokens_squared += num_tokens * num_tokens
         self._context_tokens += context_tokens
@@ -100,17 +94,17 @@ class ShapeTracker:
                     num_decodes,
                     context_tokens,
                     self._num_prefills,
-                    self.prefill_tokens,
+                    self._prefill_tokens,
                     self._tokens_squared,
                     self._context_tokens,
                     self._context_rounded_tokens,
                     self._attention_pairs,
                     0,
-                    self._swap_bytes,
+                    self.swap_bytes,
                 )
             ]
         shapes = self._groups
-        result = [_swapping(shape, self._swap_bytes) for shape in shapes] if self._swap_bytes else list(shapes)
+        result = [_swapping(shape, self.swap_bytes) for shape in shapes] if self.swap_bytes else list(shapes)
         for request in (*self._decodes(), extra) if extra is not None else self._decodes():
             groups = self._memory.active_groups(request, request.num_computed_tokens)
             contexts = self._memory.group_context(request, request.num_computed_tokens)

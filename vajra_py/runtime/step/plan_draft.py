@@ -41,28 +41,32 @@ class PlanDraft:
         """Bytes that attempts at a step moved which then ran nothing; they count in the next."""
         self.num_preempted_before = 0
         """Requests that gave way in attempts at this step that ran nothing."""
-        self.chunks: list[PlannedChunk] = []
+        self.chunks: dict[Request, PlannedChunk] = {}
         self.selected: dict[Request, None] = {}
         """Decodes taken one by one, in order."""
+        # What is left of the step's limits: attributes rather than properties, since policies read them for every chunk.
+        self.slots_left = 0
+        """How many more requests the batch may hold."""
+        self.tokens_left = 0
+        """What remains of the step's token budget."""
         self.preempted: list[tuple[Request, str]] = []
         self.notes: dict[str, dict[str, float | int | str]] = {}
-        self._in_batch: set[Request] = set()
         self._group_tokens: dict[int, int] = {}
-        self._empty()
+        self.start(0.0)
 
-    def _empty(self) -> None:
-        """Begin a new plan."""
+    def start(self, now: float) -> None:
+        """Empty the plan for a new step."""
+        self.now = now
         self.bulk = False
         self.bulk_position = 0
         self.running_in_order = False
         self._members = self._residents.pool.members
-        self._slots = self._slots_at_start = self._max_slots - self.slots_held
-        self._tokens = self._max_tokens
+        self.slots_left = self._slots_at_start = self._max_slots - self.slots_held
+        self.tokens_left = self._max_tokens
         self._num_bulk = 0
         self._complete: list[BatchFeatures] | None = None
         if self.chunks:
             self.chunks.clear()
-            self._in_batch.clear()
             self._group_tokens.clear()
         if self.selected:
             self.selected.clear()
@@ -70,10 +74,8 @@ class PlanDraft:
             self.preempted.clear()
         if self.notes:
             self.notes = {}
-        if not self._shapes.is_clear:
-            self._shapes.clear()
-        if self.swap_bytes_due:
-            self._shapes.add_swap(self.swap_bytes_due)
+        if self.swap_bytes_due or not self._shapes.is_clear:
+            self._shapes.clear(self.swap_bytes_due)
 
     # What is in the batch
 
@@ -85,22 +87,12 @@ class PlanDraft:
     @property
     def num_requests(self) -> int:
         """Requests in the batch so far."""
-        return self._slots_at_start - self._slots
+        return self._slots_at_start - self.slots_left
 
     @property
     def num_tokens(self) -> int:
         """Query tokens in the batch so far."""
-        return self._max_tokens - self._tokens
-
-    @property
-    def tokens_left(self) -> int:
-        """What remains of the step's token budget."""
-        return self._tokens
-
-    @property
-    def slots_left(self) -> int:
-        """How many more requests the batch may hold."""
-        return self._slots
+        return self._max_tokens - self.tokens_left
 
     @property
     def free_blocks(self) -> int:
@@ -113,9 +105,7 @@ class PlanDraft:
         return len(self.preempted)
 
     def __contains__(self, request: object) -> bool:
-        if request in self._in_batch:
-            return True
-        return request in (self._members if self.bulk else self.selected)
+        return request in self.chunks or request in (self._members if self.bulk else self.selected)
 
     def _batch_decodes(self) -> Iterable[Request]:
         return self._residents.pool if self.bulk else self.selected
@@ -145,10 +135,9 @@ class PlanDraft:
     # Putting in and taking out
 
     def _put_chunk(self, request: Request, num_tokens: int, computed: int, kind: str) -> None:
-        self.chunks.append(PlannedChunk(request, num_tokens, computed, kind))
-        self._in_batch.add(request)
-        self._slots -= 1
-        self._tokens -= num_tokens
+        self.chunks[request] = PlannedChunk(request, num_tokens, computed, kind)
+        self.slots_left -= 1
+        self.tokens_left -= num_tokens
         self._shapes.add_chunk(request, num_tokens, computed)
         self._complete = None
         if not self._one_group:
@@ -164,29 +153,19 @@ class PlanDraft:
             if not self.selected:
                 self.bulk_position = len(self.chunks)
             self.selected[request] = None
-        self._slots -= 1
-        self._tokens -= 1
+        self.slots_left -= 1
+        self.tokens_left -= 1
         self._complete = None
 
-    def _put_pool(self, count: int) -> None:
-        self.bulk = True
-        self.bulk_position = len(self.chunks)
-        self._num_bulk = count
-        self._slots -= count
-        self._tokens -= count
-        self._complete = None
-
-    def _take_out(self, request: Request, position: int | None) -> None:
-        """Take out a request: the chunk at this position, or a decode."""
+    def _take_out(self, request: Request) -> None:
         num_tokens = 1
-        if position is not None:
-            num_tokens = self.chunks.pop(position).num_tokens
-            if position < self.bulk_position:
+        if request in self.chunks:
+            if list(self.chunks).index(request) < self.bulk_position:
                 self.bulk_position -= 1
-            self._in_batch.discard(request)
-            self._shapes.clear_chunks()
+            num_tokens = self.chunks.pop(request).num_tokens
+            self._shapes.clear(self._shapes.swap_bytes)
             self._group_tokens.clear()
-            for kept in self.chunks:
+            for kept in self.chunks.values():
                 self._shapes.add_chunk(kept.request, kept.num_tokens, kept.num_computed_before)
                 if not self._one_group:
                     self._count_in_groups(kept.request, kept.num_tokens, kept.num_computed_before)
@@ -194,8 +173,8 @@ class PlanDraft:
             self._num_bulk -= 1
         else:
             del self.selected[request]
-        self._slots += 1
-        self._tokens += num_tokens
+        self.slots_left += 1
+        self.tokens_left += num_tokens
 
     def _count_in_groups(self, request: Request, num_tokens: int, computed: int) -> None:
         for group in self._memory.active_groups(request, computed):
@@ -208,12 +187,12 @@ class PlanDraft:
         running_set, memory = self._residents, self._memory
         pool = running_set.pool
         shape = self._completed()[0] if self._one_group else self._shapes.slowest(self._completed())
-        for request, num_tokens, computed, _ in self.chunks:
+        chunks = tuple(self.chunks.values())
+        for request, num_tokens, computed, _ in chunks:
             request.set_computed(computed + num_tokens)
         if self.selected and not self.bulk and not self._has_selected_the_pool():
             self._park_all_but_selected()
-        runs_something = self._slots < self._slots_at_start
-        chunks = tuple(self.chunks)
+        runs_something = self.slots_left < self._slots_at_start
         num_pool_decodes = len(pool.members) if self.bulk or self.selected else 0
         admissions = None
         if self._pipelined:
@@ -248,17 +227,24 @@ class PlanDraft:
 
         Their blocks are taken here. It is for the caller to know that the policy would have decided the same.
         """
-        memory = self._memory
         assert plan.pool is not None
         num_blocks = plan.pool.growth(num_steps)
-        memory.reserve_blocks(num_blocks)
-        shape, num_decodes = plan.shape, plan.num_pool_decodes
-        return plan._replace(
-            step_index=plan.step_index + num_steps,
-            formed_at=formed_at,
-            shape=BatchFeatures(num_decodes, shape.decode_context_tokens + num_steps * num_decodes),
-            free_blocks=plan.free_blocks - num_blocks,
-            num_waiting=num_waiting,
+        self._memory.reserve_blocks(num_blocks)
+        num_decodes = plan.num_pool_decodes
+        return StepPlan(  # `_replace` takes five times as long
+            plan.step_index + num_steps,
+            plan.replica_id,
+            formed_at,
+            BatchFeatures(num_decodes, plan.shape.decode_context_tokens + num_steps * num_decodes),
+            plan.chunks,
+            plan.pool,
+            num_decodes,
+            plan.free_blocks - num_blocks,
+            num_waiting,
+            plan.num_running,
+            plan.pool_position,
+            plan.running_in_order,
+            notes=plan.notes,
         )
 
     def _park_all_but_selected(self) -> None:
@@ -279,7 +265,7 @@ class PlanDraft:
                 request.set_computed(computed + 1)
                 running_set.partial[request] = None
                 decodes.append(PlannedChunk(request, 1, computed, "running"))
-        entries = tuple(in_batch_order(self.chunks, decodes, self.bulk_position, self.running_in_order))
+        entries = tuple(in_batch_order(tuple(self.chunks.values()), decodes, self.bulk_position, self.running_in_order))
         for entry in entries:
             del running_set.partial[entry.request]
             running_set.in_flight[entry.request] = None
