@@ -123,6 +123,12 @@ class RunningSet:
         self.num_running = 0
         self.has_spare_blocks = False
 
+    def check(self) -> None:
+        """Raise `RuntimeError` unless every running request is in one of the sets."""
+        held = len(self.pool) + len(self.skipped) + len(self.partial) + len(self.in_flight)
+        if held != self.num_running:
+            raise RuntimeError(f"{self.num_running} requests run, and {held} are in the sets of those that do")
+
     def drop(self, request: Request) -> None:
         """Take a resident request out of whatever set holds it."""
         self.num_running -= 1

@@ -231,6 +231,7 @@ class Controller:
         if states[RequestState.RUNNING] != running:
             raise RuntimeError(f"{running} requests run, but {states[RequestState.RUNNING]} say so")
         for replica in self.replicas():
+            replica.running_set.check()
             replica.memory.check()
 
 
