@@ -25,6 +25,21 @@ _RUNNING, _SWAPPED, _ENDED = RequestState.RUNNING, RequestState.SWAPPED, Request
 class Builder(PlanDraft):
     """The `BatchBuilder` of one replica, and the only writer of its plans."""
 
+    __slots__ = (
+        "_growing",
+        "_latency",
+        "_lifecycle",
+        "_looked_at",
+        "_order",
+        "_order_of_decodes",
+        "_order_position",
+        "_publishes_decodes",
+        "_to_publish",
+        "dropped",
+        "policy_name",
+        "refusals",
+    )
+
     def __init__(
         self, running_set: RunningSet, latency: LatencyModel, lifecycle: Lifecycle, options: BuilderOptions
     ) -> None:

@@ -21,6 +21,36 @@ class PlanDraft:
     Decodes are in it as one entry (`bulk`: the whole pool) or one by one (`selected`); everything else is a chunk.
     """
 
+    __slots__ = (  # a class of more than 30 attributes reads them slowly otherwise
+        "_complete",
+        "_group_tokens",
+        "_max_slots",
+        "_max_tokens",
+        "_members",
+        "_memory",
+        "_num_bulk",
+        "_one_group",
+        "_options",
+        "_pipelined",
+        "_replica_id",
+        "_residents",
+        "_shapes",
+        "_slots_at_start",
+        "bulk",
+        "bulk_position",
+        "chunks",
+        "notes",
+        "now",
+        "num_preempted_before",
+        "preempted",
+        "running_in_order",
+        "selected",
+        "slots_held",
+        "slots_left",
+        "swap_bytes_due",
+        "tokens_left",
+    )
+
     def __init__(
         self, running_set: RunningSet, latency: LatencyModel, replica_id: int, options: BuilderOptions
     ) -> None:
@@ -231,7 +261,7 @@ class PlanDraft:
         num_blocks = plan.pool.growth(num_steps)
         self._memory.reserve_blocks(num_blocks)
         num_decodes = plan.num_pool_decodes
-        return StepPlan(  # `_replace` takes five times as long
+        return StepPlan(
             plan.step_index + num_steps,
             plan.replica_id,
             formed_at,
