@@ -28,6 +28,8 @@ class EndReason(Enum):
     FAILED = "failed"
     """The replica that ran it failed."""
 
+    __hash__ = object.__hash__  # there is one object for each, and to hash its name takes ten times as long
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:

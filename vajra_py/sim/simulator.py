@@ -30,7 +30,7 @@ from vajra_py.sim.replica import SimReplica
 from vajra_py.workload import RequestSpec, Workload
 from vajra_py.workload.followers import Followers
 
-_STEP_END = Phase.STEP_END
+_STEP_END, _ARRIVAL = Phase.STEP_END, Phase.ARRIVAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class Simulator(Backend[SimReplica]):
     def _next_arrival(self) -> None:
         spec = next(self._arrivals, None)
         if spec is not None:
-            self._driver.events.push(to_ticks(spec.arrived_at), Phase.ARRIVAL, spec)
+            self._driver.events.push(to_ticks(spec.arrived_at), _ARRIVAL, spec)
         elif not self._options.drain and self._horizon == NEVER:
             self._driver.until = min(self._driver.until, self._driver.now)
 

@@ -11,6 +11,9 @@ from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.support.clock import to_seconds
 
+# Looking a member of an enumeration up costs more than a call, and these are looked up for every request.
+_WAITING, _RUNNING, _ENDED = RequestState.WAITING, RequestState.RUNNING, RequestState.ENDED
+
 
 class Lifecycle:
     """The one place where requests of a replica change state; keeps running_set, memory, queues and observers in step."""
@@ -26,13 +29,13 @@ class Lifecycle:
     def admitted(self, request: Request, num_done_tokens: int, now: float) -> str:
         """A waiting request has got memory; returns "admitted" or "resumed"."""
         running_set = self._residents
-        resumed = request.state is not RequestState.WAITING
+        resumed = request.state is not _WAITING
         if request in running_set.queue:
             running_set.queue.remove(request)
         else:
             running_set.shared.take(request)
             request.replica_id = self.replica_id
-        request.move_to(RequestState.RUNNING)
+        request.move_to(_RUNNING)
         running_set.admit(request)
         if request.admitted_at is None:
             request.admitted_at = now
@@ -106,7 +109,7 @@ class Lifecycle:
             running_set.queue.remove(request)
         else:
             running_set.drop(request)
-        if request.state is not RequestState.WAITING:
+        if request.state is not _WAITING:
             request.set_computed(0)
             if request.state is not RequestState.PREEMPTED:
                 request.move_to(RequestState.PREEMPTED)
@@ -143,7 +146,7 @@ class Lifecycle:
 
 def end_request(request: Request, reason: EndReason, detail: str, now: float) -> None:
     """Write a request's end into it."""
-    request.move_to(RequestState.ENDED)
+    request.move_to(_ENDED)
     request.end_reason = reason
     request.detail = detail
     request.ended_at = now

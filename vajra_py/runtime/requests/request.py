@@ -34,6 +34,8 @@ class RequestState(Enum):
     __hash__ = object.__hash__  # there is one object for each, and to hash its name takes ten times as long
 
 
+_CREATED = RequestState.CREATED
+
 _MOVES: Mapping[RequestState, frozenset[RequestState]] = {
     RequestState.CREATED: frozenset({RequestState.WAITING, RequestState.ENDED}),
     RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
@@ -140,7 +142,7 @@ class Request:
         self.expires_at = None if facts.expires_after_s is None else arrived_at + facts.expires_after_s
         self.session_id = facts.session_id
         self.metadata = facts.metadata
-        self.state = RequestState.CREATED
+        self.state = _CREATED
         self.keys: BlockKeys | None = None
         self.replicaset = ""
         self.replica_id = -1

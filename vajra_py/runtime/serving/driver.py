@@ -41,7 +41,8 @@ from vajra_py.runtime.step.plan import StepPlan, StepResult
 from vajra_py.runtime.support.clock import NEVER, to_ticks
 
 # Looking a member of an enumeration up costs more than a call, and these are looked up for every event.
-_STEP_END, _FORM, _WAITING = Phase.STEP_END, Phase.FORM, RequestState.WAITING
+_STEP_END, _FORM, _ARRIVAL = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL
+_WAITING, _ENDED = RequestState.WAITING, RequestState.ENDED
 
 FormStep = Callable[[Replica, int], StepPlan | None]
 
@@ -137,7 +138,7 @@ class Driver(Generic[R]):
         return heap[0][0] if heap else NEVER
 
     def _happen(self, phase: Phase, payload: Any) -> None:
-        if phase is Phase.ARRIVAL:
+        if phase is _ARRIVAL:
             self._backend.on_arrival(payload)
         elif phase is Phase.STAGE_END:
             self._stage_ended(*payload)
@@ -176,7 +177,7 @@ class Driver(Generic[R]):
             self._isolate(taken_in.replicaset, error)
             return
         backend.on_submitted(request, payload)
-        if request.state is RequestState.ENDED:
+        if request.state is _ENDED:
             assert request.end_reason is not None
             backend.on_requests_ended(((request, request.end_reason),))
             return

@@ -24,6 +24,10 @@ from vajra_py.runtime.step.fast_forward import Repeats, run_of
 from vajra_py.runtime.step.plan import Executor, PlannedChunk, StepPlan, StepResult
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds
 
+# Looking a member of an enumeration up costs more than a call, and these are looked up for every request.
+_RUNNING = RequestState.RUNNING
+_STOP, _LENGTH, _FAILED = EndReason.STOP, EndReason.LENGTH, EndReason.FAILED
+
 MAX_EMPTY_STEPS = 1000
 """How many steps in a row may preempt without running anything before the policy is held to be stuck."""
 
@@ -115,7 +119,7 @@ class Replica:
 
     def end_early(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
         """End a request of this replica before its time; False when its step has to come back first."""
-        if request.state is not RequestState.RUNNING:
+        if request.state is not _RUNNING:
             self._output_limits.pop(request, None)
             self.lifecycle.withdraw(request, reason, now, detail)
         elif self.num_in_flight:
@@ -127,7 +131,7 @@ class Replica:
 
     def lose(self, detail: str, now: float) -> list[tuple[Request, EndReason]]:
         """The replica is gone: everything that it held or was to run ends, with what it has reached."""
-        running_set, reason = self.running_set, EndReason.FAILED
+        running_set, reason = self.running_set, _FAILED
         self.num_in_flight = 0
         held = [*running_set.running(), *running_set.in_flight]
         queued = [cast(Request, one) for one in self.queue.ordered(now)]
@@ -207,7 +211,7 @@ class Replica:
         """The policy does nothing: of what it did not admit itself, let the latest give its memory up; whether there was any."""
         while self._inherited and not self.num_in_flight:
             request = self._inherited.pop()
-            if request.state is RequestState.RUNNING and request.replica_id == self.replica_id:
+            if request.state is _RUNNING and request.replica_id == self.replica_id:
                 self.lifecycle.preempt(request, PreemptionMode.RECOMPUTE, to_seconds(now))
                 return True
         return False
@@ -345,7 +349,7 @@ class Replica:
             done.sort(key=lambda one: one.admitted_index)
         finished = [(one, self._end_reason(one, result)) for one in done]
         for request, reason in finished:
-            if reason is EndReason.FAILED:
+            if reason is _FAILED:
                 self.memory.uncache_blocks(request, 0)  # whoever found its blocks would fail with them
                 if plan.pool is not None:
                     self.running_set.take_back_token(request)
@@ -366,7 +370,7 @@ class Replica:
             self.running_set.materialize()
             touched.extend(sorted(plan.pool.needing_blocks(), key=lambda one: one.admitted_index))
         for request in touched:
-            if request.state is RequestState.RUNNING:
+            if request.state is _RUNNING:
                 self.memory.cache_blocks(request, request.num_computed_tokens)
 
     def _apply_chunks(self, plan: StepPlan, result: StepResult, now: int) -> list[Request]:
@@ -410,10 +414,10 @@ class Replica:
 
     def _end_reason(self, request: Request, result: StepResult) -> EndReason:
         if request in result.failed:
-            return EndReason.FAILED
+            return _FAILED
         if request in result.stopped:
-            return EndReason.STOP
-        return EndReason.LENGTH if self._output_limits[request] >= request.max_tokens else EndReason.STOP
+            return _STOP
+        return _LENGTH if self._output_limits[request] >= request.max_tokens else _STOP
 
     def _finish(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
         self._output_limits.pop(request, None)
@@ -428,7 +432,7 @@ class Replica:
             if request.in_flight:
                 continue
             del self._to_abort[request]
-            if request.state is RequestState.RUNNING:
+            if request.state is _RUNNING:
                 self._finish(request, reason, now, detail)
             else:
                 self._output_limits.pop(request, None)
@@ -476,4 +480,4 @@ def _as_told(plan: StepPlan, entries: Sequence[PlannedChunk], now: float) -> End
 
 def _is_current(request: Request, admitted_index: int) -> bool:
     """Whether the request still holds the memory that it got at this admission."""
-    return request.state is RequestState.RUNNING and request.admitted_index == admitted_index
+    return request.state is _RUNNING and request.admitted_index == admitted_index
