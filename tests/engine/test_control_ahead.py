@@ -15,7 +15,6 @@ from vajra_py.experiment.backend import Backend, Run
 from vajra_py.experiment.engined import EngineRun
 from vajra_py.experiment.replay import replay
 from vajra_py.experiment.run import run_experiment
-from vajra_py.runtime.kv import BlockPool, PrefixCacheOptions
 from vajra_py.testing.fake_runner import FakeRunner, SteppedWorld, expected_output
 
 POLICIES: list[Any] = [
@@ -111,7 +110,7 @@ def backend(run: Run) -> Backend:
 
 
 def test_decisions_and_tokens_are_those_without_looking_ahead(hollow_model: Path, tmp_path: Path) -> None:
-    num_begun = num_wasted = num_preempted = 0
+    num_begun = num_wasted = num_dropped = num_preempted = 0
     for number in range(15):
         folders = [tmp_path / f"{number}-{word}" for word in ("ahead", "plain")]
         runs = [
@@ -124,13 +123,15 @@ def test_decisions_and_tokens_are_those_without_looking_ahead(hollow_model: Path
             one, other = (folder / name for folder in folders)
             assert one.read_bytes() == other.read_bytes(), f"{name} of experiment {number}"
         facts, plain = (run.manifest["engine"] for run in runs)
-        assert plain["steps_begun_ahead"] == plain["steps_wasted"] == 0
+        assert plain["steps_begun_ahead"] == plain["steps_wasted"] == plain["rows_dropped_ahead"] == 0
         num_begun += facts["steps_begun_ahead"]
         num_wasted += facts["steps_wasted"]
+        num_dropped += facts["rows_dropped_ahead"]
         num_preempted += sum(runs[0].requests().column("num_preemptions").to_pylist())
     assert replay(tmp_path / "0-ahead").is_equal
     assert num_begun > 500
-    assert num_wasted > 20
+    assert num_dropped > 50
+    assert 0 < num_wasted < num_begun // 20  # a row that ends or gives way costs that row, not the step
     assert num_preempted > 10
 
 
@@ -162,30 +163,3 @@ def test_a_real_model_puts_out_the_same(tiny_model: Path) -> None:
             outputs = llm.generate(prompts, every * 3)
             found.append([(output.token_ids, output.text, output.finish_reason) for output in outputs])
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("order", ["lru", "fifo"])
-def test_foreseen_blocks_are_the_next_ones_and_hold_nothing(order: Any) -> None:
-    rng = np.random.default_rng(3)
-    pool = BlockPool(600, PrefixCacheOptions(reuse_order=order))
-    held: list[list[int]] = []
-    num_foreseen = num_keys = 0
-    for _ in range(400):
-        count = int(rng.integers(1, 12))
-        if count <= pool.num_free and (not held or rng.random() < 0.6):
-            num_evicted = pool.num_evicted
-            foreseen = pool.peek_free(count)
-            taken = pool.take(count)
-            if foreseen is not None:
-                num_foreseen += 1
-                assert taken == foreseen
-                assert pool.num_evicted == num_evicted
-            held.append(taken)
-        elif held:
-            blocks = held.pop(int(rng.integers(len(held))))
-            num_full = int(rng.integers(len(blocks) + 1))
-            pool.cache(blocks[:num_full], range(num_keys, num_keys + num_full))
-            num_keys += num_full
-            pool.release(blocks, num_full)
-    assert num_foreseen > 20
-    assert pool.peek_free(pool.num_blocks + 1) is None

@@ -80,13 +80,11 @@ def test_reserved_blocks_find_their_owners(memory: KvMemory) -> None:
         with pytest.raises(ValueError, match="can_reserve"):
             memory.reserve_blocks(1)
         assert not memory.has_reserved
-        assert memory.peek_growth(1) is None
         return
-    (foreseen,) = memory.peek_growth(1) or ()
     memory.reserve_blocks(1)
     assert memory.has_reserved
     memory.materialize(one, 3)
-    assert list(memory.block_table(one))[1:] == [foreseen]
+    assert len(memory.block_table(one)) == 2
     assert not memory.has_reserved
 
 

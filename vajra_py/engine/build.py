@@ -14,7 +14,7 @@ from typing import Any
 from vajra_py.config import ExperimentConfig, ReplicasetConfig, config_from_mapping
 from vajra_py.contract import Layer
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
-from vajra_py.engine.ahead import LookAhead
+from vajra_py.engine.ahead import LookAhead, spare_blocks
 from vajra_py.engine.clock import EngineClock, WallClock
 from vajra_py.engine.compute import LoadRunner, ModelFacts, RunnerOptions
 from vajra_py.engine.config import ModelBackendConfig
@@ -165,9 +165,8 @@ class Engine:
             key: Unit(controller.replicasets[key[0]].replicas[key[1]], executor, workers[key])
             for key, executor in executors.items()
         }
-        asked: bool | None = config.backend.settings.begins_ahead
         for (name, _), unit in units.items():
-            if asked or (asked is None and maker.options[name].device.startswith("cuda")):
+            if maker.options[name].spare_blocks:
                 unit.ahead = LookAhead(unit.replica, unit.executor)
         salted = any(one.replica.memory.tenant_salt for one in replicasets.values())
         return cls(controller, units, models, salted, config, maker)
@@ -357,6 +356,10 @@ def _options_by_replicaset(
         num_stages = one.replica.pipeline_stages or services.latency_of(name).num_stages
         own = settings.of(name)
         options[name] = own.runner_options(one.replica, num_stages, own.num_threads)
+        asked: bool | None = settings.begins_ahead
+        if asked or (asked is None and options[name].device.startswith("cuda")):
+            spare = spare_blocks(options[name].max_requests)
+            options[name] = replace(options[name], spare_blocks=spare)
     num_workers = sum(one.num_replicas * options[name].num_ranks for name, one in replicasets.items())
     if num_workers == 1:
         return options
@@ -366,7 +369,7 @@ def _options_by_replicaset(
 
 def _executor(options: RunnerOptions) -> EngineExecutor:
     is_spread = options.pipeline_stages > 1 or options.kv_groups > 1
-    return EngineExecutor(options.max_requests, tells_tokens=is_spread)
+    return EngineExecutor(options.max_requests, options.block_size, tells_tokens=is_spread)
 
 
 def _usable_cores() -> int:

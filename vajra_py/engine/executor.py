@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from vajra_py.engine.compute import Chunk, NewRow, StepInput, StepOutput, TableUpdate, TokenLogprobs
+from vajra_py.engine.compute import Ahead, Chunk, NewRow, StepInput, StepOutput, TableUpdate, TokenLogprobs
 from vajra_py.engine.compute.interface import needs_history, needs_prompt
 from vajra_py.engine.outputs import OutputBuffer, Submission, detokenize
 from vajra_py.runtime.kv import KvMemory
@@ -62,11 +62,12 @@ class _Step:
 class EngineExecutor:
     """One replica's side of the protocol with its worker."""
 
-    def __init__(self, num_slots: int, *, tells_tokens: bool = False) -> None:
+    def __init__(self, num_slots: int, block_size: int = 16, *, tells_tokens: bool = False) -> None:
         """`tells_tokens`: no rank of the worker is sure to know a token that another one sampled, so steps name them all."""
         self._submissions: dict[Request, Submission] = {}
         self._rows: dict[Request, _Row] = {}
         self._num_slots = num_slots
+        self._block_size = block_size
         self._free = list(range(num_slots))
         self._freed: list[int] = []
         self._tells_tokens = tells_tokens
@@ -147,21 +148,23 @@ class EngineExecutor:
         first, *others = [StepInput(*one) for one in rows if one[0] or one[1]]
         return [replace(first, new=step.new, freed=step.freed, tables=step.tables, copies=step.copies), *others]
 
-    def foreseen(self, members: Iterable[Request], growing: Mapping[Request, int]) -> StepInput | None:
-        """The input of a further step of these decodes, some of which get a block; None when one must not be foreseen.
+    def foreseen(self, rows: Iterable[tuple[Request, int]], max_model_len: int, num_spare: int) -> Ahead | None:
+        """One more decode of (request, tokens computed by then); None without any, or when they must not be begun ahead.
 
-        Penalties and log-probabilities would have to be taken back with a step that was foreseen wrongly.
+        Penalties and log-probabilities would have to be taken back with a row that is dropped. At most `num_spare` rows may
+        need a block.
         """
-        decodes, tables = [], []
-        for request in members:
+        decodes, growing = [], []
+        for request, num_computed in rows:
             row = self._rows[request]
             if not row.is_foreseeable:
                 return None
+            if num_computed >= max_model_len:
+                continue
             decodes.append(row.slot)
-            block = growing.get(request)
-            if block is not None:
-                tables.append(TableUpdate(row.slot, row.num_blocks[0], [block]))
-        return StepInput([], decodes, [], [], tables, [])
+            if num_computed >= row.num_blocks[0] * self._block_size:
+                growing.append(row.slot)
+        return Ahead(decodes, growing) if decodes and len(growing) <= num_spare else None
 
     def step_result(self, output: StepOutput) -> StepResult:
         """What the mechanism has to know of a worker's answer; requests' outputs are brought up to date."""

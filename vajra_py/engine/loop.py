@@ -357,6 +357,8 @@ class EngineLoop(Backend[Unit]):
 
     def cancel(self, replica: Unit) -> int:
         """See `Backend`: a worker finishes the step that it is in before the replica is free."""
+        if replica.ahead is not None:
+            replica.ahead.forget()
         if not replica.is_lost:
             told = [step.parts if replica.num_stages > 1 else list(step.parts)[:1] for step in replica.under_way]
             replica.num_stale += sum(map(len, told))

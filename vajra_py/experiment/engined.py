@@ -148,6 +148,7 @@ class EngineRun:
             "replicas_lost": loop.num_lost,
             "steps_begun_ahead": sum(unit.ahead.num_used for unit in units if unit.ahead),
             "steps_wasted": sum(unit.ahead.num_wasted for unit in units if unit.ahead),
+            "rows_dropped_ahead": sum(unit.ahead.num_dropped_rows for unit in units if unit.ahead),
             "busy_s": busy_s,
             "compute_s": compute_s,
             "overhead_fraction": 1.0 - compute_s / busy_s if busy_s > 0 else 0.0,

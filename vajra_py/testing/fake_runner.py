@@ -20,6 +20,7 @@ from xxhash import xxh3_64_intdigest
 
 from vajra_py.engine.clock import TICKS_PER_NANOSECOND
 from vajra_py.engine.compute import (
+    Ahead,
     DoneStep,
     Foreseen,
     ModelFacts,
@@ -79,7 +80,8 @@ class FakeRunner:
         self._fail_at_step = fail_at_step
         self._num_steps = 0
         self._slots: dict[int, _Slot] = {}
-        self._ahead: tuple[StepOutput, dict[int, _Slot]] | None = None
+        self._ahead: tuple[StepOutput, dict[int, _Slot], list[tuple[int, int, int]]] | None = None
+        """What was begun: its output, its rows before, and (slot, place in its table, spare block) of those that grew."""
         self._device = self._host = np.empty((0, 0), np.int64)
 
     @property
@@ -97,7 +99,9 @@ class FakeRunner:
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """See `ModelRunner`."""
-        self._device = np.full((num_blocks, self._options.block_size), _EMPTY, np.int64)
+        self._num_blocks = num_blocks
+        shape = (num_blocks + self._options.spare_blocks, self._options.block_size)
+        self._device = np.full(shape, _EMPTY, np.int64)
         self._host = np.full((num_host_blocks, self._options.block_size), _EMPTY, np.int64)
 
     def submit(self, step: StepInput) -> PendingStep:
@@ -105,17 +109,36 @@ class FakeRunner:
         return DoneStep(self.run(step))
 
     def run_ahead(self, work: Foreseen) -> StepOutput:
-        """See `ForeseeingRunner`; what a step that was not wanted wrote into KV memory stays there."""
-        if work.step is not None:
-            output = self.run(work.step)
-        elif self._ahead is not None:
-            output, self._ahead = self._ahead[0], None
-        else:
-            raise ExecutorError("step: none was begun ahead")
+        """See `ForeseeingRunner`; what a row that was not wanted wrote into KV memory stays there."""
+        output = self._finish_begun(work.step, work.begun) if work.begun else self.run(work.step)
         if work.ahead is not None:
-            before = {slot: replace(self._slots[slot]) for slot in work.ahead.decodes}
-            self._ahead = self.run(work.ahead), before
+            self._begin(work.ahead)
         return output
+
+    def _begin(self, ahead: Ahead) -> None:
+        before = {slot: replace(self._slots[slot], table=[*self._slots[slot].table]) for slot in ahead.decodes}
+        grown = []
+        for spare, slot in enumerate(ahead.growing, self._num_blocks):
+            grown.append((slot, len(before[slot].table), spare))
+            self._slots[slot].table.append(spare)
+        self._ahead = self.run(StepInput(decodes=ahead.decodes)), before, grown
+
+    def _finish_begun(self, step: StepInput, begun: Sequence[int]) -> StepOutput:
+        if self._ahead is None:
+            raise ExecutorError("step: none was begun ahead")
+        (output, before, grown), self._ahead = self._ahead, None
+        self._slots.update({slot: row for slot, row in before.items() if slot not in begun})
+        self._take_changes(step)
+        for slot, place, spare in grown:
+            if slot in begun:
+                self._device[self._slots[slot].table[place]] = self._device[spare]
+        tokens = dict(zip(output.slots, output.token_ids, strict=True))
+        rest = StepInput(step.chunks, [slot for slot in step.decodes if slot not in begun])
+        others = self.run(rest)
+        found = {slot: tokens[slot] for slot in begun} | dict(zip(others.slots, others.token_ids, strict=True))
+        slots = [*step.decodes, *(chunk.slot for chunk in step.chunks if chunk.samples)]
+        faults = {slot: why for slot, why in output.faults.items() if slot in begun} | dict(others.faults)
+        return replace(others, slots=slots, token_ids=[found[slot] for slot in slots], faults=faults)
 
     def run(self, step: StepInput) -> StepOutput:
         """See `ModelRunner`."""

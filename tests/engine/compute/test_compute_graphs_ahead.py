@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vajra_py.engine.compute import Ahead as AheadRows
 from vajra_py.engine.compute import Foreseen, RunnerOptions, SamplingParams, StepInput, StepOutput
 
 torch = pytest.importorskip("torch")
@@ -58,7 +59,7 @@ class Ahead:
     def __init__(self, runner: Any) -> None:
         self.facts = runner.facts
         self._runner = runner
-        self._told: StepInput | None = None
+        self._told: AheadRows | None = None
         self._room: dict[int, int] = {}
         self._reached: dict[int, int] = {}
         self.num_begun = self.num_used = 0
@@ -70,13 +71,13 @@ class Ahead:
             self._reached[slot] += 1
         for chunk in step.chunks:
             self._reached[chunk.slot] = chunk.num_computed + len(chunk.token_ids)
-        is_under_way = step == self._told
-        self.num_used += is_under_way
+        begun = [] if self._told is None else [slot for slot in self._told.decodes if slot in step.decodes]
+        self.num_used += bool(begun)
         rows = [*step.decodes, *(chunk.slot for chunk in step.chunks if chunk.samples)]
         goes_on = bool(rows) and all(self._reached[slot] < self._room[slot] for slot in rows)
-        self._told = StepInput([], rows, [], [], [], []) if goes_on else None
+        self._told = AheadRows(rows) if goes_on else None
         self.num_begun += goes_on
-        return self._runner.run_ahead(Foreseen(None if is_under_way else step, self._told))
+        return self._runner.run_ahead(Foreseen(step, begun, self._told))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from vajra_py.engine.compute.inspect import inspect_model
 from vajra_py.engine.compute.interface import (
+    Ahead,
     Chunk,
     DoneStep,
     ForeseeingRunner,
@@ -27,6 +28,7 @@ from vajra_py.engine.compute.interface import (
 )
 
 __all__ = [
+    "Ahead",
     "Chunk",
     "DoneStep",
     "ForeseeingRunner",

@@ -21,7 +21,7 @@ from vajra_kernels.cpu_plan import CpuPlans
 from vajra_kernels.metadata import StepMemo
 from vajra_py.engine.compute.interface import Chunk, StepInput, TableUpdate
 from vajra_py.engine.compute.kv_groups import Exchange, GroupLinks, Metadata, SplitMetadata
-from vajra_py.engine.compute.transfer import all_to_device
+from vajra_py.engine.compute.transfer import all_to_device, to_device
 from vajra_py.errors import ExecutorError
 
 Ints = npt.NDArray[np.int64]
@@ -137,9 +137,11 @@ class BatchState:
                 )
 
     def undo(self, slots: Sequence[int], last_tokens: torch.Tensor) -> None:
-        """Take back a step of decodes of these slots; `last_tokens` is a copy from before it."""
-        self.num_computed[list(slots)] -= 1
-        self.last_tokens.copy_(last_tokens)
+        """Take back decodes of these slots; `last_tokens` is a copy from before them."""
+        undone = np.array(slots, np.int64)
+        self.num_computed[undone] -= 1
+        places = to_device(undone, self._device)
+        self.last_tokens.index_copy_(0, places, last_tokens.index_select(0, places))
 
     def take(self, step: StepInput) -> HostBatch:
         """The step's batch; progress is counted on as if it were computed."""

@@ -139,17 +139,33 @@ class StepInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen:
-    """A step, and the step that will probably follow, to be started before this one's tokens are known.
+class Ahead:
+    """Decodes to be started before it is decided which of them are wanted.
 
     Attributes:
-        step: what is to be computed now; None: what was given as `ahead` last. Any other step takes that one back.
-        ahead: decodes alone (and block tables that grow), of requests that ask for neither penalties nor
-            log-probabilities; or None.
+        decodes: slots of requests that ask for neither penalties nor log-probabilities.
+        growing: those whose next token is the first of a block: it goes to a spare one, until the step that has the row
+            tells the block's own place; at most `RunnerOptions.spare_blocks`.
     """
 
-    step: StepInput | None
-    ahead: StepInput | None
+    decodes: Sequence[int]
+    growing: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """A step, and decodes that will probably follow, to be started before this one's tokens are known.
+
+    Attributes:
+        step: what is to be computed now.
+        begun: those of its decodes that were given as `ahead` last; the other rows of that are dropped, and the rest of
+            this step is computed behind them.
+        ahead: what is to be begun behind it; or None.
+    """
+
+    step: StepInput
+    begun: Sequence[int] = ()
+    ahead: Ahead | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +220,7 @@ class RunnerOptions:
         max_requests: slots.
         max_step_tokens: most tokens of one step (for the memory profile and buffers).
         max_graph_rows: largest batch of decodes that runs as a captured CUDA graph; 0: none does.
+        spare_blocks: KV blocks besides those of requests, for what is begun ahead.
         num_threads: threads of CPU computation, or None to leave them as they are.
         tensor_parallel_size: ranks that share every layer.
         pipeline_stages: parts that the layers are divided into, one after another.
@@ -225,6 +242,7 @@ class RunnerOptions:
     max_requests: int = 256
     max_step_tokens: int = 2048
     max_graph_rows: int = 256
+    spare_blocks: int = 0
     num_threads: int | None = None
     tensor_parallel_size: int = 1
     pipeline_stages: int = 1
@@ -359,7 +377,10 @@ class ForeseeingRunner(ModelRunner, Protocol):
     """A runner that can begin a step before it is known to be wanted."""
 
     def run_ahead(self, work: Foreseen) -> StepOutput:
-        """The output of `work.step`, after `work.ahead` was submitted behind it. Raises like `submit`."""
+        """The output of `work.step`, after `work.ahead` was submitted behind it. Raises like `submit`.
+
+        With nothing of it `begun`, a step takes back what was begun ahead, and so does `submit`.
+        """
 
 
 def needs_history(sampling: SamplingParams) -> bool:

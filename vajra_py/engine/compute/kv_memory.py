@@ -21,7 +21,7 @@ from vajra_py.runtime.kv import BlockCopy, CopyDirection
 class KvMemory:
     """KV tensors of all layers, and their host counterparts."""
 
-    __slots__ = ("_device", "_host", "caches", "num_blocks", "num_host_blocks")
+    __slots__ = ("_device", "_host", "caches", "num_blocks", "num_host_blocks", "num_spare_blocks")
 
     def __init__(
         self,
@@ -30,11 +30,14 @@ class KvMemory:
         dtype: torch.dtype,
         device: torch.device,
         shared_file: str | None = None,
+        num_spare_blocks: int = 0,
     ) -> None:
         """Allocates; `sizes` is (num_blocks, num_host_blocks, block_size).
 
         `shared_file`: where host memory is that other processes have too; files of that name and a number are made.
+        `num_spare_blocks`: blocks behind the others that no request holds.
         """
+        self.num_spare_blocks = num_spare_blocks
         self.num_blocks, self.num_host_blocks, block_size = sizes
         self._device: list[torch.Tensor] = []
         self._host: list[torch.Tensor] = []
@@ -56,7 +59,18 @@ class KvMemory:
     def _stacked(
         self, num_layers: int, block_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return allocate_kv_cache(num_layers, self.num_blocks, block_shape, dtype, device)
+        return allocate_kv_cache(num_layers, self.num_blocks + self.num_spare_blocks, block_shape, dtype, device)
+
+    def move(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy (spare block, block) pairs on the device."""
+        if not pairs:
+            return
+        for source, target in pairs:
+            if not 0 <= target < self.num_blocks <= source < self.num_blocks + self.num_spare_blocks:
+                raise ExecutorError(f"step: a row that was begun ahead has no block of its own ({source} -> {target}).")
+        moved = torch.tensor(pairs, dtype=torch.int64)
+        for cache in self._device:
+            copy_blocks(cache, cache, moved)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks, in order."""

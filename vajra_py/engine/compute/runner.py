@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -24,6 +24,7 @@ from vajra_py.engine.compute.batch import BatchInputs, BatchState, HostBatch, In
 from vajra_py.engine.compute.exclusion import LOADING
 from vajra_py.engine.compute.graphs import Capture, CudaCapture, DecodeGraphs
 from vajra_py.engine.compute.interface import (
+    Ahead,
     Foreseen,
     ModelFacts,
     NewRow,
@@ -87,14 +88,49 @@ class TorchStep:
 
 @dataclass(frozen=True, slots=True)
 class AheadStep:
-    """A step that was submitted before it was known to be wanted, and what it takes to undo it.
+    """Decodes that were submitted before it was known which of them are wanted, and what it takes to undo them.
 
-    Besides `last_tokens`, it only wrote KV at positions that no request has reached; whoever gets there writes them first.
+    Besides `last_tokens`, they only wrote KV at positions that no request has reached; whoever gets there writes them first.
+
+    Attributes:
+        pending: the step under way.
+        slots: its rows.
+        last_tokens: a copy from before it.
+        grown: by slot of a row that wrote into a spare block, the block's place in its table.
     """
 
     pending: PendingStep
     slots: Sequence[int]
     last_tokens: torch.Tensor
+    grown: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedStep:
+    """A step some of whose decodes were begun before the others.
+
+    Attributes:
+        begun: the step that has the former, and may have others.
+        slots: those of its rows that count.
+        rest: the others, None without any.
+        order: slots of all sampled rows, as the step lists them.
+    """
+
+    begun: PendingStep
+    slots: Sequence[int]
+    rest: PendingStep | None
+    order: Sequence[int]
+
+    def result(self) -> StepOutput:
+        """See `PendingStep`."""
+        begun = self.begun.result()
+        rest = StepOutput([], [], 0.0) if self.rest is None else self.rest.result()
+        found = dict(zip(begun.slots, begun.token_ids, strict=True))
+        found = {slot: found[slot] for slot in self.slots} | dict(zip(rest.slots, rest.token_ids, strict=True))
+        faults = {slot: why for slot, why in begun.faults.items() if slot in set(self.slots)} | dict(rest.faults)
+        tokens = [found[slot] for slot in self.order]
+        duration_s = begun.duration_s + rest.duration_s
+        return StepOutput(self.order, tokens, duration_s, rest.logprobs, rest.prompt_logprobs, faults)
 
 
 class TorchRunner:
@@ -151,13 +187,13 @@ class TorchRunner:
         facts, device = self._model.facts, self._model.device
         needed = step_bytes(facts, self._model.config, self._options, device)
         usable = usable_bytes(device, memory_fraction, facts.weight_bytes) - needed
-        num_blocks = max(0, usable) // (facts.kv_bytes_per_token * facts.block_size)
+        num_blocks = max(0, usable) // (facts.kv_bytes_per_token * facts.block_size) - self._options.spare_blocks
         longest = -(-facts.max_model_len // facts.block_size)
         if num_blocks < longest:
             raise ConfigError(
                 Problem(
                     "KV memory",
-                    f"{max(0, usable)} bytes of {device} are left for it, which is {num_blocks} blocks, and one sequence "
+                    f"{max(0, usable)} bytes of {device} are left for it, which is {max(0, num_blocks)} blocks, and one sequence "
                     f"of {facts.max_model_len} tokens takes {longest}",
                     "Use a shorter max_model_len, a larger memory fraction or a smaller model",
                 )
@@ -173,10 +209,11 @@ class TorchRunner:
             raise ExecutorError(
                 f"KV memory: {num_blocks} device and {num_host_blocks} host blocks. One device block or more."
             )
+        spare = self._options.spare_blocks
         sizes = (num_blocks, num_host_blocks, self._options.block_size)
         try:
             shared = swap_file(self._options) if num_host_blocks and self._ranks.groups is not None else None
-            self._memory = KvMemory(self._model.layers, sizes, self._model.dtype, self._model.device, shared)
+            self._memory = KvMemory(self._model.layers, sizes, self._model.dtype, self._model.device, shared, spare)
         except (RuntimeError, MemoryError) as error:
             raise ExecutorError(
                 f"KV memory: {num_blocks} device and {num_host_blocks} host blocks do not fit ({error})"
@@ -204,14 +241,9 @@ class TorchRunner:
         """See `ModelRunner`."""
         if self._memory is None:
             raise ExecutorError("step: there is no KV memory yet. Call `allocate` first.")
-        try:
-            with LOADING.shared(), current(self._model.device):
-                self._take_back()
-                return self._submitted(step, self._memory)
-        except torch.cuda.OutOfMemoryError as error:
-            raise ExecutorError(f"step: out of memory on {self._model.device} ({error})") from error
-        except _ROW_ERRORS as error:
-            raise ExecutorError(f"step: {type(error).__name__} on {self._model.device} ({error})") from error
+        with _as_errors(self._model.device), LOADING.shared(), current(self._model.device):
+            self._take_back()
+            return self._submitted(step, self._memory)
 
     def run(self, step: StepInput) -> StepOutput:
         """See `ModelRunner`."""
@@ -219,21 +251,45 @@ class TorchRunner:
 
     def run_ahead(self, work: Foreseen) -> StepOutput:
         """See `ForeseeingRunner`."""
-        if work.step is not None:
-            pending = self.submit(work.step)
-        elif self._ahead is not None:
-            pending, self._ahead = self._ahead.pending, None
-        else:
-            raise ExecutorError("step: none was submitted ahead.")
+        pending = self._submit_rest(work.step, work.begun) if work.begun else self.submit(work.step)
         if work.ahead is not None:
             self._ahead = self._submit_ahead(work.ahead)
         return pending.result()
 
-    def _submit_ahead(self, step: StepInput) -> AheadStep:
-        if step.chunks or step.new or step.freed or step.copies:
-            raise ExecutorError("step: more than decodes was submitted ahead.")
-        last_tokens = self._state.last_tokens.clone()
-        return AheadStep(self.submit(step), step.decodes, last_tokens)
+    @torch.inference_mode()
+    def _submit_ahead(self, ahead: Ahead) -> AheadStep:
+        memory, state = self._memory, self._state
+        assert memory is not None
+        if len(ahead.growing) > memory.num_spare_blocks:
+            raise ExecutorError(
+                f"step: {len(ahead.growing)} rows grow ahead, with {memory.num_spare_blocks} spare blocks."
+            )
+        with current(self._model.device):
+            last_tokens = state.last_tokens.clone()
+        grown = {slot: int(state.num_computed[slot]) // state.block_size for slot in ahead.growing}
+        for spare, (slot, place) in enumerate(grown.items(), memory.num_blocks):
+            state.tables[slot, place] = spare
+        return AheadStep(self.submit(StepInput(decodes=ahead.decodes)), ahead.decodes, last_tokens, grown)
+
+    @torch.inference_mode()
+    def _submit_rest(self, step: StepInput, begun: Sequence[int]) -> PendingStep:
+        """A step some of whose decodes are under way: these count, the other rows under way are dropped, the rest is begun."""
+        ahead, self._ahead, memory = self._ahead, None, self._memory
+        counted = set(begun)
+        if ahead is None or memory is None or not counted <= set(ahead.slots):
+            raise ExecutorError("step: what it counts on was not submitted ahead.")
+        dropped = [slot for slot in ahead.slots if slot not in counted]
+        with _as_errors(self._model.device), LOADING.shared(), current(self._model.device):
+            if dropped:
+                self._state.undo(dropped, ahead.last_tokens)
+                self._sampler.undo(dropped)
+            self._take_changes(step, memory)
+            spare = [(memory.num_blocks + k, slot) for k, slot in enumerate(ahead.grown) if slot in counted]
+            memory.move([(block, int(self._state.tables[slot, ahead.grown[slot]])) for block, slot in spare])
+        rest = StepInput(step.chunks, [slot for slot in step.decodes if slot not in counted])
+        order = [*step.decodes, *(chunk.slot for chunk in step.chunks if chunk.samples)]
+        following = self.submit(rest) if rest.chunks or rest.decodes else None
+        return JoinedStep(ahead.pending, begun, following, order)
 
     def _take_back(self) -> None:
         ahead, self._ahead = self._ahead, None
@@ -436,6 +492,17 @@ class TorchRunner:
                 scores.setdefault(slot, []).extend(entries)
         assert found is not None
         return found
+
+
+@contextmanager
+def _as_errors(device: torch.device) -> Iterator[None]:
+    """Whatever goes wrong with a step within it is an `ExecutorError`."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise ExecutorError(f"step: out of memory on {device} ({error})") from error
+    except _ROW_ERRORS as error:
+        raise ExecutorError(f"step: {type(error).__name__} on {device} ({error})") from error
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

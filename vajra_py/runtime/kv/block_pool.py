@@ -166,14 +166,6 @@ class BlockPool:
         self.num_free -= count
         return taken
 
-    def peek_free(self, count: int) -> list[int] | None:
-        """What `take` would hand out now; None when that would overwrite content, or is more than there is."""
-        missing = count - len(self._freed)
-        if missing <= 0:
-            return self._freed[: -count - 1 : -1] if count > 0 else []
-        fresh = range(self._next_fresh, min(self._next_fresh + missing, self.num_blocks))
-        return [*self._freed[::-1], *fresh] if len(fresh) == missing else None
-
     def release(self, blocks: list[int], num_keyed: int = 0) -> None:
         """Give back one table's references, its first `num_keyed` blocks carrying keys; what has no user is free."""
         keyed = self._without_users(blocks[:num_keyed]) if num_keyed else []

@@ -147,9 +147,6 @@ class KvMemory(Protocol):
     def materialize(self, request: KvRequest, num_tokens: int) -> None:
         """Put into the request's table what its first `num_tokens` tokens need of the reserved blocks."""
 
-    def peek_growth(self, num_requests: int) -> Sequence[int] | None:
-        """The blocks that so many growing requests would get now; None where that is not known, or would overwrite content."""
-
     def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
         """Give a request's device blocks back (end, abort, or preemption by recomputation).
 

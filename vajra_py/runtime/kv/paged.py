@@ -310,10 +310,6 @@ class PagedKvMemory:
         blocks += reserved[first:]
         del reserved[first:]
 
-    def peek_growth(self, count: int) -> list[int] | None:
-        """The blocks that so many growing requests would get now; None when they would overwrite content or are lacking."""
-        return self._pool.peek_free(count)
-
     def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
         """The request gives its device blocks back (end, abort, or preemption by recompute).
 

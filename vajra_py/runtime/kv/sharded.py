@@ -377,10 +377,6 @@ class KvParallelMemory:
             f"KvParallelMemory.reserve_blocks: nothing can be reserved ({num_blocks} blocks). `can_reserve` says so."
         )
 
-    def peek_growth(self, num_requests: int) -> Sequence[int] | None:
-        """None: not worked out over groups."""
-        return None
-
     def materialize(self, request: KvRequest, num_tokens: int) -> None:
         """Nothing is reserved: every block is somebody's."""
 

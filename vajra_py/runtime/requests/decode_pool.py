@@ -127,6 +127,10 @@ class DecodePool:
         """After how many more steps (from the last that came back) the next member ends."""
         return min(self._ends) - self.num_emitted
 
+    def ending_in_flight(self) -> Sequence[Request]:
+        """Members whose last token comes from the step that is under way."""
+        return self._ends.get(self.num_emitted + 1, ())
+
     def growth_cycle(self, num_steps: int) -> list[int]:
         """How many members take a new block in each of the next `num_steps` steps, until that repeats."""
         size, start = self._block_size, self.num_committed

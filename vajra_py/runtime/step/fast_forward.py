@@ -56,6 +56,13 @@ class Repeats:
                 return step
         return num_steps
 
+    def goes_on(self, plan: StepPlan) -> bool:
+        """Whether the decodes of this step, and the prompts that it completes, are probably the next one: a guess."""
+        if plan.preempted or plan.num_preempted_before or plan.num_requests != plan.num_running:
+            return False
+        ends_prompts = all(start + num == request.num_known_tokens for request, num, start, _ in plan.chunks)
+        return ends_prompts and not self._residents.skipped and self._is_steady(plan)
+
     def _is_steady(self, plan: StepPlan) -> bool:
         running_set = self._residents
         if self.ignores_arrivals(plan):
