@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
@@ -37,9 +36,10 @@ from vajra_py.engine.compute.interface import (
 from vajra_py.engine.compute.kv_memory import KvMemory
 from vajra_py.engine.compute.loading import find_device
 from vajra_py.engine.compute.memory import step_bytes, usable_bytes
+from vajra_py.engine.compute.pending import AheadStep, Computed, JoinedStep, TorchStep
 from vajra_py.engine.compute.prepare import PreparedModel, prepare
 from vajra_py.engine.compute.ranks import Ranks, join_ranks, leave_ranks, swap_file
-from vajra_py.engine.compute.sampler import LOST_ROW, NO_TOKEN, Sampler
+from vajra_py.engine.compute.sampler import NO_TOKEN, Sampler
 from vajra_py.engine.compute.transfer import to_device, to_host
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.runtime.kv import BlockCopy
@@ -47,90 +47,6 @@ from vajra_py.runtime.kv import BlockCopy
 _log = logging.getLogger(__name__)
 _ROW_ERRORS = (RuntimeError, IndexError, ValueError, OverflowError, TypeError, MemoryError)
 """What a step raises that computing its rows apart may find the row for."""
-
-
-@dataclass(slots=True)
-class Computed:
-    """A step's tokens, in the order of its sampled rows, and log-probabilities by slot."""
-
-    slots: Ints
-    tokens: torch.Tensor
-    logprobs: dict[int, TokenLogprobs]
-    prompt_logprobs: dict[int, list[TokenLogprobs]]
-
-
-@dataclass(slots=True)
-class TorchStep:
-    """A step of `TorchRunner` under way."""
-
-    computed: Computed
-    started: float | torch.cuda.Event
-    done: torch.cuda.Event | None = None
-    duration_s: float = 0.0
-    faults: Mapping[int, str] = field(default_factory=dict)
-
-    def result(self) -> StepOutput:
-        """See `PendingStep`."""
-        if self.done is not None:
-            assert isinstance(self.started, torch.cuda.Event)
-            try:
-                self.done.synchronize()
-            except RuntimeError as error:
-                raise ExecutorError(f"the device failed in a step ({error})") from error
-            self.duration_s = self.started.elapsed_time(self.done) / 1000
-        computed, faults = self.computed, self.faults
-        slots, tokens = computed.slots.tolist(), computed.tokens.tolist()
-        if NO_TOKEN in tokens:
-            lost = {slot: LOST_ROW for slot, token in zip(slots, tokens, strict=True) if token == NO_TOKEN}
-            faults = lost | dict(faults)
-        return StepOutput(slots, tokens, self.duration_s, computed.logprobs, computed.prompt_logprobs, faults)
-
-
-@dataclass(frozen=True, slots=True)
-class AheadStep:
-    """Decodes that were submitted before it was known which of them are wanted, and what it takes to undo them.
-
-    Besides `last_tokens`, they only wrote KV at positions that no request has reached; whoever gets there writes them first.
-
-    Attributes:
-        pending: the step under way.
-        slots: its rows.
-        last_tokens: a copy from before it.
-        grown: by slot of a row that wrote into a spare block, the block's place in its table.
-    """
-
-    pending: PendingStep
-    slots: Sequence[int]
-    last_tokens: torch.Tensor
-    grown: Mapping[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedStep:
-    """A step some of whose decodes were begun before the others.
-
-    Attributes:
-        begun: the step that has the former, and may have others.
-        slots: those of its rows that count.
-        rest: the others, None without any.
-        order: slots of all sampled rows, as the step lists them.
-    """
-
-    begun: PendingStep
-    slots: Sequence[int]
-    rest: PendingStep | None
-    order: Sequence[int]
-
-    def result(self) -> StepOutput:
-        """See `PendingStep`."""
-        begun = self.begun.result()
-        rest = StepOutput([], [], 0.0) if self.rest is None else self.rest.result()
-        found = dict(zip(begun.slots, begun.token_ids, strict=True))
-        found = {slot: found[slot] for slot in self.slots} | dict(zip(rest.slots, rest.token_ids, strict=True))
-        faults = {slot: why for slot, why in begun.faults.items() if slot in set(self.slots)} | dict(rest.faults)
-        tokens = [found[slot] for slot in self.order]
-        duration_s = begun.duration_s + rest.duration_s
-        return StepOutput(self.order, tokens, duration_s, rest.logprobs, rest.prompt_logprobs, faults)
 
 
 class TorchRunner:
