@@ -25,9 +25,14 @@ Slacks: TypeAlias = Mapping[Setting, Sequence[float]]
 """Of the settings that were probed: slacks by seed, at least as many as were asked for."""
 
 _FIRST_STEP = 2.0
-_COARSE = 1.15
+_COARSE = 1.5
 """Ratio of the ends of a bracket below which one seed says no more."""
-_MAX_WIDENINGS = 4
+_MAX_WIDENINGS = 3
+_LONGEST_STEP = 1.4
+_MAX_LINES = 6
+"""Probes after which a bracket is halved instead of cut where a line through its ends passes zero."""
+_FLATTEST = -0.5
+"""Change of the slack by the logarithm of the rate that is taken for less."""
 _FAR = 0.35
 """Slack beyond which one seed decides about numbers of replicas: more than a third off the limit."""
 
@@ -76,6 +81,10 @@ class _Seen:
             for setting, count in missing:
                 self.slacks[setting] = list(found[setting])[:count]
 
+    def under(self, num_seeds: int) -> list[Setting]:
+        """The settings that were run under so many seeds, in order."""
+        return sorted(one for one, slacks in self.slacks.items() if len(slacks) >= num_seeds)
+
     def mean(self, setting: Setting, num_seeds: int) -> float:
         """The mean slack over the first seeds."""
         return float(np.mean(self.slacks[setting][:num_seeds]))
@@ -90,10 +99,11 @@ class _Seen:
 def search_rate(question: RateQuestion) -> Search:
     """The highest rate at which the mean slack is at least zero.
 
-    One seed brackets the rate by doubling and halving; all seeds then narrow the bracket; and seeds are added while the interval is wider than asked for.
+    One seed brackets the rate by doubling and halving; all seeds then close in on it along the slope that one seed showed; and seeds are added while the interval is wider than
+    asked for.
     """
     seen = _Seen()
-    ends = yield from _bracket(seen, question, [(_rounded(question.start),)], 1, _FIRST_STEP)
+    ends = yield from _bracket(seen, question, (_rounded(question.start),), 1, _FIRST_STEP)
     if isinstance(ends, str):
         ends = yield from _check_end(seen, question, ends)
         if isinstance(ends, str):
@@ -101,31 +111,33 @@ def search_rate(question: RateQuestion) -> Search:
             return Answer(ends, (edge,), num_seeds=question.replications)
     else:
         ends = yield from _narrow(seen, ends, 1, _COARSE)
+    slope = _slope(*((one[0], seen.slacks[one][0]) for one in ends))
+    starts: list[Setting] = [(_rounded(_root(*((one[0], seen.slacks[one][0]) for one in ends))),)]
     seeds = question.replications
     while True:
-        again = yield from _bracket(seen, question, ends, seeds, _COARSE)
-        if isinstance(again, str):
-            edge = question.low if again == "never" else question.high
-            return Answer(again, (edge,), num_seeds=seeds)
-        ends = yield from _narrow(seen, again, seeds, 1 + question.precision_fraction)
-        rate = _root(*((one[0], seen.mean(one, seeds)) for one in ends))
-        interval = yield from _interval(seen, question, rate, ends, seeds)
+        found = yield from _close_in(seen, question, starts, slope, seeds)
+        if isinstance(found, str):
+            edge = question.low if found == "never" else question.high
+            return Answer(found, (edge,), num_seeds=seeds)
+        rate = _root(*((one[0], seen.mean(one, seeds)) for one in found))
+        interval = yield from _interval(seen, question, rate, found, seeds)
         wide = interval.half_width > question.precision_fraction * rate
         if not wide or seeds >= question.max_replications:
             return Answer("found", (rate,), interval, seeds)
         growth = (interval.half_width / (question.precision_fraction * rate)) ** 2
         seeds = min(question.max_replications, max(seeds + 2, math.ceil(seeds * min(growth, 2.0))))
+        starts = [*found]
 
 
 _Bracket: TypeAlias = tuple[Setting, Setting]
 
 
 def _bracket(
-    seen: _Seen, question: RateQuestion, start: Sequence[Setting], num_seeds: int, step: float
+    seen: _Seen, question: RateQuestion, start: Setting, num_seeds: int, step: float
 ) -> Generator[Sequence[Probe], Slacks, _Bracket | Literal["never", "always"]]:
     """Two rates between which the slack changes its sign, searched outwards from `start`; or that there are none in the range."""
-    yield from seen.ask(start, num_seeds)
-    low, high = start[0], start[-1]
+    yield from seen.ask([start], num_seeds)
+    low = high = start
     while seen.mean(low, num_seeds) < 0:
         if low[0] <= question.low:
             return "never"
@@ -149,7 +161,7 @@ def _check_end(
     yield from seen.ask([end], question.replications)
     if (seen.mean(end, question.replications) < 0) == (outcome == "never"):
         return outcome
-    return (yield from _bracket(seen, question, [end], question.replications, _COARSE))
+    return (yield from _bracket(seen, question, end, question.replications, _COARSE))
 
 
 def _narrow(seen: _Seen, ends: _Bracket, num_seeds: int, ratio: float) -> Generator[Sequence[Probe], Slacks, _Bracket]:
@@ -171,31 +183,102 @@ def _narrow(seen: _Seen, ends: _Bracket, num_seeds: int, ratio: float) -> Genera
     return low, high
 
 
+def _close_in(
+    seen: _Seen, question: RateQuestion, starts: Sequence[Setting], slope: float, num_seeds: int
+) -> Generator[Sequence[Probe], Slacks, _Bracket | Literal["never", "always"]]:
+    """Two rates as close as the precision asked for, between which the mean slack changes its sign; or that there are none in the range.
+
+    Each probe lies where the slope (of slack by the logarithm of the rate), or a line through the ends, has its zero, and a little beyond, so that the next ones lie on both sides.
+    """
+    tolerance = 1 + question.precision_fraction
+    low: Setting | None = None
+    high: Setting | None = None
+    todo = list(starts)
+    for probe in itertools.count():
+        yield from seen.ask(todo, num_seeds)
+        for one in todo:
+            if seen.mean(one, num_seeds) >= 0:
+                low = max(low or one, one)
+            else:
+                high = min(high or one, one)
+        known = seen.under(num_seeds)
+        if len(known) > 1:
+            slope = _slope(*((one[0], seen.mean(one, num_seeds)) for one in (known[0], known[-1])))
+        if low is None:
+            assert high is not None  # something was asked for
+            if high[0] <= question.low:
+                return "never"
+            at = max(question.low, _along(high[0], seen.mean(high, num_seeds), slope, tolerance))
+        elif high is None:
+            if low[0] >= question.high:
+                return "always"
+            at = min(question.high, _along(low[0], seen.mean(low, num_seeds), slope, tolerance))
+        else:
+            low, high = min(low, high), max(low, high)  # noise may turn the slack's sign more than once
+            if high[0] <= low[0] * tolerance:
+                return low, high
+            at = _between((low[0], seen.mean(low, num_seeds)), (high[0], seen.mean(high, num_seeds)), tolerance, probe)
+        todo = [(_rounded(at),)]
+        if todo[0] in (low, high):
+            assert low is not None  # a probe beyond the only end differs from it by the precision at least
+            assert high is not None
+            return low, high
+    raise AssertionError
+
+
+def _along(rate: float, slack: float, slope: float, tolerance: float) -> float:
+    """The rate at which the slope takes the slack through zero, and a quarter of the way further, at most `_LONGEST_STEP` away."""
+    distance = min(max(1.25 * abs(slack / slope), math.log(tolerance)), math.log(_LONGEST_STEP))
+    return float(rate * math.exp(math.copysign(distance, slack)))
+
+
+def _between(low: tuple[float, float], high: tuple[float, float], tolerance: float, probe: int) -> float:
+    """A rate between two: a little to the farther end's side of where a line passes zero, so that the bracket soon shrinks from both."""
+    if probe > _MAX_LINES:
+        return math.sqrt(low[0] * high[0])
+    root, little = _root(low, high), math.pow(tolerance, 0.4)
+    at = root / little if root / low[0] > high[0] / root else root * little
+    room = min(little, math.pow(high[0] / low[0], 0.2))
+    return min(max(at, low[0] * room), high[0] / room)
+
+
+def _slope(low: tuple[float, float], high: tuple[float, float]) -> float:
+    """Change of the slack by the logarithm of the rate between two points; of no use where it does not fall."""
+    found = (high[1] - low[1]) / math.log(high[0] / low[0]) if high[0] > low[0] else 0.0
+    return min(found, _FLATTEST)
+
+
 def _interval(
     seen: _Seen, question: RateQuestion, rate: float, ends: _Bracket, num_seeds: int
 ) -> Generator[Sequence[Probe], Slacks, Interval]:
-    """The rates at which the ends of the slack's interval pass zero, from further rates outwards where the bracket does not show them."""
-    low, high = ends
-    step = 1 + 2 * question.precision_fraction
-    for _ in range(_MAX_WIDENINGS):
-        if seen.bounds(low, num_seeds).low >= 0 or low[0] <= question.low:
-            break
-        low = (_rounded(max(question.low, low[0] / step)),)
-        step = step**2
-        yield from seen.ask([low], num_seeds)
-    step = 1 + 2 * question.precision_fraction
-    for _ in range(_MAX_WIDENINGS):
-        if seen.bounds(high, num_seeds).high < 0 or high[0] >= question.high:
-            break
-        high = (_rounded(min(question.high, high[0] * step)),)
-        step = step**2
-        yield from seen.ask([high], num_seeds)
-    probed = sorted(one for one, slacks in seen.slacks.items() if len(slacks) >= num_seeds and low <= one <= high)
+    """The rates at which the ends of the slack's interval pass zero, from further rates outwards where those known do not show them."""
+    yield from _reach(seen, question, ends[0], num_seeds, downwards=True)
+    yield from _reach(seen, question, ends[1], num_seeds, downwards=False)
+    probed = seen.under(num_seeds)
     bounds = [seen.bounds(one, num_seeds) for one in probed]
     rates = [one[0] for one in probed]
     below = _crossing(rates, [one.low for one in bounds], rate, downwards=True)
     above = _crossing(rates, [one.high for one in bounds], rate, downwards=False)
     return Interval(below, above)
+
+
+def _reach(
+    seen: _Seen, question: RateQuestion, end: Setting, num_seeds: int, *, downwards: bool
+) -> Generator[Sequence[Probe], Slacks, None]:
+    """Probe outwards from an end of the bracket until the SLO certainly holds (downwards) or certainly fails, or a few times in vain."""
+    for _ in range(_MAX_WIDENINGS):
+        outside = [one for one in seen.under(num_seeds) if (one <= end if downwards else one >= end)]
+        bounds = [seen.bounds(one, num_seeds) for one in outside]
+        if any(one.low >= 0 if downwards else one.high < 0 for one in bounds):
+            return
+        last = outside[0] if downwards else outside[-1]
+        if last[0] <= question.low if downwards else last[0] >= question.high:
+            return
+        missing = seen.bounds(last, num_seeds).low if downwards else seen.bounds(last, num_seeds).high
+        all_seen = seen.under(num_seeds)
+        slope = _slope(*((one[0], seen.mean(one, num_seeds)) for one in (all_seen[0], all_seen[-1])))
+        at = _along(last[0], missing, slope, 1 + question.precision_fraction)
+        yield from seen.ask([(_rounded(min(max(at, question.low), question.high)),)], num_seeds)
 
 
 def _crossing(rates: Sequence[float], values: Sequence[float], rate: float, *, downwards: bool) -> float:
