@@ -1,6 +1,6 @@
 """Vajra: scheduling policies for LLM inference, written once, simulated and run unchanged.
 
-`import vajra_py as vajra` is the front door: experiments (`load`, `run`, `sweep`, `compare`, `open_runs`, `report`, `figures`, `plots`), generation (`LLM`,
+`import vajra_py as vajra` is the front door: experiments (`load`, `run`, `sweep`, `capacity`, `compare`, `open_runs`, `report`, `figures`, `plots`), generation (`LLM`,
 `AsyncLLM`, `SamplingParams`) and the names of the contract for authors of policies. Everything is imported on first use: importing this
 package loads nothing beyond the standard library. `__init__.pyi` lists the names for type checkers.
 """
@@ -15,12 +15,14 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AsyncLLM": "engine",
+    "CapacityAnswer": "api",
     "Comparison": "api",
     "ExperimentConfig": "api",
     "LLM": "engine",
     "RunData": "api",
     "SamplingParams": "engine",
     "SweepResult": "api",
+    "capacity": "api",
     "compare": "api",
     "figures": "api",
     "load": "api",

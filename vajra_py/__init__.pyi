@@ -1,7 +1,9 @@
+from vajra_py.api import CapacityAnswer as CapacityAnswer
 from vajra_py.api import Comparison as Comparison
 from vajra_py.api import ExperimentConfig as ExperimentConfig
 from vajra_py.api import RunData as RunData
 from vajra_py.api import SweepResult as SweepResult
+from vajra_py.api import capacity as capacity
 from vajra_py.api import compare as compare
 from vajra_py.api import figures as figures
 from vajra_py.api import load as load

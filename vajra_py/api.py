@@ -29,13 +29,16 @@ from vajra_py.plugins import Registry, load_registry
 
 if TYPE_CHECKING:
     from vajra_py.experiment.accuracy import Accuracy
+    from vajra_py.experiment.capacity import CapacityAnswer, SearchProgress
     from vajra_py.metrics import plots
 
 __all__ = [
+    "CapacityAnswer",
     "Comparison",
     "ExperimentConfig",
     "RunData",
     "SweepResult",
+    "capacity",
     "compare",
     "figures",
     "load",
@@ -102,20 +105,34 @@ def sweep(
     With more than one worker, a script that calls this needs the usual `if __name__ == "__main__":` guard. `policies` are as for
     `run`: with some, points run one after the other in this process, all anew when any of them names one.
     """
-    if policies and workers not in (None, 1):
-        problem = Problem(
-            "workers", f"policies that are not installed are run in this process ({workers})", "Allowed: 1"
-        )
-        raise ConfigError(problem)
-    registry = _registry(policies)
+    registry, workers = _in_process(policies, workers)
     anew = any(_names_any(point, policies) for _, point in expand_sweep(config, registry))
     return run_sweep(
         config,
-        workers=1 if policies else workers,
+        workers=workers,
         overwrite=overwrite or anew,
         progress=progress,
         registry=registry,
     )
+
+
+def capacity(
+    config: ExperimentConfig,
+    *,
+    workers: int | None = None,
+    overwrite: bool = False,
+    progress: SearchProgress | None = None,
+    policies: Sequence[PolicySpec] = (),
+) -> list[CapacityAnswer]:
+    """Answer the experiment's `capacity:` question for every setting of its sweep, in order: `.answer`, `.curve`, `.sentence`.
+
+    Runs that are there are read and not made again. Workers and `policies` are as for `sweep`. Raises `ConfigError` where nothing is asked that can be answered.
+    """
+    from vajra_py.experiment.capacity import find_capacity
+
+    registry, workers = _in_process(policies, workers)
+    anew = overwrite or any(_names_any(point, policies) for _, point in expand_sweep(config, registry))
+    return find_capacity(config, workers=workers, registry=registry, overwrite=anew, progress=progress)
 
 
 def open_runs(paths: Iterable[str | Path]) -> list[RunData]:
@@ -173,7 +190,11 @@ def figures(
 
 
 def __getattr__(name: str) -> Any:
-    """`plots` loads matplotlib when it is first used."""
+    """`plots` loads matplotlib when it is first used, `CapacityAnswer` the search for it."""
+    if name == "CapacityAnswer":
+        from vajra_py.experiment.capacity import CapacityAnswer
+
+        return CapacityAnswer
     if name == "plots":
         from vajra_py.metrics import plots
 
@@ -183,6 +204,16 @@ def __getattr__(name: str) -> Any:
 
 def _registry(policies: Iterable[PolicySpec]) -> Registry:
     return load_registry().with_policies(policies)
+
+
+def _in_process(policies: Sequence[PolicySpec], workers: int | None) -> tuple[Registry, int | None]:
+    """The registry, and how many workers: one where policies are not installed, which other processes would not find."""
+    if policies and workers not in (None, 1):
+        problem = Problem(
+            "workers", f"policies that are not installed are run in this process ({workers})", "Allowed: 1"
+        )
+        raise ConfigError(problem)
+    return _registry(policies), 1 if policies else workers
 
 
 def _names_any(config: ExperimentConfig, policies: Iterable[PolicySpec]) -> bool:

@@ -12,7 +12,6 @@ from vajra_py.cli.main import vajra
 from vajra_py.config import load_config
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.capacity import find_capacity
-from vajra_py.experiment.capacity_files import answer_line
 
 FILE = """
 version: 1
@@ -138,8 +137,7 @@ def test_the_cheapest_mix_of_devices_follows_their_prices(tmp_path: Path, price:
     held = {point.setting: sum(point.slacks) >= 0 for point in found.curve}
     assert held[found.answer.setting]
     assert not any(holds and found.cost(one) < found.cost(found.answer.setting) for one, holds in held.items())
-    assert config.capacity is not None
-    line = answer_line(found, config.capacity)
+    line = found.sentence
     assert "$ an hour" in line
     assert ("short" in line) == uses_both
 

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from vajra_py.metrics.comparison import compare
-from vajra_py.metrics.intervals import batch_means_interval, mser5, num_batches, quantile_interval, replication_interval
+from vajra_py.metrics.intervals import (
+    batch_means_interval,
+    effective_size,
+    is_long_enough,
+    mser5,
+    quantile_interval,
+    replication_interval,
+)
 from vajra_py.metrics.run_data import RunData
 
 
@@ -23,7 +30,7 @@ def correlated(count: int, seed: int, phi: float = 0.9) -> np.ndarray[tuple[int]
 def test_correlated_values_get_intervals_that_hold_the_mean_and_the_median() -> None:
     naive = means = medians = 0
     for seed in range(200):
-        values = correlated(2000, seed)
+        values = correlated(6000, seed)
         mean, median = batch_means_interval(values), quantile_interval(values, 0.5)
         assert mean is not None
         assert median is not None
@@ -35,9 +42,62 @@ def test_correlated_values_get_intervals_that_hold_the_mean_and_the_median() -> 
     assert naive / 200 < 0.6  # what ignoring the correlation would do
 
 
-def test_stronger_correlation_takes_larger_batches() -> None:
-    assert num_batches(np.random.default_rng(0).normal(size=3200)) == 32
-    assert num_batches(correlated(3200, 1, phi=0.995)) < 32
+def test_a_correlated_sequence_is_worth_fewer_values() -> None:
+    independent = effective_size(np.random.default_rng(0).normal(10, 1, 3200))
+    assert 1500 < independent < 7000
+    assert effective_size(correlated(3200, 1, phi=0.9)) == pytest.approx(3200 / 19, rel=0.6)
+    assert effective_size(np.full(500, 2.0)) == 500
+    assert effective_size(np.arange(100.0)) == 0
+
+
+def test_a_sequence_that_is_too_short_for_its_correlation_has_no_interval() -> None:
+    short, long = correlated(600, 1, phi=0.97), correlated(60_000, 1, phi=0.97)
+    assert batch_means_interval(short) is None
+    assert quantile_interval(short, 0.5) is None
+    assert batch_means_interval(long) is not None
+    assert is_long_enough(long, 0.95)
+    assert not is_long_enough(correlated(6_000, 1, phi=0.97), 0.99)  # too few beyond it
+
+
+def busy_queue(load: float, num_requests: int, seed: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Times in system of an M/M/1 queue that starts empty."""
+    rng = np.random.default_rng(seed)
+    service, gaps = rng.exponential(1, num_requests), rng.exponential(1 / load, num_requests)
+    times, wait = np.empty(num_requests), 0.0
+    for i in range(num_requests):
+        times[i] = wait + service[i]
+        wait = max(times[i] - gaps[i], 0.0)
+    return times
+
+
+@pytest.mark.parametrize("fraction", [None, 0.9])
+def test_a_queue_gets_intervals_that_hold_as_often_as_they_say_and_a_short_one_gets_none(
+    fraction: float | None,
+) -> None:
+    def held(load: float, num_requests: int, runs: int) -> tuple[int, int]:
+        truth = (1 if fraction is None else -np.log(1 - fraction)) / (1 - load)
+        found = [
+            batch_means_interval(one) if fraction is None else quantile_interval(one, fraction)
+            for one in (busy_queue(load, num_requests, seed) for seed in range(runs))
+        ]
+        given = [one for one in found if one is not None]
+        return len(given), sum(one.low <= truth <= one.high for one in given)
+
+    num_given, num_held = held(0.5, 3000, 150)
+    assert num_given >= 145
+    assert 0.9 <= num_held / num_given <= 0.99
+    num_given, _ = held(0.9, 1500, 40)
+    assert num_given <= 1
+
+
+def test_amounts_have_intervals_above_zero_with_the_longer_end_upwards() -> None:
+    values = busy_queue(0.5, 3000, 3)
+    mean, high = batch_means_interval(values), quantile_interval(values, 0.9)
+    assert mean is not None
+    assert high is not None
+    assert 0 < mean.low < values.mean() < mean.high
+    assert mean.high - values.mean() > values.mean() - mean.low
+    assert 0 < high.low < np.quantile(values, 0.9) < high.high
 
 
 def test_replications_get_students_interval() -> None:

@@ -48,7 +48,7 @@ def capacity(
     folder = config.output_dir / config.name
     asked = config.capacity
     assert asked is not None  # else there was no answer
-    from vajra_py.experiment.capacity_files import answer_line, write_capacity_files
+    from vajra_py.experiment.capacity_files import write_capacity_files
 
     for path in write_capacity_files(answers, asked, folder, formats):
         if not quiet:
@@ -57,7 +57,7 @@ def capacity(
         _show(answers)
     click.echo(f"SLO: {asked.slo}")
     for answer in sorted(answers, key=_worth):
-        click.echo(answer_line(answer, asked))
+        click.echo(answer.sentence)
     return 1 if any(answer.error is not None for answer in answers) else 0
 
 

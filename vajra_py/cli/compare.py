@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from vajra_py.metrics.comparison import Comparison
 
 
 @click.command(no_args_is_help=True)
@@ -19,7 +23,10 @@ import click
 @click.option(
     "--each-run", is_flag=True, help="Show every run; without it, runs that differ in their seed only are one."
 )
-def compare(runs: tuple[Path, ...], report: Path | None, form: str, scope: str | None, each_run: bool) -> None:
+@click.option("--baseline", help="Show differences of the other settings from the one of this name.")
+def compare(
+    runs: tuple[Path, ...], report: Path | None, form: str, scope: str | None, each_run: bool, baseline: str | None
+) -> None:
     """Compare RUNS: folders of runs, or folders that hold runs (such as a sweep's)."""
     from vajra_py.experiment.folder import find_runs
     from vajra_py.metrics.comparison import OVERALL
@@ -29,7 +36,9 @@ def compare(runs: tuple[Path, ...], report: Path | None, form: str, scope: str |
     loaded = load_runs([path for given in runs for path in find_runs(given)])
     comparison = compare_runs(loaded, each_run=each_run)
     only = None if scope is None else comparison.scope(scope)
-    if form == "csv":
+    if baseline is not None:
+        _show_differences(comparison, baseline, form, only)
+    elif form == "csv":
         click.echo(comparison.to_csv(only), nl=False)
     elif form == "markdown":
         click.echo(comparison.to_markdown(only or OVERALL))
@@ -49,3 +58,18 @@ def compare(runs: tuple[Path, ...], report: Path | None, form: str, scope: str |
         report.parent.mkdir(parents=True, exist_ok=True)
         write_report(loaded, report)
         click.echo(f"report: {report}")
+
+
+def _show_differences(comparison: Comparison, baseline: str, form: str, scope: str | None) -> None:
+    from vajra_py.metrics import baseline_table
+    from vajra_py.metrics.comparison import OVERALL
+
+    if form == "csv":
+        click.echo(baseline_table.csv_text(comparison, baseline, scope), nl=False)
+    elif form == "table":
+        from vajra_py.cli.options import wide_console
+
+        wide_console().print(baseline_table.terminal(comparison, baseline, scope or OVERALL))
+    else:
+        write = baseline_table.markdown if form == "markdown" else baseline_table.latex
+        click.echo(write(comparison, baseline, scope or OVERALL), nl=False)

@@ -67,6 +67,15 @@ class CapacityAnswer:
     num_new: int = 0
     """Of the runs, those that were not there before."""
     error: str | None = None
+    range: tuple[float, float] = (0.0, 0.0)
+    """Of the rates that were allowed."""
+
+    @property
+    def sentence(self) -> str:
+        """The answer with its interval in one line."""
+        from vajra_py.experiment.capacity_files import answer_line
+
+        return answer_line(self)
 
     def cost(self, setting: Setting) -> float:
         """Of numbers of replicas; a rate stands for itself."""
@@ -353,7 +362,8 @@ class _Search:
             except VajraError as error:
                 self._error = str(error)
         answer = CapacityAnswer(
-            asked.label, self._answer, tuple(curve), asked.paths, asked.costs, asked.unit, self.num_done, self.num_new, self._error
+            asked.label, self._answer, tuple(curve), asked.paths, asked.costs, asked.unit, self.num_done, self.num_new, self._error,
+            (0.0, 0.0) if asked.question.rate is None else (asked.question.rate.min, asked.question.rate.max),
         )  # fmt: skip
         return answer
 

@@ -14,19 +14,18 @@ from vajra_py.metrics.comparison_metrics import significant
 from vajra_py.metrics.plots.capacity import CapacityCurve, Limit, capacity_figure
 
 
-def answer_line(answer: CapacityAnswer, asked: CapacityConfig) -> str:
+def answer_line(answer: CapacityAnswer) -> str:
     """One sentence with the answer and its interval."""
     found = answer.answer
     if found is None:
         return f"{answer.label}: failed: {answer.error}"
     if answer.costs:
         return f"{answer.label}: {_replicas_text(answer)}"
-    rate = asked.rate
-    assert rate is not None  # nothing else is asked without costs
+    lowest, highest = answer.range
     if found.outcome == "never":
-        return f"{answer.label}: the SLO never holds: it fails even at the lowest rate allowed ({rate.min:g} requests/s; capacity.rate.min)"
+        return f"{answer.label}: the SLO never holds: it fails even at the lowest rate allowed ({lowest:g} requests/s; capacity.rate.min)"
     if found.outcome == "always":
-        return f"{answer.label}: the SLO always holds: even at the highest rate allowed ({rate.max:g} requests/s; capacity.rate.max)"
+        return f"{answer.label}: the SLO always holds: even at the highest rate allowed ({highest:g} requests/s; capacity.rate.max)"
     text = f"{answer.label}: {significant(found.setting[0])} requests/s"
     if found.interval is not None:
         low, high = significant(found.interval.low), significant(found.interval.high)

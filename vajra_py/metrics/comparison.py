@@ -73,6 +73,12 @@ class Comparison:
         names = [*self.values, *(scope.partition(" ")[2] for scope in self.scopes[1:])]
         raise RunError(f"--scope: nothing has that name ({given!r}). {did_you_mean(given, names)}")
 
+    def position(self, name: str) -> int:
+        """The setting of that name. Raises `RunError`."""
+        if name in self.names:
+            return self.names.index(name)
+        raise RunError(f"--baseline: no setting has that name ({name!r}). {did_you_mean(name, self.names)}")
+
     def interval(self, key: str, position: int, scope: str = OVERALL) -> Interval | None:
         """The 95 % interval of a value: over replications, of a single run by batch means; None where there is no ground for one."""
         samples = self._samples(key, scope)

@@ -109,7 +109,7 @@ def markdown(comparison: Comparison, scope: str = OVERALL) -> str:
 def latex(comparison: Comparison, scope: str = OVERALL) -> str:
     """See `Comparison.to_latex`."""
     is_wide = len(comparison.names) > WIDE
-    table = [["metric", *map(_latex_text, comparison.names)], ["stability", *map(_latex_text, comparison.stability)]]
+    table = [["metric", *map(latex_text, comparison.names)], ["stability", *map(latex_text, comparison.stability)]]
     for metric in comparison.shown(scope, 0 if is_wide else 1):
         cells = []
         for value, spread, sign in _cells(comparison, metric, scope):
@@ -118,7 +118,7 @@ def latex(comparison: Comparison, scope: str = OVERALL) -> str:
             cells.append(
                 " ".join(filter(None, (number, error, r"$\approx$" if sign == TIE else ""))).replace("–", "--")
             )
-        table.append([_latex_text(titled(metric)), *cells])
+        table.append([latex_text(titled(metric)), *cells])
     if is_wide:  # settings become rows
         order = [0, *(1 + i for i in comparison.by_load())]
         table = [[row[i] for row in table] for i in order]
@@ -136,7 +136,8 @@ _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasci
 }
 
 
-def _latex_text(text: str) -> str:
+def latex_text(text: str) -> str:
+    """The text with LaTeX's special characters escaped."""
     return re.sub(r"[\\~^&%$#_{}]", lambda found: _LATEX[found.group()], text)
 
 

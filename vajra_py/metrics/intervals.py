@@ -46,14 +46,19 @@ def floats(values: Sequence[float | None]) -> Floats:
     return np.array([value for value in values if value is not None], dtype=np.float64)
 
 
-BATCHES = (32, 16, 10)
-"""Numbers of batches that are tried: the first whose means look independent is taken, else the last."""
+BATCHES = 10
+"""Batches of a sequence: few and large ones, whose means are close to independent."""
 MIN_VALUES = 200
 """Values of a sequence from which on batch means are worth making."""
-HIGHEST_MANY_BATCHES = 0.9
-"""Quantile up to which small batches hold enough values beyond it."""
-_INDEPENDENT_Z = 0.8416
-"""Of the lag-1 correlation of independent batch means, exceeded by chance in a fifth of all cases."""
+MIN_EFFECTIVE = 100
+"""Independent values that a sequence must be worth for an interval; shorter ones vary more than their batches show."""
+MIN_EFFECTIVE_BEYOND = 5
+"""Of them, those beyond a quantile on its shorter side."""
+_LENGTH_BATCHES = 32
+"""Batches by which it is told how many independent values a sequence is worth: many, since 10 of them would not tell it well."""
+HIGH_QUANTILE = 0.9
+_WIDEST = 0.9
+"""Part of a quantile that its interval may reach above it."""
 
 
 def mser5(values: Floats) -> int:
@@ -73,38 +78,60 @@ def mser5(values: Floats) -> int:
     return 5 * candidate if candidate < count // 2 else 0
 
 
+def effective_size(values: Floats) -> float:
+    """How many independent values would tell the mean of a correlated sequence as well: its variance over that of the mean, by batch means."""
+    if len(values) < MIN_VALUES:
+        return 0.0
+    variance = float(_batched(values, _LENGTH_BATCHES).var(ddof=1)) / _LENGTH_BATCHES
+    return float(values.var(ddof=1)) / variance if variance > 0 else float(len(values))
+
+
+def is_long_enough(values: Floats, fraction: float | None = None) -> bool:
+    """Whether a sequence is long enough for an interval of its long-run mean, or of this quantile."""
+    size = effective_size(values)
+    beyond = math.inf if fraction is None else size * min(fraction, 1 - fraction)
+    return size >= MIN_EFFECTIVE and beyond >= MIN_EFFECTIVE_BEYOND * (1 - 1e-9)
+
+
 def batch_means_interval(values: Floats) -> Interval | None:
-    """Interval for the long-run mean of a stationary, correlated sequence; None when it is short.
+    """Interval for the long-run mean of a stationary, correlated sequence of amounts; None when it is too short.
 
     Student's t over batch means, corrected for their skewness and for what is left of their correlation as Skart does (Tafazzoli and Wilson, "Skart: A skewness- and
-    autoregression-adjusted batch-means procedure for simulation analysis", IIE Transactions 43, 2011), with a fixed number of values.
+    autoregression-adjusted batch-means procedure for simulation analysis", IIE Transactions 43, 2011), with a fixed number of values. The error of a mean grows with the mean (a
+    busier system varies more), so that a relative error is taken for one of the logarithm.
     """
-    return None if len(values) < MIN_VALUES else _skewed_t(_batched(values, num_batches(values)))
+    if not is_long_enough(values):
+        return None
+    return _of_logarithm(_skewed_t(_batched(values, BATCHES)), float(values.mean()))
 
 
 def quantile_interval(values: Floats, fraction: float) -> Interval | None:
-    """Interval for the long-run quantile of such a sequence; None when it is short.
+    """Interval for the long-run quantile of such a sequence; None when it is too short.
 
-    The share of values up to the observed quantile gets a batch-means interval; the quantiles of its two ends are those of the interval. (A bootstrap of the batches
-    covers less: `benchmarks/interval_coverage.py`.)
+    The share of values up to the observed quantile gets a batch-means interval; the quantiles of its two ends are those of the interval. The upper end of a
+    high quantile is stretched as if the error were one of the reciprocal, since it grows faster with the quantile than that of a mean. (A bootstrap of the batches covers less:
+    `benchmarks/interval_coverage.py`.)
     """
-    if len(values) < MIN_VALUES:
+    if not is_long_enough(values, fraction):
         return None
-    count = num_batches(values) if fraction <= HIGHEST_MANY_BATCHES else BATCHES[-1]
-    used = values[len(values) % count :]
+    used = values[len(values) % BATCHES :]
     ordered = np.sort(used)
     place = min(max(math.ceil(fraction * len(ordered)) - 1, 0), len(ordered) - 1)
-    bounds = _skewed_t(_batched((used <= ordered[place]).astype(np.float64), count))
+    bounds = _skewed_t(_batched((used <= ordered[place]).astype(np.float64), BATCHES))
     low, high = math.floor(bounds.low * len(ordered)), math.ceil(bounds.high * len(ordered)) - 1
-    return Interval(float(ordered[max(low, 0)]), float(ordered[min(max(high, 0), len(ordered) - 1)]))
+    found = Interval(float(ordered[max(low, 0)]), float(ordered[min(max(high, 0), len(ordered) - 1)]))
+    quantile = float(ordered[place])
+    if fraction < HIGH_QUANTILE or not quantile > 0:
+        return _of_logarithm(found, quantile)
+    above = (found.high - quantile) / quantile
+    return Interval(found.low, quantile / (1 - above)) if above < _WIDEST else None
 
 
-def num_batches(values: Floats) -> int:
-    """The most batches of `BATCHES` whose means look independent (von Neumann's test by the lag-1 correlation)."""
-    for count in BATCHES:
-        if _correlation(_batched(values, count)) + 1 / count <= _INDEPENDENT_Z / math.sqrt(count):
-            return count
-    return BATCHES[-1]
+def _of_logarithm(found: Interval, value: float) -> Interval:
+    """The interval with its relative ends taken for those of the value's logarithm; the same one where the value is not positive."""
+    if not value > 0:
+        return found
+    return Interval(value * math.exp((found.low - value) / value), value * math.exp((found.high - value) / value))
 
 
 def _batched(values: Floats, count: int) -> Floats:

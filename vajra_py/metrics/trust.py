@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vajra_py.metrics.comparison import OVERALL, Comparison
+from vajra_py.metrics.intervals import MIN_EFFECTIVE
 from vajra_py.metrics.replications import Setting
 from vajra_py.metrics.run_data import RunData
 from vajra_py.metrics.run_warnings import MIN_COMPLETED
 from vajra_py.metrics.step_time_trust import cost_origins, judged_differences, step_time_origins
-from vajra_py.metrics.within_run import warmup_requests
+from vajra_py.metrics.within_run import is_short, warmup_requests
 
 _NAMED = ("ttft_mean_s", "ttft_p99_s")
 _P99_COMPLETED = 5000
@@ -18,9 +19,11 @@ _WIDE_FRACTION = 0.25
 
 
 _DISAGREE = f"Its seeds disagree: the 95 % interval of mean or P99 TTFT is wider than ±{_WIDE_FRACTION:.0%} of the value. More replications or longer runs narrow it."
-_SHORT = (
-    f"Too short a run for one seed: the 95 % interval of mean TTFT is wider than ±{_WIDE_FRACTION:.0%} of the value, as happens near saturation. `replications: 5` or a longer run "
-    "narrows it."
+_WIDE = f"The 95 % interval of mean TTFT is wider than ±{_WIDE_FRACTION:.0%} of the value. `replications: 5` or a longer run narrows it."
+_WORTH = f"its requests are worth fewer than {MIN_EFFECTIVE} independent ones (they wait for each other)"
+_SHORT = f"Too short for intervals: {_WORTH}. A longer run or `replications: 5` gives some."
+_SHORT_SEEDS = (
+    f"Too short to tell the long run: {_WORTH}. Intervals are those of runs of this length; longer ones may be slower."
 )
 
 
@@ -60,7 +63,12 @@ def _of_chance(settings: Sequence[Setting], comparison: Comparison) -> list[tupl
                 single if len(single) < len(settings) else [],
             )
         )
-    for is_replicated, sentence in ((True, _DISAGREE), (False, _SHORT)):
+    for is_replicated, sentence, short in ((True, _DISAGREE, _SHORT_SEEDS), (False, _WIDE, _SHORT)):
+        brief = [
+            setting.name for setting in settings if (len(setting.runs) > 1) == is_replicated and is_short(setting.first)
+        ]
+        if brief:
+            warnings.append((short, brief))
         wide = [
             f"{setting.name}: ±{share:.0%}"
             for i, setting in enumerate(settings)

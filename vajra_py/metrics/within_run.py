@@ -1,7 +1,7 @@
 """Confidence intervals within one run, and whether it was long enough to say what is asked of it.
 
 Requests in the order of their arrival are a sequence of correlated values, stationary where the system kept up with a steady load; its mean and quantiles get intervals by batch
-means. P99 gets none: a short run does not tell how heavy its tail is, and an interval from one run would promise too much. Replications give intervals for every metric.
+means. A run that is too short for its correlation gets none, and P99 never does: an interval would promise too much. Replications give intervals for every metric.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from vajra_py.metrics.definitions import Floats
-from vajra_py.metrics.intervals import Interval, batch_means_interval, mser5, quantile_interval
+from vajra_py.metrics.intervals import Interval, batch_means_interval, is_long_enough, mser5, quantile_interval
 from vajra_py.metrics.run_data import REQUESTS_FILE, RunData
 
 _LATENCIES = ("ttft", "tpot", "e2e", "queue")
@@ -31,6 +31,14 @@ def run_intervals(run: RunData, scopes: Sequence[str]) -> dict[str, dict[str, In
         inside = slice(None) if not name else columns[noun] == name
         found[scope] = _of_requests({key: column[inside] for key, column in columns.items()})
     return found
+
+
+def is_short(run: RunData) -> bool:
+    """Whether a run that kept up with its load is too short to tell the long-run mean of TTFT: its requests are worth too few independent ones."""
+    if run.summary.value("stability.label") != "stable" or not (run.path / REQUESTS_FILE).exists():
+        return False
+    values = run.measured("ttft_s")["ttft_s"]
+    return not is_long_enough(values[np.isfinite(values)])
 
 
 def warmup_requests(run: RunData) -> int:
