@@ -18,7 +18,7 @@ from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason
 from vajra_py.latency import AffineConfig
 from vajra_py.plugins import Truth, build_output_lengths, load_registry
-from vajra_py.runtime.kv import PrivateKeys
+from vajra_py.runtime.kv import PrivateBlockHashes
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
 from vajra_py.runtime.serving.controller import Controller
@@ -104,7 +104,7 @@ def submit(
 ) -> None:
     """One request that puts out as much as it may."""
     facts = RequestFacts(request_id, num_tokens, max_tokens=num_outputs)
-    request, _, _ = controller.submit(facts, lambda size: PrivateKeys(request_id), now)
+    request, _, _ = controller.submit(facts, lambda size: PrivateBlockHashes(request_id), now)
     executor.expect(request, 900_000)
 
 
@@ -194,7 +194,7 @@ def measure_queue(num_waiting: int, prioritizer: str = "edf", repeats: int = 400
     victims = [f"wait-{number}" for number in range(0, num_waiting, max(1, num_waiting // repeats))][:repeats]
     started = time.process_time_ns()
     for request_id in victims:
-        controller.end_early(request_id, EndReason.ABORTED, now + 10**9)
+        controller.abort(request_id, EndReason.ABORTED, now + 10**9)
     abort_us = (time.process_time_ns() - started) / len(victims) / 1000
     return add_us, abort_us
 

@@ -45,7 +45,7 @@ def entered(step: int = STEP) -> Counter[tuple[str, str]]:
                 file = f"{package}/{code.co_filename.split(f'/{package}/')[-1]}"
                 calls[file, code.co_qualname] += 1
 
-    simulator = harness.simulator(SimulationOptions(runs_ahead=False))
+    simulator = harness.simulator(SimulationOptions(fast_forward=False))
     sys.setprofile(note)
     try:
         simulator.run([RequestSpec(f"r{index}", 0.0, 20, 100) for index in range(6)])

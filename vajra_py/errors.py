@@ -28,7 +28,7 @@ from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
 __all__ = [
-    "BREACHES",
+    "POLICY_EXCEPTIONS",
     "ConfigError",
     "DidNotReturn",
     "ExecutorError",
@@ -141,7 +141,7 @@ class UnknownNameError(VajraError):
 class DidNotReturn(BaseException):
     """Raised inside a plug-in's call that has not returned for too long; no `except Exception` of the plug-in's own stops it.
 
-    Whoever asked a policy catches it beside `Exception` (`BREACHES`) and makes a `PolicyError` of it.
+    Whoever asked a policy catches it beside `Exception` (`POLICY_EXCEPTIONS`) and makes a `PolicyError` of it.
     """
 
     message: ClassVar[str] = "did not return"
@@ -151,14 +151,14 @@ class DidNotReturn(BaseException):
         return self.message
 
 
-BREACHES: tuple[type[BaseException], ...] = (Exception, DidNotReturn)
+POLICY_EXCEPTIONS: tuple[type[BaseException], ...] = (Exception, DidNotReturn)
 """What may escape from a policy and is its own fault."""
 
 
 class PolicyError(VajraError):
     """A policy broke the contract: a non-finite key, more tokens than remain, an unknown request, an exception of its own.
 
-    `policy` is the registered name; `replica_id`, `request_id` and `step` say where in the run, None when the breach is not
+    `policy` is the registered name; `replica_id`, `request_id` and `step` say where in the run, None when the violation is not
     tied to one; `place` says where in the policy's code (`fair.py:41 in key`), None when that is not known.
     """
 

@@ -43,9 +43,9 @@ class DynamicChunk:
         """Decodes, then prompts by urgency until the step is predicted to take its target time."""
         fill(replica, batch, self._next_chunk, self._mode)
 
-    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """The same search for a prompt that has the replica to itself."""
-        return self._chunks.lone_chunk(num_done_tokens, num_remaining_tokens, self._target_s)
+        return self._chunks.solo_chunk_size(num_done_tokens, num_remaining_tokens, self._target_s)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
         if self._chunks.is_full(batch, self._target_s):

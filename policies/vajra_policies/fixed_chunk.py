@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from vajra_policies.preemption import GivingWayConfig, preemption_mode
+from vajra_policies.preemption import PreemptionConfig, preemption_mode
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
@@ -19,7 +19,7 @@ from vajra_py.contract import (
 )
 
 
-class FixedChunkConfig(GivingWayConfig):
+class FixedChunkConfig(PreemptionConfig):
     """Parameters of `fixed_chunk`."""
 
     chunk_size: int = Field(
@@ -47,7 +47,7 @@ class FixedChunk:
         """Decodes, then prompts by urgency up to `chunk_size` tokens."""
         fill(replica, batch, self._next_chunk, self._mode)
 
-    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """A prompt with the replica to itself has the whole budget."""
         return min(self._chunk_size, num_remaining_tokens)
 

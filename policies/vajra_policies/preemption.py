@@ -9,7 +9,7 @@ from pydantic import Field
 from vajra_py.contract import PolicyConfig, PolicyContext, PreemptionMode
 
 
-class GivingWayConfig(PolicyConfig):
+class PreemptionConfig(PolicyConfig):
     """The parameter that says how requests are preempted."""
 
     preemption: Literal["recompute", "swap"] = Field(
@@ -21,7 +21,7 @@ class GivingWayConfig(PolicyConfig):
     )
 
 
-def preemption_mode(config: GivingWayConfig, context: PolicyContext) -> PreemptionMode:
+def preemption_mode(config: PreemptionConfig, context: PolicyContext) -> PreemptionMode:
     """The mode that the configuration names. Raises `ValueError` when swapping is asked for without anywhere to swap to."""
     mode = PreemptionMode(config.preemption)
     if mode is PreemptionMode.SWAP and context.limits.host_blocks < 1:

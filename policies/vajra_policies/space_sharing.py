@@ -92,9 +92,9 @@ class SpaceSharing:
             self._shares.start()
         fill(replica, batch, self._next_chunk, self._mode)
 
-    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """The chunk for the full target time: a prompt with the replica to itself has nobody to leave time to."""
-        return self._chunks.lone_chunk(num_done_tokens, num_remaining_tokens, self._config.target_batch_time_s)
+        return self._chunks.solo_chunk_size(num_done_tokens, num_remaining_tokens, self._config.target_batch_time_s)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
         target_s = self._config.target_batch_time_s

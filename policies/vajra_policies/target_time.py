@@ -10,7 +10,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from vajra_policies.preemption import GivingWayConfig
+from vajra_policies.preemption import PreemptionConfig
 from vajra_py.contract import BatchBuilder, BatchFeatures, PolicyContext, RequestView
 
 GRAIN_TOKENS = 32
@@ -18,7 +18,7 @@ FIRST_CHUNK_TOKENS = 256
 """Taken for the last chunk's size before there was one, so that the search starts at 512."""
 
 
-class TargetTimeConfig(GivingWayConfig):
+class TargetTimeConfig(PreemptionConfig):
     """Parameters of chunks that fit a target time."""
 
     target_batch_time_s: float = Field(0.05, gt=0, description="Predicted time that a step may take, seconds.")
@@ -93,7 +93,7 @@ class TargetTime:
             self._last_chunk = chunk
         return chunk
 
-    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int, target_s: float) -> int:
+    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int, target_s: float) -> int:
         """What `chunk` gives a prompt that has the replica to itself; at least 1."""
         limits = self._context.limits
         cap = self._config.max_chunk

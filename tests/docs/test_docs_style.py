@@ -12,7 +12,9 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 RECORDS = sorted((ROOT / "docs/adr").glob("*.md"))
 MOST_CHARACTERS = 200
 BANNED = re.compile(
-    r"\b(foregone|uproot|foresee|refit|chooser|TakeBack|Residents|residents|parked|read_claims|AdmitsInTurn|ChunksBesideDecodes|run-ahead)\b"
+    r"\b(foregone|uproot|foresee|refit|chooser|TakeBack|_?[Rr]esidents|is_parked|parked|read_claims|AdmitsInTurn|ChunksBesideDecodes|run-ahead"
+    r"|\w*(Block|Token|Segment|Private)Keys|num_keyed_tokens|make_keys|(?<!\")breach(es)?|BREACHES|luck|_?end_early|giv(es?|ing) way|gave way"
+    r"|GivingWay\w*|runs_ahead|engine\.units|_?publish_\w+|_to_publish)\b"
 )
 """Private words whose place the field's words have taken; the glossary has those."""
 

@@ -131,7 +131,7 @@ def test_decisions_and_tokens_are_those_without_looking_ahead(hollow_model: Path
     assert replay(tmp_path / "0-ahead").is_equal
     assert num_begun > 500
     assert num_dropped > 50
-    assert 0 < num_wasted < num_begun // 20  # a row that ends or gives way costs that row, not the step
+    assert 0 < num_wasted < num_begun // 20  # a row that ends or is preempted costs that row, not the step
     assert num_preempted > 10
 
 

@@ -12,7 +12,7 @@ from vajra_py.engine.compute import SamplingParams
 from vajra_py.engine.executor import EngineExecutor
 from vajra_py.engine.loop import EngineLoop
 from vajra_py.engine.outputs import OutputBuffer, Submission
-from vajra_py.engine.units import LoopOptions, Message, Unit
+from vajra_py.engine.replica import EngineReplica, LoopOptions, Message
 from vajra_py.engine.worker import Finished, Worker
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.runtime.queues import make_queue
@@ -79,9 +79,9 @@ def submission(name: str) -> Submission:
 def test_a_policy_change_does_not_wait_for_a_worker_that_is_lost() -> None:
     harness, script = Harness("fcfs", "round_robin", lambda context: BreaksOverB()), Script()
     harness.replicaset.policies = cast(Any, HeldPolicies(harness))
-    unit = Unit(harness.replica(), EngineExecutor(8), cast(Worker, script))
+    one = EngineReplica(harness.replica(), EngineExecutor(8), cast(Worker, script))
     script.loop = loop = EngineLoop(
-        harness.controller, {REPLICA: unit}, script, LoopOptions(serves=True, contains_breaches=True)
+        harness.controller, {REPLICA: one}, script, LoopOptions(serves=True, isolates_policies=True)
     )
     answers: list[Any] = []
     loop.submit(submission("a"))
@@ -93,7 +93,7 @@ def test_a_policy_change_does_not_wait_for_a_worker_that_is_lost() -> None:
     loop.swap_policy(change, answers.append)
     script.messages.append(Finished(REPLICA, None, "its device is gone"))
     loop.run()
-    assert unit.is_lost
+    assert one.is_lost
     assert [str(answer) for answer in answers] == [
         str(ConfigError(Problem("policy", "was asked for, and cannot be built")))
     ]

@@ -239,7 +239,7 @@ def test_every_combination_is_replayed(chooser: str, batcher: str, hollow_model:
 
 
 def what_happened(run: RunData) -> Counter[str]:
-    """How requests ended, how often some gave way, and tokens that were found in the prefix cache."""
+    """How requests ended, how often some were preempted, and tokens that were found in the prefix cache."""
     happened: Counter[str] = Counter()
     for request in run.requests().to_pylist():
         happened[request["reason"]] += 1
@@ -312,7 +312,7 @@ def test_requests_known_by_their_tokens_are_replayed(hollow_model: Path, tmp_pat
     requests = run.requests().to_pylist()
     assert sum(request["num_cached_tokens"] for request in requests) > 0
     assert sum(request["num_preemptions"] for request in requests) > 0
-    # A request that gave way finds what it had generated itself again, which only its tokens can name.
+    # A request that was preempted finds what it had generated itself again, which only its tokens can name.
     resumed = [row["chunks"] for row in read_decisions(tmp_path / "run" / "decisions.parquet")]
     assert any(kind == "resumed" and done > 0 for chunks in resumed for _, _, done, kind in chunks)
 

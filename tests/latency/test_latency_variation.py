@@ -28,9 +28,9 @@ def test_even_luck_is_distributed_as_what_was_measured(seed: int) -> None:
     stream = np.random.default_rng(seed)
     narrow, wide = stream.lognormal(0.0, 0.1, 2000), stream.lognormal(0.0, 0.3, 149)
     variation = Variation(factors_among(narrow.tolist()), factors_among(wide.tolist()))
-    luck = stream.random(20_000)
+    quantile = stream.random(20_000)
     for has_prompts, sample in ((False, narrow), (True, wide)):
-        drawn = variation.at(luck, has_prompts=has_prompts)
+        drawn = variation.at(quantile, has_prompts=has_prompts)
         assert drawn.mean() == pytest.approx(1.0, abs=0.02)
         for part in (0.1, 0.5, 0.9):
             assert np.quantile(drawn, part) == pytest.approx(np.quantile(sample, part) / sample.mean(), rel=0.06)
@@ -44,9 +44,9 @@ def test_a_sample_that_does_not_divide_into_hundredths_keeps_its_shares() -> Non
 
 def test_who_is_luckier_with_one_kind_is_with_the_other() -> None:
     variation = Variation((0.5, 0.75, 1.0, 1.75), (0.9, 1.1))
-    luck = np.array([0.0, 0.3, 0.6, 0.999999])
-    assert variation.at(luck, has_prompts=False).tolist() == [0.5, 0.75, 1.0, 1.75]
-    assert variation.at(luck, has_prompts=True).tolist() == [0.9, 0.9, 1.1, 1.1]
+    quantile = np.array([0.0, 0.3, 0.6, 0.999999])
+    assert variation.at(quantile, has_prompts=False).tolist() == [0.5, 0.75, 1.0, 1.75]
+    assert variation.at(quantile, has_prompts=True).tolist() == [0.9, 0.9, 1.1, 1.1]
 
 
 @pytest.mark.parametrize("factors", [(), (0.0, 2.0), (1.5, 0.5), (float("nan"),), (1.0, 1.1)])

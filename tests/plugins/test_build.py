@@ -17,6 +17,7 @@ from vajra_py.plugins import (
     build_policy,
     check_policy_shape,
 )
+from vajra_py.runtime.serving.policy_binding import solo_chunk_rule
 
 PRIORITIZER, ROUTER, SCHEDULER = Layer
 CONTEXT: Any = SimpleNamespace()
@@ -43,7 +44,7 @@ def vajra_policies():
 
 @hookimpl
 def vajra_observers():
-    return [ObserverSpec("watch", P, lambda c: Observer(), "Watches."), ObserverSpec("liar", P, lambda c: 3, "Lies.")]
+    return [ObserverSpec("watch", P, lambda c: {observer}(), "Watches."), ObserverSpec("liar", P, lambda c: 3, "Lies.")]
 
 @hookimpl
 def vajra_latency_models():
@@ -59,8 +60,15 @@ class Guess:
 """
 
 
-def install(site: Any, classes: str, layer: Layer = PRIORITIZER, build: str = "lambda c, x: Policy(c)") -> Any:
-    site.install("lab", SOURCE.format(classes=classes, layer=layer.name, build=build), version="3.1")
+def install(
+    site: Any,
+    classes: str,
+    layer: Layer = PRIORITIZER,
+    build: str = "lambda c, x: Policy(c)",
+    observer: str = "Observer",
+) -> Any:
+    source = SOURCE.format(classes=classes, layer=layer.name, build=build, observer=observer)
+    site.install("lab", source, version="3.1")
     return site.registry()
 
 
@@ -221,6 +229,26 @@ def test_traits_that_are_wrong_or_declared_as_they_once_were(
     registry = install(site, classes, layer)
     with pytest.raises(PluginError, match=complaint):
         build_policy(layer, "mine", {}, CONTEXT, registry)
+
+
+def test_a_deprecated_name_is_warned_of_and_still_asked(site: Any) -> None:
+    registry = install(site, SCHEDULES + "    def lone_chunk(self, done, remaining): return 7\n", SCHEDULER)
+    with pytest.warns(DeprecationWarning, match="lone_chunk is now solo_chunk_size"):
+        policy = build_policy(SCHEDULER, "mine", {}, CONTEXT, registry)
+    limits: Any = SimpleNamespace(max_batch_tokens=3)
+    assert solo_chunk_rule(policy, limits)(0, 9) == 7  # type: ignore[arg-type]
+    with pytest.warns(DeprecationWarning, match="ChunksLonePrompts is now ChunksSoloPrompts"):
+        assert contract.ChunksLonePrompts is contract.ChunksSoloPrompts
+    assert solo_chunk_rule(object(), limits)(0, 9) == 3  # type: ignore[arg-type]
+    limits.max_batch_tokens = None
+    assert solo_chunk_rule(object(), limits)(0, 9) == 9  # type: ignore[arg-type]
+
+
+def test_an_observer_with_a_former_method_is_refused(site: Any) -> None:
+    former = "class Former(Observer):\n    def on_uprooted(self, request, replica_id, now): pass\n"
+    registry = install(site, GOOD + former, observer="Former")
+    with pytest.raises(PluginError, match="nothing calls on_uprooted any more"):
+        build_observer("watch", {}, registry)
 
 
 def test_traits_may_depend_on_parameters(site: Any) -> None:

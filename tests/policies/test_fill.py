@@ -1,4 +1,4 @@
-"""How does the shared loop form a step: who runs, who gives way, who is passed over?"""
+"""How does the shared loop form a step: who runs, who is preempted, who is passed over?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from vajra_policies.fixed_chunk import FixedChunk, FixedChunkConfig
 from vajra_py.contract import (
-    ChunksLonePrompts,
+    ChunksSoloPrompts,
     DecodeStop,
     KeyMotion,
     PreemptionMode,
@@ -38,10 +38,10 @@ def stepped(harness: Harness) -> Step:
 def test_is_a_replica_scheduler_that_chunks_lone_prompts() -> None:
     policy = FixedChunk(FixedChunkConfig())
     scheduler: ReplicaScheduler = policy
-    chunks: ChunksLonePrompts = policy
+    chunks: ChunksSoloPrompts = policy
     assert isinstance(scheduler, ReplicaScheduler)
-    assert chunks.lone_chunk(0, 5000) == 2048
-    assert chunks.lone_chunk(4096, 904) == 904
+    assert chunks.solo_chunk_size(0, 5000) == 2048
+    assert chunks.solo_chunk_size(4096, 904) == 904
     assert policy.traits.repeats_decodes == set(SteadyState)
 
 
@@ -114,7 +114,7 @@ def test_what_is_cached_is_not_computed_again() -> None:
     assert stepped(harness).tokens == {"b": 16}
 
 
-# Who gives way
+# Who is preempted
 
 
 def squeezed(harness: Harness, *names: str) -> None:
@@ -194,7 +194,7 @@ def test_the_victim_is_not_admitted_again_in_the_same_step_and_does_not_use_up_t
 
 
 def test_victims_do_not_use_up_what_may_be_passed_over() -> None:
-    """24 decodes need a second block each and there is one: twelve give way, and a new prompt still gets in."""
+    """24 decodes need a second block each and there is one: twelve are preempted, and a new prompt still gets in."""
     harness = Harness("fcfs", "round_robin", fixed(), HarnessOptions(num_blocks=25, max_batch_size=64))
     for index in range(24):
         harness.submit(f"r{index}", 15, 20)

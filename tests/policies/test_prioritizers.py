@@ -175,7 +175,7 @@ def test_where_preempted_requests_go(preempted: str, order: list[str], motion: K
 
 
 class PreemptsInItsSecondStep:
-    """Admits everything in its first step; in the second, named requests give way and the others decode."""
+    """Admits everything in its first step; in the second, named requests are preempted and the others decode."""
 
     def __init__(self, *victims: str) -> None:
         self._victims = victims

@@ -294,7 +294,7 @@ def test_pulling_looks_no_further_than_it_must() -> None:
 
 
 def test_a_preempted_request_stays_with_its_replica() -> None:
-    """Two requests fill one replica's memory; the one that gives way does not move, though the other replica is idle."""
+    """Two requests fill one replica's memory; the one that is preempted does not move, though the other replica is idle."""
     harness = Harness("fcfs", "pull", "fixed_chunk", two_replicas(num_blocks=4))
     harness.submit("a", 32, 30)
     harness.submit("b", 31, 30)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vajra_policies.dynamic_chunk import DynamicChunk, DynamicChunkConfig
 from vajra_policies.target_time import ChunkSizes, largest_that_fits
-from vajra_py.contract import BatchFeatures, ChunksLonePrompts, ReplicaScheduler
+from vajra_py.contract import BatchFeatures, ChunksSoloPrompts, ReplicaScheduler
 from vajra_py.errors import ConfigError
 from vajra_py.latency import AffineModel
 from vajra_py.testing.harness import Harness, HarnessOptions, Step
@@ -235,10 +235,10 @@ def test_lone_chunks_are_those_that_a_lone_prompt_gets() -> None:
     steps = harness.steps_until_idle()
     policy = harness.replica_schedulers[0]
     assert isinstance(policy, ReplicaScheduler)
-    assert isinstance(policy, ChunksLonePrompts)
+    assert isinstance(policy, ChunksSoloPrompts)
     for step in steps:
         done = step.entries[0].num_computed_before
-        assert policy.lone_chunk(done, 40_003 - done) == step.num_tokens
+        assert policy.solo_chunk_size(done, 40_003 - done) == step.num_tokens
     predicted_s = harness.context.prefill_time.total_s(40_003)
     assert predicted_s == pytest.approx(sum(step.duration_s for step in steps), rel=0.01)
 
@@ -252,7 +252,7 @@ def test_chunks_end_at_the_boundary_of_a_kv_parallel_group() -> None:
     assert [step.num_tokens for step in steps] == [96, 64, 96, 64, 10]
     done = 0
     for step in steps:
-        assert policy.lone_chunk(done, 330 - done) == step.num_tokens
+        assert policy.solo_chunk_size(done, 330 - done) == step.num_tokens
         done += step.num_tokens
 
 

@@ -187,7 +187,7 @@ class Machine(RuleBasedStateMachine):
 
     @staticmethod
     def holds_its_memory(plan: StepPlan, request: Request) -> bool:
-        """Whether a chunk in the pipeline is worth anything yet: its request may have given way since, or ended."""
+        """Whether a chunk in the pipeline is worth anything yet: its request may have been preempted since, or ended."""
         assert plan.admissions is not None
         return request.state is RequestState.RUNNING and plan.admissions[request] == request.admitted_index
 
@@ -197,7 +197,7 @@ class Machine(RuleBasedStateMachine):
             return
         request = data.draw(st.sampled_from(self.alive))
         was_running = request.state is RequestState.RUNNING
-        at_once = self.harness.controller.end_early(request.request_id, EndReason.ABORTED, self.now)
+        at_once = self.harness.controller.abort(request.request_id, EndReason.ABORTED, self.now)
         assert at_once == (not was_running or not self.in_flight)
         assert (request.state is RequestState.ENDED) == at_once
 

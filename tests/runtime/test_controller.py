@@ -73,9 +73,9 @@ def test_every_request_is_counted_once() -> None:
     bench.submit("taken back", 4, 1)
     bench.submit("too long", 500, max_tokens=1)
     controller = bench.controller
-    assert controller.end_early("taken back", EndReason.ABORTED, 0)
-    assert not controller.end_early("taken back", EndReason.ABORTED, 0), "it has ended already"
-    assert not controller.end_early("nobody", EndReason.ABORTED, 0)
+    assert controller.abort("taken back", EndReason.ABORTED, 0)
+    assert not controller.abort("taken back", EndReason.ABORTED, 0), "it has ended already"
+    assert not controller.abort("nobody", EndReason.ABORTED, 0)
     bench.step()
     assert (controller.num_submitted, controller.num_alive) == (4, 1)
     assert controller.num_ended == {EndReason.STOP: 1, EndReason.ABORTED: 1, EndReason.REJECTED: 1}
@@ -158,7 +158,7 @@ def test_listening_policies_hear_of_arrivals_steps_and_departures() -> None:
     bench.submit("a", 4, 2)
     bench.submit("b", 4, 1)
     bench.submit("c", 4, 1)
-    assert bench.controller.end_early("c", EndReason.ABORTED, 0)
+    assert bench.controller.abort("c", EndReason.ABORTED, 0)
     bench.step()
     bench.step()
     kinds = [(kind, names) for kind, names, _ in listening.told]

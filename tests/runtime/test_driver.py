@@ -9,13 +9,13 @@ from vajra_py.contract.observer import EndReason
 from vajra_py.errors import PolicyError
 from vajra_py.latency import AffineModel
 from vajra_py.runtime.queues import make_queue
-from vajra_py.runtime.records.input_log import Abandonment, Abort, Breach, Expiry, Failure, Input, Restart
+from vajra_py.runtime.records.input_log import Abandonment, Abort, Expiry, Failure, Input, PolicyViolation, Restart
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.backend import Backend, BackendReplica
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.driver import Driver, DriverOptions
 from vajra_py.runtime.serving.events import Phase
-from vajra_py.runtime.serving.workload_adapter import facts_of, keys_of
+from vajra_py.runtime.serving.workload_adapter import facts_of, hashes_of
 from vajra_py.runtime.step.plan import StepPlan, StepResult
 from vajra_py.runtime.support.clock import NEVER, to_ticks
 from vajra_py.testing import Harness, HarnessOptions
@@ -72,7 +72,7 @@ class EngineCore(Backend[BackendReplica]):
         self.driver.complete(replica, *payload)
 
     def on_arrival(self, payload: RequestSpec) -> None:
-        self.driver.submit(facts_of(payload), lambda size: keys_of(payload, size, ""), payload, payload.arrived_at)
+        self.driver.submit(facts_of(payload), lambda size: hashes_of(payload, size, ""), payload, payload.arrived_at)
 
     def on_policy_change(self, payload: Any) -> None:
         self.driver.swap_policy(payload)
@@ -203,7 +203,7 @@ def test_who_ended_is_told_also_when_a_policy_raises_over_it() -> None:
     core.update_from_output(plan, due(plan), 10)
     core.schedule(10)
     assert core.ended == [("a", EndReason.STOP), ("b", EndReason.FAILED)]
-    assert [type(entry) for entry in core.noted] == [Breach]
+    assert [type(entry) for entry in core.noted] == [PolicyViolation]
     assert core.isolated == ["harness"]
 
 

@@ -64,7 +64,7 @@ def test_everything_that_waits_may_be_dropped_and_followers_come_all_the_same() 
 
 
 def test_running_ahead_drops_the_same() -> None:
-    def ends(runs_ahead: bool) -> list[tuple[str, Any, float]]:
+    def ends(fast_forward: bool) -> list[tuple[str, Any, float]]:
         found = []
 
         class Diary(Observer):
@@ -74,20 +74,20 @@ def test_running_ahead_drops_the_same() -> None:
         harness = Harness(ByArrival(), InTurn(), lambda context: Impatient(0.1), replace(OPTIONS, num_replicas=2))
         harness.controller.watch((Diary(),))
         specs = [RequestSpec(f"r{index}", 0.01 * index, 8, 5 + 7 * index % 40) for index in range(30)]
-        harness.simulator(SimulationOptions(runs_ahead=runs_ahead, check_every_steps=1)).run(specs)
+        harness.simulator(SimulationOptions(fast_forward=fast_forward, check_every_steps=1)).run(specs)
         return found
 
-    assert ends(runs_ahead=True) == ends(runs_ahead=False)
-    assert {reason for _, reason, _ in ends(runs_ahead=True)} == {EndReason.STOP, EndReason.REJECTED}
+    assert ends(fast_forward=True) == ends(fast_forward=False)
+    assert {reason for _, reason, _ in ends(fast_forward=True)} == {EndReason.STOP, EndReason.REJECTED}
 
 
 class DropsVictims(PlainChunks):
-    """Who gives way does not come back."""
+    """A preempted request that is dropped does not come back."""
 
     def schedule(self, replica: Any, batch: Any, now: float) -> None:
         super().schedule(replica, batch, now)
         for request in [one for one in replica.waiting() if one.num_preemptions]:
-            batch.drop(request, "gave way")
+            batch.drop(request, "was preempted")
 
 
 def test_a_preempted_request_can_be_dropped_at_once() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vajra_py.runtime.kv import BlockKeys, PrivateKeys, SegmentKeys, TokenKeys, output_segment
+from vajra_py.runtime.kv import BlockHashes, PrivateBlockHashes, SegmentBlockHashes, TokenBlockHashes, output_segment
 
 TOKENS = st.lists(st.integers(0, 1), max_size=14)
 NAMES: st.SearchStrategy[int | str | tuple[str, str]] = st.sampled_from([1, 2, "1", ("out", "a")])
@@ -29,48 +29,50 @@ def common_blocks(first: list[object], second: list[object], block_size: int) ->
 @given(TOKENS, TOKENS, st.integers(1, 4))
 def test_kv_token_keys_equal_while_tokens_equal(first: list[int], second: list[int], block_size: int) -> None:
     num_blocks = min(len(first), len(second)) // block_size
-    ours, theirs = TokenKeys(first, block_size), TokenKeys(second, block_size)
+    ours, theirs = TokenBlockHashes(first, block_size), TokenBlockHashes(second, block_size)
     num_equal = common_blocks(list(first), list(second), block_size)
-    assert [ours.key(i) == theirs.key(i) for i in range(num_blocks)] == [i < num_equal for i in range(num_blocks)]
+    assert [ours.block_hash(i) == theirs.block_hash(i) for i in range(num_blocks)] == [
+        i < num_equal for i in range(num_blocks)
+    ]
 
 
 @given(TOKENS, TOKENS, st.integers(1, 4), st.booleans())
 def test_kv_token_keys_do_not_depend_on_when_tokens_came(
     prompt: list[int], generated: list[int], block_size: int, look: bool
 ) -> None:
-    grown, whole = TokenKeys(prompt, block_size), TokenKeys(prompt + generated, block_size)
+    grown, whole = TokenBlockHashes(prompt, block_size), TokenBlockHashes(prompt + generated, block_size)
     for token in generated:
         if look and len(prompt) >= block_size:
-            grown.key(0)
+            grown.block_hash(0)
         grown.append(token)
-    num_blocks = whole.num_keyed_tokens // block_size
-    assert grown.num_keyed_tokens == len(prompt) + len(generated)
-    assert grown.keys(0, num_blocks) == whole.keys(0, num_blocks)
+    num_blocks = whole.num_hashed_tokens // block_size
+    assert grown.num_hashed_tokens == len(prompt) + len(generated)
+    assert grown.block_hashes(0, num_blocks) == whole.block_hashes(0, num_blocks)
 
 
 def test_kv_token_keys_partial_block_has_none() -> None:
-    keys = TokenKeys(range(7), block_size=4)
-    keys.key(0)
+    hashed = TokenBlockHashes(range(7), block_size=4)
+    hashed.block_hash(0)
     with pytest.raises(IndexError, match=r"block 1 is not full \(7 tokens, 4 a block\)"):
-        keys.key(1)
+        hashed.block_hash(1)
 
 
 def test_kv_token_keys_take_ids_of_64_bits() -> None:
-    assert TokenKeys([-(2**63), 2**63 - 1], 2).key(0) != TokenKeys([0, 0], 2).key(0)
+    assert TokenBlockHashes([-(2**63), 2**63 - 1], 2).block_hash(0) != TokenBlockHashes([0, 0], 2).block_hash(0)
 
 
 def test_kv_token_keys_tell_the_same_tokens_after_other_prefixes_apart() -> None:
-    assert TokenKeys([1, 1, 5, 5], 2).key(1) != TokenKeys([2, 2, 5, 5], 2).key(1)
+    assert TokenBlockHashes([1, 1, 5, 5], 2).block_hash(1) != TokenBlockHashes([2, 2, 5, 5], 2).block_hash(1)
 
 
 @pytest.mark.parametrize(
-    "make", [lambda salt: TokenKeys(range(8), 2, salt), lambda salt: SegmentKeys([(1, 8)], "r", 2, salt)]
+    "make", [lambda salt: TokenBlockHashes(range(8), 2, salt), lambda salt: SegmentBlockHashes([(1, 8)], "r", 2, salt)]
 )
-def test_kv_salt_separates_tenants(make: Callable[[str], BlockKeys]) -> None:
-    plain, blue, red = (make(salt).keys(0, 4) for salt in ("", "blue", "red"))
+def test_kv_salt_separates_tenants(make: Callable[[str], BlockHashes]) -> None:
+    plain, blue, red = (make(salt).block_hashes(0, 4) for salt in ("", "blue", "red"))
     assert not set(blue) & set(red)
     assert not set(plain) & set(blue)
-    assert list(make("blue").keys(0, 4)) == list(blue)
+    assert list(make("blue").block_hashes(0, 4)) == list(blue)
 
 
 RUNS = st.lists(st.tuples(NAMES, st.integers(0, 5)), max_size=5)
@@ -94,56 +96,61 @@ def test_kv_segment_keys_equal_while_content_equal(
     block_size: int,
 ) -> None:
     num_blocks = 8
-    ours, theirs = SegmentKeys(first, "a", block_size), SegmentKeys(second, "b", block_size)
+    ours, theirs = SegmentBlockHashes(first, "a", block_size), SegmentBlockHashes(second, "b", block_size)
     symbols = (spelled(first, "a", 64), spelled(second, "b", 64))
     num_equal = common_blocks(*symbols, block_size)
-    equal = [one == other for one, other in zip(ours.keys(0, num_blocks), theirs.keys(0, num_blocks), strict=True)]
+    equal = [
+        one == other
+        for one, other in zip(ours.block_hashes(0, num_blocks), theirs.block_hashes(0, num_blocks), strict=True)
+    ]
     assert equal == [i < num_equal for i in range(num_blocks)]
-    assert [ours.key(i) for i in range(num_blocks)] == list(ours.keys(0, num_blocks))
+    assert [ours.block_hash(i) for i in range(num_blocks)] == list(ours.block_hashes(0, num_blocks))
     assert ours.num_public_tokens == sum(length for _, length in first)
 
 
 def test_kv_segment_keys_do_not_depend_on_the_cut() -> None:
-    whole = SegmentKeys([(7, 6), (8, 2)], "x", 2)
-    cut = SegmentKeys([(7, 1), (7, 0), (9, 0), (7, 5), (8, 1), (8, 1)], "y", 2)
-    assert whole.keys(0, 4) == cut.keys(0, 4)
-    assert whole.key(4) != cut.key(4)
+    whole = SegmentBlockHashes([(7, 6), (8, 2)], "x", 2)
+    cut = SegmentBlockHashes([(7, 1), (7, 0), (9, 0), (7, 5), (8, 1), (8, 1)], "y", 2)
+    assert whole.block_hashes(0, 4) == cut.block_hashes(0, 4)
+    assert whole.block_hash(4) != cut.block_hash(4)
 
 
 def test_kv_segment_keys_find_an_earlier_answer_in_a_follow_up() -> None:
-    first = SegmentKeys([("system", 3), ("question", 3)], "turn1", 2)
-    follow_up = SegmentKeys([("system", 3), ("question", 3), (output_segment("turn1"), 4), ("again", 2)], "turn2", 2)
-    assert first.keys(0, 5) == follow_up.keys(0, 5)
+    first = SegmentBlockHashes([("system", 3), ("question", 3)], "turn1", 2)
+    follow_up = SegmentBlockHashes(
+        [("system", 3), ("question", 3), (output_segment("turn1"), 4), ("again", 2)], "turn2", 2
+    )
+    assert first.block_hashes(0, 5) == follow_up.block_hashes(0, 5)
     assert first.num_public_tokens == 6
     assert first.is_private_after_prompt
 
 
 def test_kv_segment_keys_refuse_negative_runs() -> None:
     with pytest.raises(ValueError, match="negative length"):
-        SegmentKeys([(1, -1)], "r", 2)
+        SegmentBlockHashes([(1, -1)], "r", 2)
 
 
 def test_kv_private_keys_match_only_their_own_request() -> None:
-    mine = PrivateKeys("a").keys(0, 3)
-    assert mine == PrivateKeys("a").keys(0, 3)
-    assert not set(mine) & set(PrivateKeys("b").keys(0, 3))
-    assert PrivateKeys("a").num_public_tokens == 0
+    mine = PrivateBlockHashes("a").block_hashes(0, 3)
+    assert mine == PrivateBlockHashes("a").block_hashes(0, 3)
+    assert not set(mine) & set(PrivateBlockHashes("b").block_hashes(0, 3))
+    assert PrivateBlockHashes("a").num_public_tokens == 0
 
 
 @pytest.mark.parametrize("block_size", [0, -1])
 def test_kv_keys_refuse_block_sizes(block_size: int) -> None:
     with pytest.raises(ValueError, match="At least 1"):
-        TokenKeys([], block_size)
+        TokenBlockHashes([], block_size)
 
 
 def test_equal_prompts_have_equal_block_hashes_and_private_ones_none() -> None:
-    def hashes(keys: BlockKeys, num_tokens: int) -> list[Any]:
-        return list(keys.shared_prompt_keys(num_tokens))
+    def hashes(hashed: BlockHashes, num_tokens: int) -> list[Any]:
+        return list(hashed.shared_prompt_hashes(num_tokens))
 
-    one, other = (TokenKeys(tokens, 4) for tokens in ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 0, 9]))
+    one, other = (TokenBlockHashes(tokens, 4) for tokens in ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 0, 9]))
     one.append(3)
     assert len(hashes(one, 9)) == 2
     assert [a == b for a, b in zip(hashes(one, 9), hashes(other, 9), strict=True)] == [True, False]
-    first, second = (SegmentKeys([("system", 6), (name, 6)], name, 4) for name in ("a", "b"))
+    first, second = (SegmentBlockHashes([("system", 6), (name, 6)], name, 4) for name in ("a", "b"))
     assert [a == b for a, b in zip(hashes(first, 12), hashes(second, 12), strict=True)] == [True, False, False]
-    assert hashes(PrivateKeys("a"), 12) == []
+    assert hashes(PrivateBlockHashes("a"), 12) == []

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from vajra_py.runtime.kv import PagedKvMemory, PrefixCacheOptions, TokenKeys
+from vajra_py.runtime.kv import PagedKvMemory, PrefixCacheOptions, TokenBlockHashes
 
 GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "golden"
 VLLM_TRACES = sorted((GOLDEN / "vllm_v1").glob("*.json.gz")) + sorted((GOLDEN / "vllm_v1" / "fuzz").glob("*.json.gz"))
@@ -25,13 +25,13 @@ class Sequence:
     """A request as the recorded schedulers keep it."""
 
     prompt: list[int]
-    keys: TokenKeys
+    hashes: TokenBlockHashes
     num_known_tokens: int
     num_computed: int = 0
     outputs: list[int] = field(default_factory=list)
 
     def append(self, token: int) -> None:
-        self.keys.append(token)
+        self.hashes.append(token)
         self.outputs.append(token)
         self.num_known_tokens += 1
 
@@ -59,9 +59,9 @@ class VllmReplay:
     def run(self) -> None:
         for request in self.trace["requests"]:
             prompt = request["prompt"]
-            sequence = Sequence(prompt, TokenKeys(prompt, self.block_size), len(prompt))
+            sequence = Sequence(prompt, TokenBlockHashes(prompt, self.block_size), len(prompt))
             self.sequences[request["id"]] = sequence
-            self.memory.register(sequence, sequence.keys)
+            self.memory.register(sequence, sequence.hashes)
         aborts: dict[int, list[str]] = {}
         for abort in self.trace["aborts"]:
             aborts.setdefault(abort["step"], []).extend(abort["ids"])
@@ -141,15 +141,15 @@ def nano_traces(kind: str) -> Iterator[dict[str, Any]]:
 
 
 def replay_nano(kind: str, trace: dict[str, Any]) -> None:
-    """Whole prompts at admission, one block as a decode opens it; keys entered at once (old) or after the step (new)."""
+    """Whole prompts at admission, one block as a decode opens it; hashes entered at once (old) or after the step (new)."""
     block_size = trace["config"]["block_size"]
     memory = PagedKvMemory(trace["config"]["num_blocks"], block_size, prefix_cache=NANO[kind])
     at_once = kind != "nano_new"
     sequences: dict[int, Sequence] = {}
     for request in trace["requests"]:
         prompt = request["prompt"]
-        sequence = sequences[request["id"]] = Sequence(prompt, TokenKeys(prompt, block_size), len(prompt))
-        memory.register(sequence, sequence.keys)
+        sequence = sequences[request["id"]] = Sequence(prompt, TokenBlockHashes(prompt, block_size), len(prompt))
+        memory.register(sequence, sequence.hashes)
 
     for step in trace["steps"]:
         victims = deque(step["preempted"])

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 import vajra_py
-from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions, PrivateKeys
+from vajra_py.runtime.kv import (
+    KvGroups,
+    KvMemory,
+    KvParallelMemory,
+    PagedKvMemory,
+    PrefixCacheOptions,
+    PrivateBlockHashes,
+)
 
 KINDS: dict[str, Callable[[], KvMemory]] = {
     "plain": lambda: PagedKvMemory(8, 2, host_blocks=4, records_copies=True),
@@ -31,7 +38,7 @@ def memory(request: pytest.FixtureRequest) -> KvMemory:
 
 def test_a_request_holds_what_it_was_given_and_gives_it_back(memory: KvMemory) -> None:
     one = Sequence(5)
-    memory.register(one, PrivateKeys("one"))
+    memory.register(one, PrivateBlockHashes("one"))
     assert (memory.num_blocks, memory.free_blocks, memory.blocks_needed(one, 5)) == (8, 8, 3)
     assert memory.can_allocate(one, 5)
     assert memory.allocate(one, 5) == 0

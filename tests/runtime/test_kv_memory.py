@@ -12,9 +12,9 @@ from vajra_py.runtime.kv import (
     CopyDirection,
     PagedKvMemory,
     PrefixCacheOptions,
-    PrivateKeys,
-    SegmentKeys,
-    TokenKeys,
+    PrivateBlockHashes,
+    SegmentBlockHashes,
+    TokenBlockHashes,
 )
 
 VLLM = PrefixCacheOptions()
@@ -29,7 +29,7 @@ class Request:
 
 def arrive(memory: PagedKvMemory, tokens: list[int], salt: str = "") -> Request:
     request = Request(len(tokens))
-    memory.register(request, TokenKeys(tokens, memory.block_size, salt))
+    memory.register(request, TokenBlockHashes(tokens, memory.block_size, salt))
     return request
 
 
@@ -171,19 +171,19 @@ def test_kv_tenants_of_different_salt_share_nothing() -> None:
     run(memory, A, "blue")
     assert memory.cached_tokens(arrive(memory, A, "red")) == 0
     assert memory.cached_tokens(arrive(memory, A, "blue")) == 6
-    assert memory.lookup_prefix(TokenKeys(A, 2, "blue"), len(A)) == 6
+    assert memory.lookup_prefix(TokenBlockHashes(A, 2, "blue"), len(A)) == 6
 
 
 def test_kv_generated_blocks_that_nobody_can_name_are_published_at_release() -> None:
     memory = PagedKvMemory(16, 2, prefix_cache=VLLM)
     turn = Request(5)
-    memory.register(turn, SegmentKeys([("prompt", 5)], "turn1", 2))
+    memory.register(turn, SegmentBlockHashes([("prompt", 5)], "turn1", 2))
     assert memory.allocate(turn, 5) == 0
     turn.num_known_tokens = 9
     assert memory.grow(turn, 9)
     memory.cache_blocks(turn, 8)
     follow_up = Request(12)
-    memory.register(follow_up, SegmentKeys([("prompt", 5), (("out", "turn1"), 4), ("more", 3)], "turn2", 2))
+    memory.register(follow_up, SegmentBlockHashes([("prompt", 5), (("out", "turn1"), 4), ("more", 3)], "turn2", 2))
     assert memory.cached_tokens(follow_up) == 4
     memory.free(turn)
     assert memory.cached_tokens(follow_up) == 8
@@ -192,7 +192,7 @@ def test_kv_generated_blocks_that_nobody_can_name_are_published_at_release() -> 
 def test_kv_preempted_request_finds_its_own_private_blocks_again() -> None:
     memory = PagedKvMemory(8, 2, prefix_cache=VLLM)
     request = Request(7)
-    memory.register(request, PrivateKeys("r"))
+    memory.register(request, PrivateBlockHashes("r"))
     assert memory.allocate(request, 7) == 0
     memory.free(request, num_computed_tokens=5)
     assert memory.cached_tokens(request) == 4

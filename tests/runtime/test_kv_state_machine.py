@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from vajra_py.runtime.kv import PagedKvMemory, PrefixCacheOptions, PrivateKeys, TokenKeys
+from vajra_py.runtime.kv import PagedKvMemory, PrefixCacheOptions, PrivateBlockHashes, TokenBlockHashes
 
 NUM_BLOCKS = 10
 HOST_BLOCKS = 6
@@ -36,8 +36,8 @@ OWN = "own"
 ARRIVALS: st.SearchStrategy[Arrival] = st.tuples(PROMPTS, st.sampled_from(["", "", "b", OWN]), st.booleans())
 
 
-class Keys(TokenKeys):
-    """Token keys whose generated part may count as private, as segments' does."""
+class Hashes(TokenBlockHashes):
+    """Token hashes whose generated part may count as private, as segments' does."""
 
     def __init__(self, tokens: list[int], salt: str, private: bool) -> None:
         super().__init__(tokens, BLOCK_SIZE, salt)
@@ -46,7 +46,7 @@ class Keys(TokenKeys):
 
     @property
     def num_public_tokens(self) -> int:
-        return self.num_prompt_tokens if self.private else self.num_keyed_tokens
+        return self.num_prompt_tokens if self.private else self.num_hashed_tokens
 
 
 @dataclass(eq=False)
@@ -57,14 +57,14 @@ class Request:
     private: bool
     num_computed: int = 0
     swapped: list[Content | None] | None = None
-    keys: Keys | PrivateKeys = field(init=False)
+    hashes: Hashes | PrivateBlockHashes = field(init=False)
 
     def __post_init__(self) -> None:
         if self.salt == OWN:
             self.salt = f"{OWN}-{id(self)}"
-            self.keys = PrivateKeys(self.salt)
+            self.hashes = PrivateBlockHashes(self.salt)
         else:
-            self.keys = Keys(self.tokens, self.salt, self.private)
+            self.hashes = Hashes(self.tokens, self.salt, self.private)
 
     @property
     def num_known_tokens(self) -> int:
@@ -185,7 +185,7 @@ class Machine(RuleBasedStateMachine):
     def arrive(self, arrival: Arrival) -> None:
         prompt, salt, private = arrival
         request = Request(list(prompt), salt, len(prompt), private)
-        self.memory.register(request, request.keys)
+        self.memory.register(request, request.hashes)
         self.requests.append(request)
 
     @rule(data=st.data(), num_tokens=st.integers(1, 6), reserve=st.sampled_from([0, 0, 1, 3]))
@@ -237,11 +237,11 @@ class Machine(RuleBasedStateMachine):
             self.device[table[i]] = request.content(i)
         if not request.private or target % 2:
             self.memory.cache_blocks(request, target)
-            self.model.publish(request, min(target, request.keys.num_public_tokens))
+            self.model.publish(request, min(target, request.hashes.num_public_tokens))
         if target == len(request.tokens) < 14:
             request.tokens.append(target % 2)
-            if isinstance(request.keys, Keys):
-                request.keys.append(target % 2)
+            if isinstance(request.hashes, Hashes):
+                request.hashes.append(target % 2)
 
     @precondition(lambda self: self.model.tables)
     @rule(data=st.data())
@@ -327,7 +327,7 @@ class Machine(RuleBasedStateMachine):
             if self.options is not None:
                 assert self.memory.cached_tokens(request) == expected
             if waits:
-                assert self.memory.lookup_prefix(request.keys, len(request.tokens)) == self.memory.cached_tokens(
+                assert self.memory.lookup_prefix(request.hashes, len(request.tokens)) == self.memory.cached_tokens(
                     request
                 )
                 assert self.memory.cached_tokens(request) < len(request.tokens)

@@ -180,8 +180,8 @@ def test_whoever_runs_ends_with_its_step() -> None:
     a, b = bench.submit("a", 4), bench.submit("b", 4)
     controller = bench.harness.controller
     plan = bench.form(lambda replica, batch: batch.add(a, 4))
-    assert not controller.end_early("a", EndReason.ABORTED, bench.now, "gone")
-    assert controller.end_early("b", EndReason.ABORTED, bench.now, "gone")
+    assert not controller.abort("a", EndReason.ABORTED, bench.now, "gone")
+    assert controller.abort("b", EndReason.ABORTED, bench.now, "gone")
     assert (a.state, b.state) == (RequestState.RUNNING, RequestState.ENDED)
     assert bench.complete(plan) == [("a", EndReason.ABORTED)]
     assert (a.detail, a.num_output_tokens, a.ended_at) == ("gone", 1, 2.0)
@@ -192,7 +192,7 @@ def test_a_request_that_finishes_in_its_last_step_was_not_aborted() -> None:
     bench = Bench()
     bench.submit("a", 4, 1)
     plan = bench.form()
-    assert not bench.harness.controller.end_early("a", EndReason.ABORTED, bench.now)
+    assert not bench.harness.controller.abort("a", EndReason.ABORTED, bench.now)
     assert bench.complete(plan) == [("a", EndReason.STOP)]
 
 
@@ -202,7 +202,7 @@ def test_aborting_a_swapped_request_frees_the_host() -> None:
     bench.step()
     bench.step(lambda replica, batch: (batch.preempt(a, PreemptionMode.SWAP), batch.add_decodes()))
     assert bench.replica.memory.free_host_blocks == 6
-    assert bench.harness.controller.end_early("a", EndReason.ABORTED, bench.now)
+    assert bench.harness.controller.abort("a", EndReason.ABORTED, bench.now)
     assert bench.replica.memory.free_host_blocks == 8
     assert b.state is RequestState.RUNNING
 
@@ -260,7 +260,7 @@ def test_a_chunk_of_an_aborted_prompt_is_its_last() -> None:
     bench = Bench(replace(OPTIONS, pipeline_stages=2))
     a = bench.submit("a", 40)
     plan = bench.form(lambda replica, batch: batch.add(a, 4))
-    bench.harness.controller.end_early("a", EndReason.ABORTED, bench.now)
+    bench.harness.controller.abort("a", EndReason.ABORTED, bench.now)
     bench.replica.first_stage_completed(plan)
     bench.action = None
     assert bench.replica.next_plan(bench.now) is None, "it does not enter the pipeline again"
@@ -270,9 +270,9 @@ def test_a_chunk_of_an_aborted_prompt_is_its_last() -> None:
 # When blocks can be found
 
 
-@pytest.mark.parametrize(("publish_at_schedule", "cached"), [(True, 8), (False, 0)])
-def test_blocks_are_found_from_their_step_on_or_after_it(publish_at_schedule: bool, cached: int) -> None:
-    bench = Bench(replace(OPTIONS, prefix_cache=PrefixCacheOptions(), publish_at_schedule=publish_at_schedule))
+@pytest.mark.parametrize(("cache_at_schedule", "cached"), [(True, 8), (False, 0)])
+def test_blocks_are_found_from_their_step_on_or_after_it(cache_at_schedule: bool, cached: int) -> None:
+    bench = Bench(replace(OPTIONS, prefix_cache=PrefixCacheOptions(), cache_at_schedule=cache_at_schedule))
     tokens = tuple(range(12))
     a = bench.submit("a", 12, 3, prompt_token_ids=tokens)
     b = bench.submit("b", 12, 3, prompt_token_ids=tokens)

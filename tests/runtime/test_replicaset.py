@@ -223,10 +223,10 @@ def test_a_refusing_policy_reads_loads_as_they_are_also_while_steps_run_ahead() 
         def refuses(self, request: Any, replica: Any, now: float) -> str | None:
             return "crowded" if replica.num_context_tokens > 64 else None
 
-    def ends(runs_ahead: bool) -> dict[str, Any]:
+    def ends(fast_forward: bool) -> dict[str, Any]:
         bench = Harness(ByArrival(), InTurn(), lambda context: Crowded(), HarnessOptions(num_blocks=200))
         bench.controller.watch(())
-        simulator = bench.simulator(SimulationOptions(runs_ahead=runs_ahead))
+        simulator = bench.simulator(SimulationOptions(fast_forward=fast_forward))
         specs = [RequestSpec(f"r{index}", 0.2 * index, 10, 400) for index in range(12)]
         ended: dict[str, Any] = {}
 
@@ -238,8 +238,8 @@ def test_a_refusing_policy_reads_loads_as_they_are_also_while_steps_run_ahead() 
         simulator.run(specs)
         return ended
 
-    assert ends(runs_ahead=True) == ends(runs_ahead=False)
-    assert {detail for _, detail, _ in ends(runs_ahead=True).values()} == {"", "Crowded: crowded"}
+    assert ends(fast_forward=True) == ends(fast_forward=False)
+    assert {detail for _, detail, _ in ends(fast_forward=True).values()} == {"", "Crowded: crowded"}
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_without_promises_nothing_is_due() -> None:
 
 def test_the_newest_token_is_known_while_steps_run_ahead() -> None:
     seen: dict[bool, list[Any]] = {}
-    for runs_ahead in (True, False):
+    for fast_forward in (True, False):
 
         class AtArrival(ByArrival):
             def __init__(self) -> None:
@@ -60,12 +60,12 @@ def test_the_newest_token_is_known_while_steps_run_ahead() -> None:
 
             def on_arrivals(self, requests: Any, now: float) -> None:
                 self.first = self.first or requests[0]
-                seen.setdefault(runs_ahead, []).append(self.first.last_token_at)  # noqa: B023 - called in this round
+                seen.setdefault(fast_forward, []).append(self.first.last_token_at)  # noqa: B023 - called in this round
 
         harness = Harness(AtArrival(), InTurn(), PlainChunks(), HarnessOptions(num_blocks=200))
         harness.controller.watch(())
         specs = [RequestSpec(f"r{index}", 0.137 * index, 10, 300) for index in range(6)]
-        harness.simulator(SimulationOptions(runs_ahead=runs_ahead)).run(specs)
+        harness.simulator(SimulationOptions(fast_forward=fast_forward)).run(specs)
     assert seen[True] == seen[False]
     assert seen[True][0] is None
     assert all(seen[True][1:])

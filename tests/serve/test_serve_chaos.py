@@ -62,7 +62,7 @@ def test_chaos_with_workers_that_are_killed(
     recovery = {"backoff_s": 0.0, "max_restarts": 1000}
     engine = {"workers": "process", "recovery": recovery}
     server = puppet_server(SETTINGS, load=runner_that_takes_its_time, engine=engine)
-    units = server.service.session.engine.units
+    units = server.service.session.engine.replicas
 
     def workers() -> list[int]:
         return [unit.worker._processes[0].pid for unit in units.values() if not unit.is_lost]

@@ -20,7 +20,7 @@ NUM_REQUESTS = 14
 NUM_BLOCKS = 18
 """Of 16 tokens: about a third of what all requests would like to have at once."""
 KEEPS_WHAT_IT_TOOK = {"orca"}
-"""Memory for the longest output is set aside at admission, so that nobody ever has to give way."""
+"""Memory for the longest output is set aside at admission, so that nobody ever has to be preempted."""
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:

@@ -27,7 +27,7 @@ REPLICA = {"max_batch_size": 8, "max_model_len": 512, "memory": {"num_blocks": 3
 
 def kill(server: Any, replica_id: int) -> int:
     """Kill a replica's process as the system would; its id."""
-    unit = server.service.session.engine.units["default", replica_id]
+    unit = server.service.session.engine.replicas["default", replica_id]
     pid: int = unit.worker._processes[0].pid
     os.kill(pid, signal.SIGKILL)
     return pid
@@ -78,7 +78,7 @@ def test_streams_go_on_when_their_process_is_killed_and_it_comes_back(
         tokens = streamed_tokens(result) if number % 2 else result.json()["choices"][0]["token_ids"]
         assert tokens == expected_output([number, 2, 3], 120)
     until(lambda: session.num_replicas_up == 2, "it came back")
-    assert session.engine.units["default", 0].worker._processes[0].pid != first
+    assert session.engine.replicas["default", 0].worker._processes[0].pid != first
     assert httpx.get(f"{server.url}/ready").json()["replicas_up"] == 2
     again: dict[int, Any] = {}
     for thread in [ask(server, number, again) for number in range(4)]:
@@ -158,7 +158,7 @@ def test_a_server_whose_policy_broke_and_cannot_be_swapped_ends(
 
 def test_a_thread_that_fails_is_replaced_too(puppet_server: Callable[..., Any], until: Callable[..., None]) -> None:
     server = puppet_server({"num_replicas": 2}, engine={"recovery": {"backoff_s": 0.0}})
-    units = server.service.session.engine.units
+    units = server.service.session.engine.replicas
     server.strings.hold()
     results: dict[int, Any] = {}
     threads = [ask(server, number, results, max_tokens=40) for number in range(4)]

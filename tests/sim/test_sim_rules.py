@@ -177,8 +177,8 @@ def graphs(draw: st.DrawFn) -> list[RequestSpec]:
 
 
 @given(graphs(), st.booleans())
-def test_a_request_arrives_when_all_that_it_follows_have_ended(specs: list[RequestSpec], runs_ahead: bool) -> None:
-    served = run(specs, replace(OPTIONS, max_batch_size=2), SimulationOptions(runs_ahead=runs_ahead))
+def test_a_request_arrives_when_all_that_it_follows_have_ended(specs: list[RequestSpec], fast_forward: bool) -> None:
+    served = run(specs, replace(OPTIONS, max_batch_size=2), SimulationOptions(fast_forward=fast_forward))
     ends = served.ends()
     assert set(ends) == {one.request_id for one in specs}, "nobody vanishes"
     assert served.harness.controller.num_alive == 0
@@ -386,26 +386,26 @@ def test_asynchronous_scheduling_sees_a_request_at_once_when_nothing_runs() -> N
     assert served["b"].first_token_at == pytest.approx(0.51)
 
 
-@pytest.mark.parametrize("runs_ahead", [True, False])
-def test_asynchronous_scheduling_fills_a_slot_again_one_step_late(runs_ahead: bool) -> None:
+@pytest.mark.parametrize("fast_forward", [True, False])
+def test_asynchronous_scheduling_fills_a_slot_again_one_step_late(fast_forward: bool) -> None:
     """`b` ends at 0.03, when the step that lasts until 0.04 is scheduled already: `c` is computed from 0.04 on."""
     specs = [spec("a", 0.0, num_output=20), spec("b", 0.0, num_output=3), spec("c", 0.0, num_output=2)]
     options = replace(OPTIONS, max_batch_size=2)
     first = {}
     for asynchronous in (False, True):
-        rules = SimulationOptions(asynchronous=asynchronous, runs_ahead=runs_ahead)
+        rules = SimulationOptions(asynchronous=asynchronous, fast_forward=fast_forward)
         first[asynchronous] = run(specs, options, rules=rules)["c"].first_token_at
     assert first == {False: pytest.approx(0.04), True: pytest.approx(0.05)}
 
 
-@pytest.mark.parametrize("runs_ahead", [True, False])
-def test_asynchronous_scheduling_reuses_the_blocks_of_an_ended_request_one_step_late(runs_ahead: bool) -> None:
+@pytest.mark.parametrize("fast_forward", [True, False])
+def test_asynchronous_scheduling_reuses_the_blocks_of_an_ended_request_one_step_late(fast_forward: bool) -> None:
     """`a` and `b` fill the memory: `c` gets the blocks of `b`, which ends at 0.03, in the step from 0.04 on."""
     specs = [spec("a", 0.0, 12, num_output=4), spec("b", 0.0, 8, num_output=3), spec("c", 0.0, 16, num_output=2)]
     options = replace(OPTIONS, num_blocks=8, max_model_len=20)
     first = {}
     for asynchronous in (False, True):
-        rules = SimulationOptions(asynchronous=asynchronous, runs_ahead=runs_ahead, check_every_steps=1)
+        rules = SimulationOptions(asynchronous=asynchronous, fast_forward=fast_forward, check_every_steps=1)
         first[asynchronous] = run(specs, options, rules=rules)["c"].first_token_at
     assert first == {False: pytest.approx(0.04), True: pytest.approx(0.05)}
 
@@ -425,9 +425,9 @@ def test_a_replica_of_one_slot_goes_on_under_asynchronous_scheduling() -> None:
     assert served["b"].ended_at > served["a"].ended_at
 
 
-@pytest.mark.parametrize("runs_ahead", [True, False])
-def test_late_requests_do_not_depend_on_running_ahead(runs_ahead: bool) -> None:
+@pytest.mark.parametrize("fast_forward", [True, False])
+def test_late_requests_do_not_depend_on_running_ahead(fast_forward: bool) -> None:
     specs = [spec("a", 0.0, num_output=100), *(spec(f"b{index}", 0.0504 + 0.1 * index) for index in range(5))]
-    served = run(specs, rules=SimulationOptions(asynchronous=True, arrival_delay_s=0.001, runs_ahead=runs_ahead))
+    served = run(specs, rules=SimulationOptions(asynchronous=True, arrival_delay_s=0.001, fast_forward=fast_forward))
     firsts = [served[f"b{index}"].first_token_at for index in range(5)]
     assert firsts == [pytest.approx(0.081 + 0.1 * index) for index in range(5)]

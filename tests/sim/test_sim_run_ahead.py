@@ -41,9 +41,9 @@ def both_ways(scenario: Scenario, policies: Policies, num_replicas: int) -> None
         simulate(
             scenario,
             policies,
-            Rules(num_replicas, detailed=False, runs_ahead=runs_ahead, check_every_step=False),
+            Rules(num_replicas, detailed=False, fast_forward=fast_forward, check_every_step=False),
         )
-        for runs_ahead in (False, True)
+        for fast_forward in (False, True)
     )
     assert asked.steps == ahead.steps
     assert asked.ends == ahead.ends
@@ -137,11 +137,11 @@ def test_random_workloads(
         latency=latency,
     )
     results = []
-    for runs_ahead in (False, True):
+    for fast_forward in (False, True):
         harness = Harness(prioritizer, chooser, scheduler, options)
         rows = Rows()
         harness.controller.watch((rows,))
-        rules = SimulationOptions(runs_ahead=runs_ahead, horizon_s=horizon_s, drain=horizon_s is None)
+        rules = SimulationOptions(fast_forward=fast_forward, horizon_s=horizon_s, drain=horizon_s is None)
         simulator = harness.simulator(rules)
         specs = workload(np.random.default_rng(0), 2)
         for spec, request in zip(specs, requests, strict=True):
@@ -178,18 +178,18 @@ class Rows(Observer):
 
 
 def test_steps_that_vary_come_in_runs_too_and_differ_by_seed() -> None:
-    def steps(seed: int, *, runs_ahead: bool) -> list[tuple[Any, ...]]:
+    def steps(seed: int, *, fast_forward: bool) -> list[tuple[Any, ...]]:
         options = HarnessOptions(latency=VARIED_STEPS, seed=seed, num_blocks=400, max_model_len=4000)
         harness = Harness("fcfs", "round_robin", "fixed_chunk", options)
         rows = Rows()
         harness.controller.watch((rows,))
-        harness.simulator(SimulationOptions(runs_ahead=runs_ahead)).run([RequestSpec("r", 0.0, 50, 3000)])
-        assert (rows.num_in_runs > 2900) == runs_ahead
+        harness.simulator(SimulationOptions(fast_forward=fast_forward)).run([RequestSpec("r", 0.0, 50, 3000)])
+        assert (rows.num_in_runs > 2900) == fast_forward
         return rows.steps
 
-    ahead = steps(1, runs_ahead=True)  # more steps than factors are drawn at once
-    assert ahead == steps(1, runs_ahead=False)
-    assert ahead != steps(2, runs_ahead=True)
+    ahead = steps(1, fast_forward=True)  # more steps than factors are drawn at once
+    assert ahead == steps(1, fast_forward=False)
+    assert ahead != steps(2, fast_forward=True)
     decodes = [row for row in ahead if not row[4].num_prefills]
     ratios = [(row[3] - row[2]) / VARIED_STEPS.stage_time_s(row[4]) for row in decodes]
     assert np.mean(ratios) == pytest.approx(1.0, abs=0.05)

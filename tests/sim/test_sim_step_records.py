@@ -76,12 +76,12 @@ class Expanded(Observer):
         return [*self.rows, *self._open.values()]
 
 
-def run(scenario: Scenario, policy: PolicySource, observers: list[Any], *, runs_ahead: bool) -> int:
+def run(scenario: Scenario, policy: PolicySource, observers: list[Any], *, fast_forward: bool) -> int:
     """Simulate, some of it cut off; how many steps there were."""
     options = replace(scenario.options, num_replicas=2)
     harness = Harness("fcfs", "round_robin", policy, options)
     harness.controller.watch(observers)
-    simulator = harness.simulator(SimulationOptions(runs_ahead=runs_ahead, horizon_s=3.0, drain=False))
+    simulator = harness.simulator(SimulationOptions(fast_forward=fast_forward, horizon_s=3.0, drain=False))
     specs = requests_of(scenario, 2)
     stream = np.random.default_rng(3)
     for spec in specs[: scenario.num_aborted * 2]:
@@ -94,11 +94,11 @@ def run(scenario: Scenario, policy: PolicySource, observers: list[Any], *, runs_
 @pytest.mark.parametrize("scenario", SITUATIONS, ids=lambda one: str(one.name))
 def test_records_read_as_single_steps(scenario: Scenario, policy: str, tmp_path: Path) -> None:
     expected = Expanded()
-    run(scenario, policy, [expected], runs_ahead=True)
-    for runs_ahead in (True, False):
+    run(scenario, policy, [expected], fast_forward=True)
+    for fast_forward in (True, False):
         recorder = Recorder(lambda name: scenario.options.num_blocks)
         log = DecisionLog(tmp_path / "decisions.parquet")
-        run(scenario, policy, [recorder, log], runs_ahead=runs_ahead)
+        run(scenario, policy, [recorder, log], fast_forward=fast_forward)
         log.close()
         rows = list(read_decisions(tmp_path / "decisions.parquet"))
         assert rows == expected.all_rows()
@@ -113,7 +113,7 @@ def test_records_read_as_single_steps(scenario: Scenario, policy: str, tmp_path:
 
 def test_a_run_of_steps_is_one_record(tmp_path: Path) -> None:
     recorder = Recorder(lambda name: LIGHT.options.num_blocks)
-    num_steps = run(LIGHT, "fixed_chunk", [recorder], runs_ahead=True)
+    num_steps = run(LIGHT, "fixed_chunk", [recorder], fast_forward=True)
     assert len(recorder.steps) == num_steps
     write_parquet(recorder.steps, tmp_path / STEPS_FILE)
     assert pq.read_metadata(tmp_path / STEPS_FILE).num_rows < num_steps / 2
@@ -124,7 +124,7 @@ def test_a_log_in_several_parts_is_read_as_one(tmp_path: Path, monkeypatch: pyte
     for records_at_once in (7, 1 << 20):
         monkeypatch.setattr("vajra_py.runtime.records.decision_log.RECORDS_AT_ONCE", records_at_once)
         log = DecisionLog(tmp_path / f"{records_at_once}.parquet")
-        run(STARVED, "fixed_chunk", [log], runs_ahead=True)
+        run(STARVED, "fixed_chunk", [log], fast_forward=True)
         log.close()
         logs.append(list(read_decisions(tmp_path / f"{records_at_once}.parquet")))
     assert logs[0] == logs[1]
@@ -175,7 +175,7 @@ run_experiment(config_from_mapping({"version": 1, **settings}), folder=Path(sys.
 
 def test_an_unfinished_log_is_not_there_under_its_name(tmp_path: Path) -> None:
     log = DecisionLog(tmp_path / "decisions.parquet")
-    run(LIGHT, "fixed_chunk", [log], runs_ahead=True)
+    run(LIGHT, "fixed_chunk", [log], fast_forward=True)
     assert not (tmp_path / "decisions.parquet").exists()
     log.close()
     assert [path.name for path in tmp_path.iterdir()] == ["decisions.parquet"]

@@ -56,7 +56,7 @@ def test_without_running_ahead_the_policy_is_asked_for_every_step() -> None:
     harness = Harness("fcfs", "round_robin", policy, HarnessOptions(num_blocks=400))
     harness.controller.watch(())
     requests = [RequestSpec(f"r{index}", 2.0 * index, 1000, 20 + index) for index in range(3)]
-    simulator = harness.simulator(SimulationOptions(runs_ahead=False))
+    simulator = harness.simulator(SimulationOptions(fast_forward=False))
     simulator.run(requests)
     assert policy.num_asked >= simulator.num_steps > 90
 

@@ -40,7 +40,7 @@ def test_a_step_mixes_decodes_with_a_prompt_cut_to_the_budget() -> None:
 
 
 def test_an_urgent_request_takes_memory_from_the_least_urgent_and_runs_in_the_same_step() -> None:
-    """The document's figure: A gives way to X, and is resumed when there is room."""
+    """The document's figure: A is preempted for X, and is resumed when there is room."""
     harness = harness_of()
     harness.submit("A", 15, 20, priority=10)
     harness.submit("B", 15, 9, priority=0)

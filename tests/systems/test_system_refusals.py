@@ -244,7 +244,7 @@ def test_an_aborted_request_that_waits_counts_no_more() -> None:
     submit(harness, "running", 30, 20, priority=1)
     harness.step()
     submit(harness, "urgent", 60, 1, priority=0)
-    assert harness.controller.end_early("urgent", EndReason.ABORTED, 10**12)
+    assert harness.controller.abort("urgent", EndReason.ABORTED, 10**12)
     harness.steps_until_idle()
     assert harness.request("running").num_preemptions == 0
 

@@ -87,7 +87,7 @@ def test_checks_can_be_run_one_by_one() -> None:
     assert len({check.name for check in checks}) == len(checks)
     (lone,) = [check for check in checks if check.name == "chunks lone prompts as it says"]
     lone(spec_of(SCHEDULER, lambda context: PlainChunks(100)))
-    with pytest.raises(AssertionError, match="lone_chunk"):
+    with pytest.raises(AssertionError, match="solo_chunk_size"):
         lone(spec_of(SCHEDULER, lambda context: Boastful()))
 
 
@@ -151,7 +151,7 @@ class Peeking(ByArrival):
 
 class Probing(ByArrival):
     def key(self, request: Any, now: float) -> float:
-        return float(request.arrived_at if getattr(request, "keys", None) is None else 0.0)
+        return float(request.arrived_at if getattr(request, "hashes", None) is None else 0.0)
 
 
 class Writing(ByArrival):
@@ -172,7 +172,7 @@ class Writing(ByArrival):
         (Shapeless, SERVES, "changed its shape"),
         (Shapeless, MOVES, "keys have several shapes"),
         (Peeking, READS, "reads request._output"),
-        (Probing, READS, "reads request.keys"),
+        (Probing, READS, "reads request.hashes"),
         (Writing, READS, "writes request.priority"),
     ],
 )
@@ -318,7 +318,7 @@ class Fickle(PlainChunks):
 
 
 class Boastful(PlainChunks):
-    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         return num_remaining_tokens
 
 
@@ -345,7 +345,7 @@ class Remembering(PlainChunks):
 
 class Prying(PlainChunks):
     def schedule(self, replica: Any, batch: Any, now: float) -> None:
-        if replica._residents.num_running >= 0:
+        if replica._running_set.num_running >= 0:
             fill(replica, batch, self._next_chunk)
 
 
@@ -359,7 +359,7 @@ class Prying(PlainChunks):
         (Boastful, "chunks lone prompts as it says", "but the prompt alone got 128 tokens"),
         (Hesitant, WORKS, "traits.is_work_conserving is not true: replica 0 is idle"),
         (Remembering, "decides the same again", "differs when the run is repeated with the same seed"),
-        (Prying, READS, "reads replica._residents"),
+        (Prying, READS, "reads replica._running_set"),
     ],
 )
 def test_broken_replica_schedulers(policy: type[Any], check: str, found: str) -> None:

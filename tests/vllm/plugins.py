@@ -36,7 +36,7 @@ class Breaks:
                     pass
         fill(replica, batch, lambda request, batch, replica: min(batch.max_chunk(request), batch.tokens_left))
 
-    def lone_chunk(self, num_done_tokens, num_remaining_tokens):
+    def solo_chunk_size(self, num_done_tokens, num_remaining_tokens):
         return num_remaining_tokens
 
 

@@ -84,7 +84,7 @@ class SharedWorkers:
 
     def _compare(self, message: Any) -> None:
         """vLLM's block tables are ours, and the blocks in them are those that are not free."""
-        (unit,) = self.engine.units.values()
+        (unit,) = self.engine.replicas.values()
         memory = unit.replica.memory
         held: set[int] = set()
         for request in (one for one in self.engine.controller.alive() if one.is_resident):
@@ -148,7 +148,7 @@ def run_on(workers: SharedWorkers, mapping: dict[str, Any], folder: Path, regist
     """One run, at whose end every KV block is free."""
     config = config_from_mapping(mapping, registry=registry)
     run = run_experiment(config, folder=folder, registry=registry, backend=workers.backend())
-    (unit,) = workers.engine.units.values()
+    (unit,) = workers.engine.replicas.values()
     memory = unit.replica.memory
     assert memory.free_blocks == memory.num_blocks
     workers.engine.controller.check_conservation()

@@ -58,7 +58,7 @@ def options(rng: random.Random, by_priority: bool, caches: bool) -> dict[str, An
 
 
 def _that_run(steps: list[Step]) -> list[Step]:
-    """The steps that run something; who gave way in an attempt that ran nothing gave way in the next."""
+    """The steps that run something; who was preempted in an attempt that ran nothing was preempted in the next."""
     found: list[Step] = []
     preempted: list[str] = []
     for step in steps:

@@ -18,7 +18,7 @@ from vajra_py.errors import ConfigError
 from vajra_py.plugins import Registry, build_registry
 from vajra_py.vllm import Scheduler
 
-BREACHES = {
+POLICY_EXCEPTIONS = {
     "raises": ("replica_scheduler: {policy: breaks, params: {how: raises}}", "a slip"),
     "too many tokens": ("replica_scheduler: {policy: breaks, params: {how: too_many}}", "policy breaks"),
     "not finite": ("request_prioritizer: {policy: no_number}", "policy no_number"),
@@ -67,11 +67,11 @@ def is_clean(core: Core) -> bool:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("how", BREACHES)
+@pytest.mark.parametrize("how", POLICY_EXCEPTIONS)
 def test_requests_end_with_an_error_that_names_the_policy(
     tiny_model: str, tmp_path: Path, registry: Registry, caplog: pytest.LogCaptureFixture, how: str, is_async: bool
 ) -> None:
-    scheduling, word = BREACHES[how]
+    scheduling, word = POLICY_EXCEPTIONS[how]
     core = core_of(tiny_model, tmp_path / "experiment.yaml", scheduling, is_async=is_async)
     with caplog.at_level(logging.WARNING):
         run(core)
@@ -86,7 +86,7 @@ def test_requests_end_with_an_error_that_names_the_policy(
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("how", BREACHES)
+@pytest.mark.parametrize("how", POLICY_EXCEPTIONS)
 @pytest.mark.parametrize("blocks", [26, 201])
 def test_requests_finish_under_the_fallback_with_the_tokens_that_they_would_have_had(
     tiny_model: str,
@@ -97,7 +97,7 @@ def test_requests_finish_under_the_fallback_with_the_tokens_that_they_would_have
     is_async: bool,
     blocks: int,
 ) -> None:
-    scheduling, word = BREACHES[how]
+    scheduling, word = POLICY_EXCEPTIONS[how]
     file = tmp_path / "experiment.yaml"
     core = core_of(tiny_model, file, scheduling, fallback="vllm-v1", is_async=is_async, blocks=blocks)
     with caplog.at_level(logging.WARNING):
@@ -116,7 +116,7 @@ def test_requests_finish_under_the_fallback_with_the_tokens_that_they_would_have
 def test_a_second_breach_ends_the_requests(
     tiny_model: str, tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = core_of(tiny_model, tmp_path / "e.yaml", BREACHES["raises"][0], fallback="vllm-v1")
+    core = core_of(tiny_model, tmp_path / "e.yaml", POLICY_EXCEPTIONS["raises"][0], fallback="vllm-v1")
     schedule = core.scheduler.mechanism.change_policies
 
     def change(choices: Any) -> None:
@@ -134,7 +134,7 @@ def test_a_second_breach_ends_the_requests(
 
 
 def test_an_abort_while_the_fallback_takes_over_is_kept(tiny_model: str, tmp_path: Path, registry: Registry) -> None:
-    core = core_of(tiny_model, tmp_path / "e.yaml", BREACHES["raises"][0], fallback="vllm-v1", is_async=True)
+    core = core_of(tiny_model, tmp_path / "e.yaml", POLICY_EXCEPTIONS["raises"][0], fallback="vllm-v1", is_async=True)
     for index in range(3):
         core.add(wish(index), 4, True)
     while core.scheduler.mechanism.fault is None and core.scheduler._fallback is not None:

@@ -135,7 +135,7 @@ class PrefixCacheConfig(Section):
     unscheduled: Literal["withdraw", "keep"] = Field(
         "withdraw",
         description=(
-            "What becomes of blocks published by a request that gives way before its step runs; `keep` is vLLM's way and lets "
+            "What becomes of blocks published by a request that is preempted before its step runs; `keep` is vLLM's way and lets "
             "others read blocks that were never computed."
         ),
     )

@@ -15,7 +15,7 @@ from vajra_py.contract.fill import ChunkRule, add_all_decodes, fill
 from vajra_py.contract.hookspecs import PolicySpec, hookimpl
 from vajra_py.contract.latency import BatchFeatures, LengthEstimate, PrefillTime
 from vajra_py.contract.policies import (
-    ChunksLonePrompts,
+    ChunksSoloPrompts,
     EndedStep,
     Key,
     KeyMotion,
@@ -37,7 +37,7 @@ __all__ = [
     "BatchBuilder",
     "BatchFeatures",
     "ChunkRule",
-    "ChunksLonePrompts",
+    "ChunksSoloPrompts",
     "DecodeStop",
     "EndedStep",
     "Key",
@@ -84,6 +84,9 @@ _RENAMED = {
     "WorkConserving": "SchedulerTraits(is_work_conserving=True)",
 }
 
+_ALIASES = {"ChunksLonePrompts": "ChunksSoloPrompts"}
+"""Deprecated names, by the present ones."""
+
 _MOVED = {
     **dict.fromkeys(("LatencyModelSpec", "ObserverSpec", "OutputLengthSpec", "Preset"), "hookspecs"),
     **dict.fromkeys(("LatencyModel", "OutputLengthPredictor"), "latency"),
@@ -95,7 +98,10 @@ _MOVED = {
 
 
 def __getattr__(name: str) -> object:
-    """Answer an old name: one that moved with a warning, one that was renamed with an error that says the present one."""
+    """Answer an old name: an alias or one that moved with a warning, another one with an error that says the present one."""
+    if name in _ALIASES:
+        warnings.warn(f"{name} is now {_ALIASES[name]}", DeprecationWarning, stacklevel=2)
+        return globals()[_ALIASES[name]]
     if name in _MOVED:
         home = f"{__name__}.{_MOVED[name]}"
         warnings.warn(f"import {name} from {home}: {__name__} is for policies", DeprecationWarning, stacklevel=2)

@@ -19,12 +19,12 @@ class Refusal(Enum):
     HOST_BLOCKS = "not enough free host blocks to swap to"
     ALREADY_SCHEDULED = "the request is in this step's batch already"
     IN_FLIGHT = "the request is part of a step that has not come back yet"
-    JUST_PREEMPTED = "the request gave way in this very step"
+    JUST_PREEMPTED = "the request was preempted in this very step"
     GROUP_BUSY = "every KV-parallel group with room carries enough query tokens in this step"
 
 
 class PreemptionMode(Enum):
-    """What happens to the memory of a request that gives way."""
+    """What happens to the memory of a request that is preempted."""
 
     RECOMPUTE = "recompute"
     """Blocks are freed; the request computes its known tokens again when it is next admitted."""

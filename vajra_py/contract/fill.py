@@ -40,7 +40,7 @@ def fill(
 
     Memory for prompts is never taken from others, with one exception: when nothing else could run, since partial
     prefills hold all of it and none can grow (possible with the reservation option `incremental` alone), the least urgent of
-    them give way until the most urgent one goes on.
+    them are preempted until the most urgent one can grow.
     """
     add_all_decodes(replica, batch, preemption_mode)
     if batch.slots_left <= 0 or batch.tokens_left <= 0:
@@ -59,7 +59,7 @@ def add_all_decodes(replica: LocalReplicaView, batch: BatchBuilder, mode: Preemp
 
 
 def least_urgent_victim(replica: LocalReplicaView, needing: RequestView) -> RequestView:
-    """Who gives way so that `needing` can decode: the least urgent partial prefill, else the least urgent decode."""
+    """The victim so that `needing` can decode: the least urgent partial prefill, else the least urgent decode."""
     partial = replica.partial_prefills()
     if partial:
         return partial[-1]

@@ -78,7 +78,7 @@ class StepEnd:
     num_waiting: int
     num_running: int
     num_preempted: int
-    """Free blocks, waiting and running requests right after the step was formed, and how many gave way for it."""
+    """Free blocks, waiting and running requests right after the step was formed, and how many were preempted for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class StepRun:
 
 @dataclass(frozen=True, slots=True)
 class PolicySwap:
-    """One layer's policy of a replicaset gave way to another while requests were served."""
+    """One layer's policy of a replicaset was replaced by another while requests were served."""
 
     replicaset: str
     layer: Layer
@@ -180,9 +180,9 @@ class Observer:
         """A policy broke the contract: its replicaset's requests end, and it takes none until a policy is swapped."""
 
     def on_replica_lost(self, replicaset: str, replica_id: ReplicaId, detail: str, now: float) -> None:
-        """A replica failed; what it ran ends, or is computed again elsewhere (`on_uprooted`)."""
+        """A replica failed; what it ran ends, or is computed again elsewhere (`on_requeued`)."""
 
-    def on_uprooted(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+    def on_requeued(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """A request's replica failed; it waits to be computed again, its tokens so far kept."""
 
     def on_replica_restored(self, replicaset: str, replica_id: ReplicaId, now: float) -> None:

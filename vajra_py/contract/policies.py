@@ -7,7 +7,7 @@ Policies read views, get `now` as an argument (seconds on the run's clock) and n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -93,11 +93,21 @@ class ReplicaScheduler(Protocol):
 
 
 @runtime_checkable
-class ChunksLonePrompts(Protocol):
+class ChunksSoloPrompts(Protocol):
     """What a replica scheduler adds so that prefill times of its own chunking can be predicted (EDF and LRS need them)."""
 
-    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """Tokens of the next chunk of a prompt that has the replica to itself; at least 1."""
+
+
+SoloChunkSize: TypeAlias = Callable[[int, int], int]
+"""(done, remaining) tokens of a prompt to the size of its next chunk."""
+
+
+def solo_chunk_size_of(policy: object) -> SoloChunkSize | None:
+    """A replica scheduler's `solo_chunk_size`, also under its former name `lone_chunk`; None where it has neither."""
+    method: SoloChunkSize | None = getattr(policy, "solo_chunk_size", None) or getattr(policy, "lone_chunk", None)
+    return method
 
 
 @runtime_checkable

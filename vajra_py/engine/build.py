@@ -22,12 +22,12 @@ from vajra_py.engine.executor import EngineExecutor
 from vajra_py.engine.loop import EngineLoop
 from vajra_py.engine.params import PromptLimits
 from vajra_py.engine.processes import ProcessWorker
+from vajra_py.engine.replica import EngineReplica, LoopOptions
 from vajra_py.engine.supervision import MakeRestarter, Restarter, RestartLimits, Supervisor
-from vajra_py.engine.units import LoopOptions, Unit
 from vajra_py.engine.worker import ReplicaKey, Worker, checked_facts, close_all, load_in_process
 from vajra_py.errors import ConfigError, Problem, VajraError, did_you_mean
 from vajra_py.plugins import Registry
-from vajra_py.runtime.kv import PrivateKeys
+from vajra_py.runtime.kv import PrivateBlockHashes
 from vajra_py.runtime.records.input_log import Input, PolicyChange
 from vajra_py.runtime.requests.request import Request, RequestFacts
 from vajra_py.runtime.serving import build as mechanism
@@ -119,7 +119,7 @@ class Engine:
     """
 
     controller: Controller
-    units: Mapping[ReplicaKey, Unit]
+    replicas: Mapping[ReplicaKey, EngineReplica]
     models: Mapping[str, ModelFacts]
     tenant_salt: bool
     config: ExperimentConfig
@@ -161,15 +161,15 @@ class Engine:
         executors = {key: _executor(maker.options[key[0]]) for key in workers}
         all_services = _services(services, sizes, lambda name, replica_id: executors[name, replica_id])
         controller = build_controller(config, replace(all_services, records_copies=True))
-        units = {
-            key: Unit(controller.replicasets[key[0]].replicas[key[1]], executor, workers[key])
+        replicas = {
+            key: EngineReplica(controller.replicasets[key[0]].replicas[key[1]], executor, workers[key])
             for key, executor in executors.items()
         }
-        for (name, _), unit in units.items():
+        for (name, _), one in replicas.items():
             if maker.options[name].spare_blocks:
-                unit.ahead = LookAhead(unit.replica, unit.executor)
+                one.ahead = LookAhead(one.replica, one.executor)
         salted = any(one.replica.memory.tenant_salt for one in replicasets.values())
-        return cls(controller, units, models, salted, config, maker)
+        return cls(controller, replicas, models, salted, config, maker)
 
     @property
     def facts(self) -> ModelFacts:
@@ -215,7 +215,7 @@ class Engine:
         serves: bool = False,
         note: Callable[[Input], None] | None = None,
         check_every_steps: int = 0,
-        contains_breaches: bool = False,
+        isolates_policies: bool = False,
     ) -> EngineLoop:
         """Make KV memory and the loop; its clock starts now. Once."""
         settings: ModelBackendConfig = self.config.backend.settings
@@ -226,12 +226,12 @@ class Engine:
             check_every_steps=check_every_steps,
             max_reruns=recovery.max_reruns,
             wait_s=recovery.wait_s,
-            contains_breaches=contains_breaches,
+            isolates_policies=isolates_policies,
             policy_timeout_s=self.config.policy_timeout_s,
         )
-        loop = EngineLoop(self.controller, self.units, self.maker.services.make_clock(), options, note)
-        for key, unit in self.units.items():
-            self._allocate(key, unit.worker, loop)
+        loop = EngineLoop(self.controller, self.replicas, self.maker.services.make_clock(), options, note)
+        for key, one in self.replicas.items():
+            self._allocate(key, one.worker, loop)
         make_restarter = self.maker.services.make_restarter or Supervisor
         limits = RestartLimits(recovery.max_restarts, recovery.backoff_s, recovery.settled_s)
 
@@ -244,7 +244,7 @@ class Engine:
         return loop
 
     def _allocate(self, replica: ReplicaKey, worker: Worker, loop: EngineLoop) -> None:
-        limits = self.units[replica].replica.limits
+        limits = self.replicas[replica].replica.limits
         worker.start(limits.num_blocks, limits.host_blocks, loop.inbox.put)
 
     def prompt_limits(self) -> PromptLimits:
@@ -281,7 +281,7 @@ class Engine:
         self._is_closed = True
         if self.restarter is not None:
             self.restarter.close()
-        close_all([unit.worker for unit in self.units.values()])
+        close_all([one.worker for one in self.replicas.values()])
 
 
 def _dry_controller(
@@ -301,7 +301,7 @@ def _probe(controller: Controller, *, strict: bool = False) -> None:
         num_tokens = max(1, min(_PROBE_TOKENS, replicaset.replicas[0].limits.max_model_len - 1))
         request = Request(RequestFacts("probe", num_tokens), 0, 0.0, 1)
         request.replicaset = name
-        request.keys = PrivateKeys("probe")
+        request.hashes = PrivateBlockHashes("probe")
         try:
             replicaset.accept(request, 0)
             for replica in replicaset.replicas:

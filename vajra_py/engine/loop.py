@@ -21,8 +21,17 @@ from vajra_py.engine.clock import TICKS_PER_NANOSECOND, EngineClock
 from vajra_py.engine.compute import StepOutput
 from vajra_py.engine.executor import joined
 from vajra_py.engine.outputs import Submission, detokenize
+from vajra_py.engine.replica import (
+    AbortRequest,
+    EngineReplica,
+    LoopOptions,
+    Message,
+    StepUnderWay,
+    Stop,
+    SwapPolicy,
+    Timed,
+)
 from vajra_py.engine.supervision import GivenUp, Restarted, Restarter
-from vajra_py.engine.units import AbortRequest, LoopOptions, Message, StepUnderWay, Stop, SwapPolicy, Timed, Unit
 from vajra_py.engine.worker import Finished, LeftFirstStage, ReplicaKey, lost
 from vajra_py.errors import ExecutorError, PolicyError, VajraError
 from vajra_py.plugins.watchdog import no_endless_calls
@@ -43,13 +52,13 @@ _log = logging.getLogger(__name__)
 News: TypeAlias = LeftFirstStage | Finished | Restarted | GivenUp
 
 
-class EngineLoop(Backend[Unit]):
+class EngineLoop(Backend[EngineReplica]):
     """Serves requests on the replicas of a controller. `submit`, `abort` and `stop` may be called from any thread."""
 
     def __init__(
         self,
         controller: Controller,
-        units: Mapping[ReplicaKey, Unit],
+        replicas: Mapping[ReplicaKey, EngineReplica],
         clock: EngineClock,
         options: LoopOptions | None = None,
         note: Callable[[Input], None] | None = None,
@@ -68,12 +77,12 @@ class EngineLoop(Backend[Unit]):
         """Told once, in the loop's thread, when `failed` is set."""
         self.restarter: Restarter | None = None
         """Who finds workers for replicas that lost theirs; None: nobody."""
-        self._units = dict(units)
+        self._replicas = dict(replicas)
         self._clock = clock
         self._options = options = options or LoopOptions()
         self._note = note
-        rules = DriverOptions(options.check_every_steps, isolates_policies=options.contains_breaches)
-        self._driver = Driver(controller, self, self._units.values(), rules, note)
+        rules = DriverOptions(options.check_every_steps, isolates_policies=options.isolates_policies)
+        self._driver = Driver(controller, self, self._replicas.values(), rules, note)
         self._driver.form_step = self._form_step
         self._events = self._driver.events
         self._finished: deque[News] = deque()
@@ -134,7 +143,7 @@ class EngineLoop(Backend[Unit]):
     @property
     def num_lost(self) -> int:
         """Replicas that failed and have not come back."""
-        return sum(unit.is_lost for unit in self._units.values())
+        return sum(one.is_lost for one in self._replicas.values())
 
     def run(self) -> None:
         """Serve until nothing is left (or, when serving, until `stop`).
@@ -175,7 +184,7 @@ class EngineLoop(Backend[Unit]):
 
     @property
     def _num_in_flight(self) -> int:
-        return sum(len(unit.under_way) for unit in self._units.values())
+        return sum(len(one.under_way) for one in self._replicas.values())
 
     def _receive(self) -> None:
         while True:
@@ -238,47 +247,47 @@ class EngineLoop(Backend[Unit]):
 
     def _take_news(self, news: News) -> None:
         """Make what a worker answered an event of this turn."""
-        unit = self._units[news.replica]
+        one = self._replicas[news.replica]
         if isinstance(news, Restarted):
-            self._restore(unit, news)
+            self._restore(one, news)
         elif isinstance(news, GivenUp):
             self._restarting.discard(news.replica)
             self._check_failed(lost(news.replica, news.why))  # whoever is told of the end may ask
             self._abandon_unless_some(news.replica[0], lost(news.replica, news.why))
-        elif unit.is_lost:
+        elif one.is_lost:
             return
         elif isinstance(news, LeftFirstStage):
-            self._left_first_stage(unit)
+            self._left_first_stage(one)
         elif news.output is None:
-            self._lose(unit, lost(news.replica, news.error or "its worker is gone"))
-        elif unit.num_stale:
-            unit.num_stale -= 1
-            if not unit.num_stale:
-                self._driver.freed(unit)
+            self._lose(one, lost(news.replica, news.error or "its worker is gone"))
+        elif one.num_stale:
+            one.num_stale -= 1
+            if not one.num_stale:
+                self._driver.freed(one)
                 self._take_up_deferred()
         else:
-            self._part_came_back(unit, news.output)
+            self._part_came_back(one, news.output)
 
-    def _part_came_back(self, unit: Unit, output: StepOutput) -> None:
-        step = unit.under_way[0]
+    def _part_came_back(self, one: EngineReplica, output: StepOutput) -> None:
+        step = one.under_way[0]
         step.outputs.append(output)
         step.parts.popleft()
         if not step.parts:
             output = output if len(step.outputs) == 1 else joined(step.outputs)
-            self._events.push(self.now, Phase.STEP_END, (unit, output, unit.epoch), unit.rank)
-        elif unit.num_stages == 1:
-            unit.worker.submit(step.parts[0])
+            self._events.push(self.now, Phase.STEP_END, (one, output, one.epoch), one.rank)
+        elif one.num_stages == 1:
+            one.worker.submit(step.parts[0])
 
-    def _left_first_stage(self, unit: Unit) -> None:
-        if unit.num_stale:
+    def _left_first_stage(self, one: EngineReplica) -> None:
+        if one.num_stale:
             return
-        step = unit.under_way[-1]  # the one before has left it already
+        step = one.under_way[-1]  # the one before has left it already
         step.num_entering -= 1
         if not step.num_entering:
-            plan, replica = step.plan, unit.replica
+            plan, replica = step.plan, one.replica
             if self._note is not None:
                 self._note(StageEnd(self.now, replica.replicaset, replica.replica_id, plan.step_index))
-            self._events.push(self.now, Phase.STAGE_END, (unit, plan, unit.epoch), unit.rank)
+            self._events.push(self.now, Phase.STAGE_END, (one, plan, one.epoch), one.rank)
 
     # Requests
 
@@ -293,16 +302,18 @@ class EngineLoop(Backend[Unit]):
         arrived_at = to_seconds(self.now if sent_at is None else sent_at)
         if self._note is not None:
             self._note(submission.arrival(self.now, arrived_at))
-        self._driver.submit(submission.facts, lambda size: submission.keys(size, salted), submission, arrived_at)
+        self._driver.submit(
+            submission.facts, lambda size: submission.block_hashes(size, salted), submission, arrived_at
+        )
 
     def on_submitted(self, request: Request, payload: Submission) -> None:
         """See `Backend`."""
         self._submissions[request] = payload
 
-    def on_placed(self, request: Request, replicas: Sequence[Unit]) -> None:
+    def on_placed(self, request: Request, replicas: Sequence[EngineReplica]) -> None:
         """See `Backend`."""
-        for unit in replicas:
-            unit.executor.expect(request, self._submissions[request])
+        for one in replicas:
+            one.executor.expect(request, self._submissions[request])
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """See `Backend`; whoever submitted them is told."""
@@ -312,7 +323,7 @@ class EngineLoop(Backend[Unit]):
                 self._suspects.pop(request, None)
                 self._num_suspected.pop(request, None)
             for replica in self.controller.replicasets[request.replicaset].replicas:
-                self._units[replica.replicaset, replica.replica_id].executor.release(request)
+                self._replicas[replica.replicaset, replica.replica_id].executor.release(request)
             submission.collected.finish()
             if self.on_ended is not None:
                 self.on_ended(submission, request, reason)
@@ -328,7 +339,7 @@ class EngineLoop(Backend[Unit]):
             self.on_formed(replica.replicaset, time.perf_counter() - started)
         return plan
 
-    def launch(self, replica: Unit, plan: StepPlan) -> int:
+    def launch(self, replica: EngineReplica, plan: StepPlan) -> int:
         """See `Backend`: its worker is told what changed; what comes back is a message."""
         step = replica.executor.step_input(plan, replica.replica.memory)
         parts = deque(replica.executor.parts(step, self._suspects) if self._suspects else [step])
@@ -344,7 +355,7 @@ class EngineLoop(Backend[Unit]):
             replica.worker.submit(replica.ahead.work(plan, step))
         return NEVER
 
-    def on_step_end(self, replica: Unit, payload: StepOutput) -> None:
+    def on_step_end(self, replica: EngineReplica, payload: StepOutput) -> None:
         """See `Backend`."""
         plan = replica.under_way.popleft().plan
         replica.compute_s += payload.duration_s
@@ -355,7 +366,7 @@ class EngineLoop(Backend[Unit]):
             self._clear_suspects(result)
         self._driver.complete(replica, plan, result)
 
-    def cancel(self, replica: Unit) -> int:
+    def cancel(self, replica: EngineReplica) -> int:
         """See `Backend`: a worker finishes the step that it is in before the replica is free."""
         if replica.ahead is not None:
             replica.ahead.forget()
@@ -368,13 +379,13 @@ class EngineLoop(Backend[Unit]):
 
     # Replicas and policies come and go
 
-    def _lose(self, unit: Unit, detail: str) -> None:
-        name, replica_id = unit.replica.replicaset, unit.replica.replica_id
-        unit.is_lost, unit.num_stale, self.last_loss = True, 0, detail
-        computed = [unit.executor.requests_of(step.parts[0]) for step in unit.under_way]
+    def _lose(self, one: EngineReplica, detail: str) -> None:
+        name, replica_id = one.replica.replicaset, one.replica.replica_id
+        one.is_lost, one.num_stale, self.last_loss = True, 0, detail
+        computed = [one.executor.requests_of(step.parts[0]) for step in one.under_way]
         blamed = list(dict.fromkeys(chain.from_iterable(computed)))
         self._take_up_deferred()
-        if self.restarter is not None and self.restarter.lost((name, replica_id), unit.worker, unit.replica.num_steps):
+        if self.restarter is not None and self.restarter.lost((name, replica_id), one.worker, one.replica.num_steps):
             self._restarting.add((name, replica_id))
         self._check_failed(detail)
         num_up = self.controller.replicasets[name].num_up
@@ -399,17 +410,17 @@ class EngineLoop(Backend[Unit]):
             elif num_left is not None:
                 self._suspects[request] = num_left - 1
 
-    def _restore(self, unit: Unit, news: Restarted) -> None:
-        unit.worker, unit.is_lost = news.worker, False
-        unit.executor.start_again()
-        if unit.ahead is not None:
-            unit.ahead.forget()
+    def _restore(self, one: EngineReplica, news: Restarted) -> None:
+        one.worker, one.is_lost = news.worker, False
+        one.executor.start_again()
+        if one.ahead is not None:
+            one.ahead.forget()
         self._restarting.discard(news.replica)
         self._abandon_at.pop(news.replica[0], None)
         self._events.push(self.now, Phase.FAILURE, Restart(self.now, *news.replica))
 
     def _check_failed(self, detail: str) -> None:
-        if self.failed is None and not self._restarting and self.num_lost == len(self._units):
+        if self.failed is None and not self._restarting and self.num_lost == len(self._replicas):
             self.failed = detail
             _log.error("no replica is left, and none is started again: %s", detail)
             if self.on_failed is not None:
@@ -426,7 +437,7 @@ class EngineLoop(Backend[Unit]):
     def on_policy_change(self, payload: SwapPolicy) -> None:
         """See `Backend`; it waits for workers that finish a step whose plan was dropped."""
         name = payload.change.replicaset
-        if any(unit.num_stale for unit in self._units.values() if unit.replica.replicaset == name):
+        if any(one.num_stale for one in self._replicas.values() if one.replica.replicaset == name):
             self._deferred.append(payload)
             return
         try:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from vajra_py.contract.observer import EndReason
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
 from vajra_py.engine.tokenizer import TextStream, push_all
-from vajra_py.runtime.kv import BlockKeys, PrivateKeys, SegmentKeys, TokenKeys
+from vajra_py.runtime.kv import BlockHashes, PrivateBlockHashes, SegmentBlockHashes, TokenBlockHashes
 from vajra_py.runtime.records.input_log import Arrival
 from vajra_py.runtime.requests.request import Request, RequestFacts
 from vajra_py.workload import SegmentId
@@ -156,14 +156,14 @@ class Submission:
     on_progress: OnProgress | None = None
     follows_steps: bool = True
 
-    def keys(self, block_size: int, tenant_salt: bool) -> BlockKeys:
+    def block_hashes(self, block_size: int, tenant_salt: bool) -> BlockHashes:
         """What identifies its blocks in a prefix cache; with `tenant_salt`, only among requests of its tenant."""
         salt = self.facts.tenant if tenant_salt else ""
         if self.content is not None:
-            return SegmentKeys(self.content, self.facts.request_id, block_size, salt)
+            return SegmentBlockHashes(self.content, self.facts.request_id, block_size, salt)
         if self.shares:
-            return TokenKeys(self.prompt_token_ids, block_size, salt)
-        return PrivateKeys(self.facts.request_id)
+            return TokenBlockHashes(self.prompt_token_ids, block_size, salt)
+        return PrivateBlockHashes(self.facts.request_id)
 
     def arrival(self, now: int, arrived_at: float) -> Arrival:
         """The entry of the input log that says it was taken in at tick `now`."""

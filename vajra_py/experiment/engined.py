@@ -78,7 +78,7 @@ class EngineRun:
             if not self._followers.add(spec):
                 self._schedule(spec, to_ticks(spec.arrived_at * self._settings.time_scale))
         loop.run()
-        if loop.num_lost == len(self._engine.units):
+        if loop.num_lost == len(self._engine.replicas):
             raise ExecutorError(f"every replica failed; the last: {loop.last_loss}")
         return Outcome(to_seconds(loop.now), loop.num_steps, {"engine": self._facts(loop)})
 
@@ -141,14 +141,14 @@ class EngineRun:
 
     def _facts(self, loop: EngineLoop) -> dict[str, object]:
         """Where the time went: computing on the device, and everything else of the steps (scheduling, bookkeeping)."""
-        units = self._engine.units.values()
-        busy_s = to_seconds(sum(unit.busy_ticks for unit in units))
-        compute_s = sum(unit.compute_s for unit in units)
+        replicas = self._engine.replicas.values()
+        busy_s = to_seconds(sum(one.busy_ticks for one in replicas))
+        compute_s = sum(one.compute_s for one in replicas)
         return {
             "replicas_lost": loop.num_lost,
-            "steps_begun_ahead": sum(unit.ahead.num_used for unit in units if unit.ahead),
-            "steps_wasted": sum(unit.ahead.num_wasted for unit in units if unit.ahead),
-            "rows_dropped_ahead": sum(unit.ahead.num_dropped_rows for unit in units if unit.ahead),
+            "steps_begun_ahead": sum(one.ahead.num_used for one in replicas if one.ahead),
+            "steps_wasted": sum(one.ahead.num_wasted for one in replicas if one.ahead),
+            "rows_dropped_ahead": sum(one.ahead.num_dropped_rows for one in replicas if one.ahead),
             "busy_s": busy_s,
             "compute_s": compute_s,
             "overhead_fraction": 1.0 - compute_s / busy_s if busy_s > 0 else 0.0,

@@ -35,13 +35,13 @@ class _Watch(Observer):
     """Notes every step with what of it was not computing."""
 
     def __init__(self, engine: Engine) -> None:
-        self._units = list(engine.units.values())
+        self._replicas = list(engine.replicas.values())
         self._compute_s = 0.0
         self.steps: list[LiveStep] = []
 
     def on_step_end(self, step: StepEnd) -> None:
         """See `Observer`."""
-        compute_s = sum(unit.compute_s for unit in self._units)
+        compute_s = sum(one.compute_s for one in self._replicas)
         time_s = step.ended_at - step.formed_at
         self.steps.append(LiveStep(step.shape, time_s, max(1e-9, time_s - (compute_s - self._compute_s))))
         self._compute_s = compute_s

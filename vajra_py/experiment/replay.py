@@ -31,9 +31,9 @@ from vajra_py.runtime.records.input_log import (
     INPUTS_FILE,
     Abort,
     Arrival,
-    Breach,
     Expiry,
     Input,
+    PolicyViolation,
     RecordedOutput,
     StageEnd,
     Swap,
@@ -167,9 +167,9 @@ def replay(path: Path, registry: Registry | None = None) -> ReplayReport:
     recording = read_recording(path, registry)
     with tempfile.TemporaryDirectory(prefix="vajra-replay-") as folder:
         log = Path(folder) / DECISIONS_FILE
-        error, breaches = _replay_log(recording, registry, log)
+        error, violations = _replay_log(recording, registry, log)
         difference = _compare_logs(path / DECISIONS_FILE, log)
-    difference = difference or _compare_breaches(recording, breaches)
+    difference = difference or _compare_violations(recording, violations)
     if difference is None and error is not None and _finished(path):
         difference = f"the replay ended otherwise than the run: {error}"
     num_steps = sum(map(len, recording.durations.values()))
@@ -256,7 +256,7 @@ class _RecordedExecutor(SimulatedExecutor):
 
 
 def _simulator(
-    recording: Recording, registry: Registry, observers: Sequence[Observer], *, runs_ahead: bool
+    recording: Recording, registry: Registry, observers: Sequence[Observer], *, fast_forward: bool
 ) -> Simulator:
     controller, executor = _controller(recording, registry)
     controller.watch(observers)
@@ -265,9 +265,9 @@ def _simulator(
         horizon_s=to_seconds(recording.ended_at) + 1.0,
         drain=False,
         tenant_salt=any(one.tenant_salt for one in memories),
-        runs_ahead=runs_ahead,
+        fast_forward=fast_forward,
         expires=False,
-        contains_breaches=any(isinstance(one, Breach) for one in recording.inputs),
+        isolates_policies=any(isinstance(one, PolicyViolation) for one in recording.inputs),
     )
     simulator = Simulator(
         controller,
@@ -284,7 +284,7 @@ def _simulator(
             simulator.inject(one.tick, Phase.ABORT, one.request_id)
         elif isinstance(one, Swap):
             simulator.inject(one.tick, Phase.POLICY, one.change())
-        elif not isinstance(one, Breach | StageEnd):  # a breach happens again by itself, or is missed
+        elif not isinstance(one, PolicyViolation | StageEnd):  # a violation happens again by itself, or is missed
             simulator.inject(one.tick, Phase.FAILURE, one)
     return simulator
 
@@ -334,16 +334,16 @@ def sized_config(config: ExperimentConfig, engine: Mapping[str, Any]) -> Experim
 def _replay_log(
     recording: Recording, registry: Registry, target: Path
 ) -> tuple[VajraError | None, Sequence[tuple[int, str, str]]]:
-    """Replay into a decision log; the error that ended it, and the breaches that did not."""
+    """Replay into a decision log; the error that ended it, and the violations that did not."""
     log = DecisionLog(target)
-    simulator = _simulator(recording, registry, (log,), runs_ahead=False)
+    simulator = _simulator(recording, registry, (log,), fast_forward=False)
     try:
         simulator.run(())
     except VajraError as error:
-        return error, simulator.breaches
+        return error, simulator.violations
     finally:
         log.close()
-    return None, simulator.breaches
+    return None, simulator.violations
 
 
 # Comparison
@@ -358,9 +358,9 @@ def _compare_logs(recorded: Path, replayed: Path) -> str | None:
     return None
 
 
-def _compare_breaches(recording: Recording, replayed: Sequence[tuple[int, str, str]]) -> str | None:
+def _compare_violations(recording: Recording, replayed: Sequence[tuple[int, str, str]]) -> str | None:
     """Whether the replay's policies broke the contract where the run's did."""
-    recorded = [(one.tick, one.replicaset, one.detail) for one in recording.inputs if isinstance(one, Breach)]
+    recorded = [(one.tick, one.replicaset, one.detail) for one in recording.inputs if isinstance(one, PolicyViolation)]
     for one, other in zip_longest(recorded, replayed):
         if one != other:
             tick, replicaset, detail = one or other or (0, "", "")
@@ -397,7 +397,7 @@ def _compare_tables(recording: Recording, registry: Registry) -> str | None:
     """The first table in which the replay that works repeating steps out at once differs from the run."""
     sizes: dict[str, int] = {}
     recorder = Recorder(sizes.__getitem__)
-    simulator = _simulator(recording, registry, (recorder,), runs_ahead=True)
+    simulator = _simulator(recording, registry, (recorder,), fast_forward=True)
     for name, replicaset in simulator.controller.replicasets.items():
         sizes[name] = replicaset.replicas[0].memory.num_blocks
     try:

@@ -21,14 +21,14 @@ LoneChunk = Callable[[int, int], int]
 class PrefillTimeTable:
     """Predicted prefill times of lone prompts; implements `PrefillTime`.
 
-    A prompt's time is the sum of the predicted times of its chunks, each asked of `latency` once. `lone_chunk` is walked along one endless
+    A prompt's time is the sum of the predicted times of its chunks, each asked of `latency` once. `solo_chunk_size` is walked along one endless
     prompt, so a chunk may depend on what remains only in that the last ones take what is left. With `num_stages` above 1 chunks
     follow one another through the pipeline without waiting (sequence pipelining), and the time is divided by it.
     """
 
-    def __init__(self, latency: LatencyModel, lone_chunk: LoneChunk, num_stages: int = 1) -> None:
+    def __init__(self, latency: LatencyModel, solo_chunk_size: LoneChunk, num_stages: int = 1) -> None:
         self._latency = latency
-        self._lone_chunk = lone_chunk
+        self._lone_chunk = solo_chunk_size
         self._stages = num_stages
         self._table = [0.0]
         # Start of the chunk that the table's last entry ends in, and when it starts; the same of the chunk before.

@@ -30,10 +30,10 @@ class Variation:
             if not isclose(sum(factors) / len(factors), 1.0, rel_tol=1e-6):
                 raise ValueError(f"the variation's factors of {kind} are not 1 on average")
 
-    def at(self, luck: npt.NDArray[np.float64], *, has_prompts: bool) -> npt.NDArray[np.float64]:
+    def at(self, quantile: npt.NDArray[np.float64], *, has_prompts: bool) -> npt.NDArray[np.float64]:
         """Factors of steps that are as lucky as this: from 0 (the fastest) to 1 (excluded), each equally likely."""
         factors = np.array(self.prompts if has_prompts else self.decodes)
-        found: npt.NDArray[np.float64] = factors[(luck * len(factors)).astype(np.int64)]
+        found: npt.NDArray[np.float64] = factors[(quantile * len(factors)).astype(np.int64)]
         return found
 
 

@@ -207,7 +207,7 @@ def load_runs(paths: Sequence[str | Path]) -> list[RunData]:
 def distinct(runs: Sequence[RunData]) -> list[RunData]:
     """The same runs under names that differ and fit into a table.
 
-    Names that clash or are long give way to what the runs' configurations differ in (`lrs/pull/dynamic_chunk`); where that does not tell all runs
+    Names that clash or are long are replaced by what the runs' configurations differ in (`lrs/pull/dynamic_chunk`); where that does not tell all runs
     apart, clashing names get their parent folder's in front, and then a number.
     """
     names = [run.name for run in runs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -38,7 +39,7 @@ LISTENING_METHODS: Mapping[str, int] = {
 OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
     Layer.REQUEST_PRIORITIZER: {"line": 1},
     Layer.REPLICASET_SCHEDULER: {},
-    Layer.REPLICA_SCHEDULER: {"lone_chunk": 2, "refuses": 3},
+    Layer.REPLICA_SCHEDULER: {"solo_chunk_size": 2, "refuses": 3},
 }
 """What a policy may add in its layer; wrong when present and not callable in this way."""
 
@@ -137,6 +138,8 @@ def build_observer(name: str, params: Mapping[str, Any] | BaseModel, registry: R
         raise PluginError(
             str(offer.source), f"observer {name!r}: built {observer!r}; expected a vajra_py.contract.observer.Observer"
         )
+    if hasattr(observer, "on_uprooted"):
+        raise PluginError(str(offer.source), f"observer {name!r}: nothing calls on_uprooted any more. Use on_requeued")
     return observer
 
 
@@ -164,6 +167,9 @@ def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> 
     present = {name: count for name, count in optional.items() if getattr(policy, name, None) is not None}
     _check_methods(policy, present, what, plugin)
     _check_names(layer, policy, what, plugin)
+    if hasattr(policy, "lone_chunk"):
+        _check_methods(policy, {"lone_chunk": 2}, what, plugin)
+        warnings.warn(f"{what}: lone_chunk is now solo_chunk_size", DeprecationWarning, stacklevel=2)
     _check_traits(policy, what, plugin)
     if layer is Layer.REQUEST_PRIORITIZER:
         _check_key_motion(policy, what, plugin)

@@ -273,7 +273,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         }
 
     def health() -> dict[str, Any]:
-        replicas = 0 if session.engine is None else len(session.engine.units)
+        replicas = 0 if session.engine is None else len(session.engine.replicas)
         return {
             "status": session.state.value,
             "replicas_up": session.num_replicas_up,

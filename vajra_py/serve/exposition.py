@@ -35,7 +35,7 @@ _HISTOGRAMS = (
 _COUNTERS: tuple[tuple[str, str, Callable[[SetStats], float]], ...] = (
     ("prompt_tokens", "Prompt tokens of requests whose first token has come.", lambda one: one.num_prompt_tokens),
     ("generation_tokens", "Output tokens that have come.", lambda one: one.num_output_tokens),
-    ("num_preemptions", "Requests that gave way.", lambda one: one.num_preemptions),
+    ("num_preemptions", "Requests that were preempted.", lambda one: one.num_preemptions),
     ("prefix_cache_queries", "Prompt tokens looked up.", lambda one: one.num_looked_up_tokens),
     ("prefix_cache_hits", "Prompt tokens found.", lambda one: one.num_cached_tokens),
 )
@@ -213,7 +213,7 @@ class Exposition(Collector):
             "vajra:requests_rerun", "Requests computed again since their replica failed.", labels=labels
         )
         swaps = CounterMetricFamily("vajra:policy_swaps", "Policies swapped.", labels=(*labels, "layer"))
-        breaches = CounterMetricFamily(
+        violations = CounterMetricFamily(
             "vajra:policy_errors", "Times that a policy took its replicaset out of service.", labels=labels
         )
         for name, one in stats.sets.items():
@@ -224,8 +224,8 @@ class Exposition(Collector):
             for layer, count in dict(one.swaps).items():
                 swaps.add_metric((*at, layer), count)
             rerun.add_metric(at, one.num_rerun)
-            breaches.add_metric(at, one.num_out_of_service)
-        yield from (lost, restored, rerun, swaps, breaches)
+            violations.add_metric(at, one.num_out_of_service)
+        yield from (lost, restored, rerun, swaps, violations)
 
 
 def _add(family: HistogramMetricFamily, labels: Sequence[str], kept: Histogram) -> None:

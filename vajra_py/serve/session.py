@@ -171,7 +171,7 @@ class EngineSession:
         """Replicas that compute."""
         if self.engine is None or self.state not in (SessionState.READY, SessionState.DRAINING):
             return 0
-        return sum(not unit.is_lost for unit in self.engine.units.values())
+        return sum(not one.is_lost for one in self.engine.replicas.values())
 
     @property
     def is_ready(self) -> bool:
@@ -368,7 +368,7 @@ class EngineSession:
         found = [one for make in self.watchers for one in make(engine.controller)]
         engine.controller.watch([*found, *kept])
         note = None if recording is None else recording.note
-        self._loop = loop = engine.start(serves=True, note=note, contains_breaches=True)
+        self._loop = loop = engine.start(serves=True, note=note, isolates_policies=True)
         self._loop.on_formed = self.on_formed
         self._loop.on_failed = lambda _: loop.stop()
         if recording is not None:

@@ -146,7 +146,7 @@ class ServerStats(Observer):
         """Count it."""
         self._of(request).num_preemptions += 1
 
-    def on_uprooted(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
+    def on_requeued(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Count it."""
         self._of(request).num_rerun += 1
 

@@ -33,7 +33,7 @@ class StepFactors:
 
     def _drawn(self, index: int) -> dict[bool, npt.NDArray[np.float64]]:
         if index != self._index:
-            luck = self._seeds.stream(str(index)).random(_BLOCK)
+            quantile = self._seeds.stream(str(index)).random(_BLOCK)
             self._index = index
-            self._blocks = {kind: self._variation.at(luck, has_prompts=kind) for kind in (False, True)}
+            self._blocks = {kind: self._variation.at(quantile, has_prompts=kind) for kind in (False, True)}
         return self._blocks

@@ -19,7 +19,7 @@ from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.driver import Driver, DriverOptions
 from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.serving.replica import Replica
-from vajra_py.runtime.serving.workload_adapter import facts_of, keys_of
+from vajra_py.runtime.serving.workload_adapter import facts_of, hashes_of
 from vajra_py.runtime.step.plan import StepPlan
 from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
 from vajra_py.runtime.support.gc_control import infrequent_collections
@@ -42,7 +42,7 @@ class SimulationOptions:
     drain: bool = True
     """Whether to run on after the last arrival (or the horizon) until every request has ended."""
     tenant_salt: bool = False
-    runs_ahead: bool = True
+    fast_forward: bool = True
     """Whether steps that policies declare to repeat are worked out at once; the results are the same either way."""
     check_every_steps: int = 0
     """Check conservation every so many steps; 0: never."""
@@ -53,7 +53,7 @@ class SimulationOptions:
     asynchronous: bool = False
     """Whether an engine schedules a step while the one before runs: a request that arrives meanwhile misses
     the next step, and the slot of one that ends with a step is taken again by the step after the next."""
-    contains_breaches: bool = False
+    isolates_policies: bool = False
     """Whether a policy that breaks the contract takes its replicaset out of service, instead of ending the simulation."""
     policy_timeout_s: float | None = 60.0
     """A policy that has not returned after so many seconds of real time breaks the contract; None: it may take for ever."""
@@ -86,7 +86,7 @@ class Simulator(Backend[SimReplica]):
         progress: Callable[[int, float], None] | None = None,
     ) -> None:
         self.controller = controller
-        self.breaches: list[tuple[int, str, str]] = []
+        self.violations: list[tuple[int, str, str]] = []
         """(tick, replicaset, what a policy did) of those that were contained."""
         self._executor = executor
         self._options = options
@@ -97,14 +97,14 @@ class Simulator(Backend[SimReplica]):
         replicas = [self._replica(replica, timer_of(replica)) for replica in controller.replicas()]
         self._sim_replicas = replicas
         self._num_delayed = 0
-        rules = DriverOptions(options.check_every_steps, options.expires, options.contains_breaches)
+        rules = DriverOptions(options.check_every_steps, options.expires, options.isolates_policies)
         self._driver = Driver(controller, self, replicas, rules)
         self._fast_forward = self._driver.fast_forward = DecodeFastForward(self._driver, self._end_now)
         for replicaset in controller.replicasets.values():
             replicaset.bring_up_to_date = self._fast_forward.sync_all
 
     def _replica(self, replica: Replica, timer: StepTimer) -> SimReplica:
-        runs = timer if self._options.runs_ahead and isinstance(timer, TimesRuns) else None
+        runs = timer if self._options.fast_forward and isinstance(timer, TimesRuns) else None
         num_stages = replica.limits.pipeline_stages
         replica.parts.options.reserves_growth = runs is not None
         replica.parts.options.holds_ended_slots = self._options.asynchronous
@@ -190,7 +190,7 @@ class Simulator(Backend[SimReplica]):
                 self.inject(self.now + to_ticks(options.arrival_delay_s), Phase.ARRIVAL, acceptance)
                 return
         salt = spec.tenant if self._options.tenant_salt else ""
-        self._driver.submit(facts_of(spec), lambda size: keys_of(spec, size, salt), spec, arrived_at)
+        self._driver.submit(facts_of(spec), lambda size: hashes_of(spec, size, salt), spec, arrived_at)
 
     def _next_scheduling(self) -> int:
         """When an asynchronous engine sees a request that comes now: as soon as the step after the one in flight has begun.
@@ -227,7 +227,7 @@ class Simulator(Backend[SimReplica]):
 
     def on_isolated(self, replicaset: str, error: PolicyError) -> None:
         """See `Backend`."""
-        self.breaches.append((self.now, replicaset, str(error)))
+        self.violations.append((self.now, replicaset, str(error)))
 
     # Steps
 

@@ -31,7 +31,7 @@ from vajra_py.contract import (
     RequestPrioritizer,
     RequestView,
 )
-from vajra_py.contract.policies import traits_of
+from vajra_py.contract.policies import solo_chunk_size_of, traits_of
 from vajra_py.errors import DidNotReturn, VajraError
 from vajra_py.plugins import check_policy_shape, load_registry
 from vajra_py.plugins.watchdog import no_endless_calls
@@ -233,7 +233,9 @@ def _serves(scenario: Scenario) -> Callable[[Subject], None]:
 _AGAIN = (scenarios.STARVED, scenarios.LEAVING, scenarios.SHARED_PREFIXES)
 
 
-def _decides_again(subject: Subject, what: str, interposing: Interposing | None, breaches: Sequence[str] = ()) -> None:
+def _decides_again(
+    subject: Subject, what: str, interposing: Interposing | None, violations: Sequence[str] = ()
+) -> None:
     """The same decisions in a further run, with something interposed that must make no difference."""
     for scenario in _AGAIN:
         if not subject.suits(scenario):
@@ -241,10 +243,10 @@ def _decides_again(subject: Subject, what: str, interposing: Interposing | None,
         try:
             outcome = subject.run(scenario, interposing, UNCOUNTED)
         except AssertionError as error:
-            if breaches:
-                raise AssertionError(breaches[0]) from error
+            if violations:
+                raise AssertionError(violations[0]) from error
             raise
-        _require(not breaches, breaches[0] if breaches else "")
+        _require(not violations, violations[0] if violations else "")
         first = subject.base(scenario)
         for position, (before, now) in enumerate(zip(first.decisions, outcome.decisions, strict=False)):
             _require(before == now, f"step {position} differs {what} ({scenario.name}): {before} and then {now}")
@@ -260,14 +262,14 @@ def _is_pure(subject: Subject) -> None:
     spec = subject.spec
     modules = {spec.build.__module__, spec.config.__module__, type(subject.build(_context(scenarios.LIGHT))).__module__}
     packages = {name.partition(".")[0] for name in modules} - {"vajra_py"}
-    breaches: list[str] = []
-    with only_pure(packages, breaches):
-        _decides_again(subject, "without clocks and global generators", None, breaches)
+    violations: list[str] = []
+    with only_pure(packages, violations):
+        _decides_again(subject, "without clocks and global generators", None, violations)
 
 
 def _reads_the_contract_only(subject: Subject) -> None:
     views = StrictViews()
-    _decides_again(subject, "behind views that know the contract alone", views.policy, views.breaches)
+    _decides_again(subject, "behind views that know the contract alone", views.policy, views.violations)
 
 
 # Prioritizers
@@ -371,7 +373,7 @@ def _is_the_same_when_fast_forwarded(subject: Subject) -> None:
     for scenario in (scenarios.LIGHT, scenarios.OVERLOADED, scenarios.STARVED, scenarios.LEAVING):
         if not subject.suits(scenario):
             continue
-        asked = subject.run(scenario, None, replace(UNCOUNTED, detailed=False, runs_ahead=False))
+        asked = subject.run(scenario, None, replace(UNCOUNTED, detailed=False, fast_forward=False))
         ahead = subject.run(scenario, None, replace(UNCOUNTED, detailed=False))
         for one, other in zip(asked.steps, ahead.steps, strict=False):
             text = f"{claim}: asked step by step it decides {one}, fast-forwarded {other} ({scenario.name})"
@@ -385,17 +387,19 @@ def _is_the_same_when_fast_forwarded(subject: Subject) -> None:
 
 def _lone_chunks_are_true(subject: Subject) -> None:
     policy = subject.build(_context(scenarios.LIGHT))
-    lone_chunk = getattr(policy, "lone_chunk", None)
-    if lone_chunk is None:
+    solo_chunk_size = solo_chunk_size_of(policy)
+    if solo_chunk_size is None:
         return
     for num_tokens in (1, 40, 700):
         harness = Harness(ByArrival(), InTurn(), subject.build, scenarios.SMALL)
         harness.submit("lone", num_tokens, 1)
         done = 0
         for step in harness.steps_until_idle():
-            promised = lone_chunk(done, num_tokens - done)
+            promised = solo_chunk_size(done, num_tokens - done)
             given = step.tokens["lone"]
-            text = f"lone_chunk({done}, {num_tokens - done}) is {promised!r}, but the prompt alone got {given} tokens"
+            text = (
+                f"solo_chunk_size({done}, {num_tokens - done}) is {promised!r}, but the prompt alone got {given} tokens"
+            )
             _require(promised == given, text)
             done += given
         _require(done == num_tokens, f"a prompt of {num_tokens} tokens alone was not finished")

@@ -28,10 +28,10 @@ from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.listeners import Listeners, listeners_among
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.controller import Controller
-from vajra_py.runtime.serving.policy_binding import LatePrefillTime, lone_chunk_rule
+from vajra_py.runtime.serving.policy_binding import LatePrefillTime, solo_chunk_rule
 from vajra_py.runtime.serving.replica import Replica, ReplicaParts
 from vajra_py.runtime.serving.replicaset import AdmissionLimits, Replicaset
-from vajra_py.runtime.serving.workload_adapter import facts_of, keys_of
+from vajra_py.runtime.serving.workload_adapter import facts_of, hashes_of
 from vajra_py.runtime.step.builder_options import BuilderOptions
 from vajra_py.runtime.step.plan import StepResult
 from vajra_py.runtime.support.clock import to_seconds, to_ticks
@@ -78,7 +78,7 @@ class HarnessOptions:
     reserve_prompt: bool = True
     """Whether admission takes blocks for the whole known sequence, or for the first step's tokens alone."""
     prefix_cache: PrefixCacheOptions | None = None
-    publish_at_schedule: bool = True
+    cache_at_schedule: bool = True
     """Whether a full block can be hit once its step is formed, or once the step has come back."""
     latency: LatencyModel = field(default_factory=_affine)
     """Predicts step times for policies and clock alike; by default 5 ms and 0.1 ms a token."""
@@ -127,7 +127,7 @@ class Step:
     entries: tuple[StepEntry, ...]
     """In batch order."""
     preempted: tuple[tuple[str, str], ...]
-    """(request, "recompute" or "swap") in the order in which they gave way."""
+    """(request, "recompute" or "swap") in the order in which they were preempted."""
     ended: tuple[str, ...]
     """Requests that this step ended."""
     free_blocks: int
@@ -228,7 +228,7 @@ class Harness:
             random_stream=SeedTree(options.seed).stream,
         )
         schedulers = [self._policy(Layer.REPLICA_SCHEDULER, replica_scheduler) for _ in range(options.num_replicas)]
-        late.table = PrefillTimeTable(options.latency, lone_chunk_rule(schedulers[0], limits), limits.pipeline_stages)
+        late.table = PrefillTimeTable(options.latency, solo_chunk_rule(schedulers[0], limits), limits.pipeline_stages)
         self.prioritizer = self._policy(Layer.REQUEST_PRIORITIZER, prioritizer)
         self.replicaset_scheduler = self._policy(Layer.REPLICASET_SCHEDULER, replicaset_scheduler)
         self.replica_schedulers: list[Any] = schedulers
@@ -269,7 +269,7 @@ class Harness:
                 options=BuilderOptions(
                     reserve_prompt=options.reserve_prompt,
                     watermark_blocks=options.watermark_blocks,
-                    publish_at_schedule=options.publish_at_schedule,
+                    cache_at_schedule=options.cache_at_schedule,
                 ),
                 executor=self._executor,
                 listeners=_listeners(self.prioritizer, self.replicaset_scheduler, scheduler),
@@ -326,7 +326,7 @@ class Harness:
 
     def submit_spec(self, spec: RequestSpec) -> Request:
         """Let a request of a workload arrive now, whatever its own arrival time says."""
-        request, _, _ = self.controller.submit(facts_of(spec), lambda size: keys_of(spec, size, ""), self._now)
+        request, _, _ = self.controller.submit(facts_of(spec), lambda size: hashes_of(spec, size, ""), self._now)
         if request.state is not RequestState.ENDED:
             self._executor.expect(request, spec.num_output_tokens)
         return request

@@ -25,7 +25,7 @@ class ImpureError(Exception):
 
 
 @contextmanager
-def only_pure(packages: Iterable[str], breaches: list[str]) -> Iterator[None]:
+def only_pure(packages: Iterable[str], violations: list[str]) -> Iterator[None]:
     """Within this context clocks, sleeping and unseeded randomness raise, in this thread; each attempt is noted.
 
     Names that modules of `packages` (top-level names) have imported from these modules are covered too.
@@ -37,7 +37,7 @@ def only_pure(packages: Iterable[str], breaches: list[str]) -> Iterator[None]:
             if threading.get_ident() != owner or (name == "numpy.random.default_rng" and (args or kwargs)):
                 return original(*args, **kwargs)
             message = f"calls {name}; time and randomness are arguments (`now`, `PolicyContext.random_stream`)"
-            breaches.append(message)
+            violations.append(message)
             raise ImpureError(message)
 
         return call

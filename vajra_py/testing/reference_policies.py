@@ -100,7 +100,7 @@ class PlainChunks:
         """The shared fill loop with a fixed budget."""
         fill(replica, batch, self._next_chunk)
 
-    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """The whole budget."""
         return min(self._num_tokens, num_remaining_tokens)
 

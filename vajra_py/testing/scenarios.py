@@ -122,7 +122,7 @@ class Rules:
     num_replicas: int = 1
     detailed: bool = True
     """Whether every decision is kept; the simulator then forms every step by itself."""
-    runs_ahead: bool = True
+    fast_forward: bool = True
     check_every_step: bool = True
     """Whether requests and blocks are counted after every step, or at the end alone."""
     policy_timeout_s: float | None = None
@@ -132,7 +132,7 @@ class Rules:
 def simulate(scenario: Scenario, policies: Policies, rules: Rules) -> Outcome:
     """Put the policies into the situation.
 
-    Raises what the mechanism raises (`PolicyError` for a breach of the contract), and `StuckError`.
+    Raises what the mechanism raises (`PolicyError` for a violation of the contract), and `StuckError`.
     """
     options = replace(scenario.options, num_replicas=rules.num_replicas)
     harness = Harness(policies.prioritizer, policies.replicaset_scheduler, policies.replica_scheduler, options)
@@ -142,7 +142,7 @@ def simulate(scenario: Scenario, policies: Policies, rules: Rules) -> Outcome:
     harness.controller.watch((watch,))
     simulator = harness.simulator(
         SimulationOptions(
-            runs_ahead=rules.runs_ahead,
+            fast_forward=rules.fast_forward,
             check_every_steps=int(rules.check_every_step),
             policy_timeout_s=rules.policy_timeout_s,
         )
@@ -229,7 +229,7 @@ OVERLOADED = Scenario(
 ALL_AT_ONCE = Scenario("equal requests, all at once", SMALL, _all_at_once, is_memory_ample=True)
 LONG_AND_SHORT = Scenario("long and short prompts", replace(SMALL, num_blocks=160), _long_and_short)
 STARVED = Scenario(
-    "too little memory: decodes must give way",
+    "too little memory: decodes must be preempted",
     replace(SMALL, num_blocks=16, host_blocks=4),
     _spread(10, 0.3, (30, 120), (30, 60)),
 )

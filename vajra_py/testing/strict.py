@@ -1,6 +1,6 @@
 """Strict views that expose only what the contract's Protocols declare.
 
-What is not in the Protocol cannot be read, and nothing can be written: either is noted as a breach and raises. One object
+What is not in the Protocol cannot be read, and nothing can be written: either is noted as a violation and raises. One object
 stands for one request throughout, so that identity means what it means to the mechanism.
 """
 
@@ -31,6 +31,7 @@ _METHODS = (
     "assign",
     "pull",
     "schedule",
+    "solo_chunk_size",
     "lone_chunk",
     "refuses",
     "on_arrivals",
@@ -59,10 +60,10 @@ def public_names(protocol: type) -> frozenset[str]:
 
 
 class StrictViews:
-    """Hands out strict views and keeps the list of breaches."""
+    """Hands out strict views and keeps the list of violations."""
 
     def __init__(self) -> None:
-        self.breaches: list[str] = []
+        self.violations: list[str] = []
         self._requests: dict[RequestView, StrictRequest] = {}
 
     def request(self, request: RequestView) -> RequestView:
@@ -80,9 +81,9 @@ class StrictViews:
         """The request behind a strict view; whatever else a policy passed is handed on for the mechanism to judge."""
         return cast(RequestView, view._target) if isinstance(view, StrictRequest) else cast(RequestView, view)
 
-    def breach(self, message: str) -> AttributeError:
-        """Note a breach; the error to raise."""
-        self.breaches.append(message)
+    def violation(self, message: str) -> AttributeError:
+        """Note a violation; the error to raise."""
+        self.violations.append(message)
         return AttributeError(message)
 
     def policy(self, policy: Any) -> Any:
@@ -146,10 +147,10 @@ class _View:
 
     def _check(self, name: str) -> None:
         if name not in self._names:
-            raise self._views.breach(f"reads {self._what}.{name}, which is not there for it to read")
+            raise self._views.violation(f"reads {self._what}.{name}, which is not there for it to read")
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise self._views.breach(f"writes {self._what}.{name}; views are there to be read")
+        raise self._views.violation(f"writes {self._what}.{name}; views are there to be read")
 
 
 class StrictRequest(_View):

@@ -23,7 +23,7 @@ from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import ConfigError, PolicyError, Problem, VajraError
 from vajra_py.latency.unknown import NoPredictions
 from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
-from vajra_py.runtime.kv import BlockKeys, TokenKeys
+from vajra_py.runtime.kv import BlockHashes, TokenBlockHashes
 from vajra_py.runtime.records.input_log import Arrival, Failure, Input, PolicyChange, Restart
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.backend import Backend, BackendReplica
@@ -45,7 +45,7 @@ __all__ = [
     "Request",
     "RequestFacts",
     "StepPlan",
-    "TokenKeys",
+    "TokenBlockHashes",
     "make_mechanism",
 ]
 
@@ -70,15 +70,15 @@ class Intake:
     prompt_token_ids: Sequence[int] | None
     salt: str
     on_ended: Callable[[Request, EndReason], None]
-    keys: TokenKeys | None = None
+    hashes: TokenBlockHashes | None = None
     request: Request | None = None
 
-    def make_keys(self, block_size: int) -> BlockKeys | None:
+    def make_hashes(self, block_size: int) -> BlockHashes | None:
         """What identifies its blocks in the prefix cache."""
         if self.prompt_token_ids is None:
             return None
-        self.keys = TokenKeys(self.prompt_token_ids, block_size, self.salt)
-        return self.keys
+        self.hashes = TokenBlockHashes(self.prompt_token_ids, block_size, self.salt)
+        return self.hashes
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class _Executor:
 
 
 @dataclass(eq=False, slots=True)
-class _Unit(BackendReplica):
+class _VllmReplica(BackendReplica):
     """The one replica, and the step that it executes."""
 
     plan: StepPlan | None = None
@@ -114,12 +114,12 @@ class _GaveWay(Observer):
         """See `Observer`."""
         self.names.append(request.request_id)
 
-    def on_uprooted(self, request: Any, replica_id: int, now: float) -> None:
+    def on_requeued(self, request: Any, replica_id: int, now: float) -> None:
         """See `Observer`."""
         self.names.append(request.request_id)
 
 
-class Mechanism(Backend[_Unit]):
+class Mechanism(Backend[_VllmReplica]):
     """One replica, driven in turns. For one thread."""
 
     def __init__(self, controller: Controller, clock: Clock, note: Callable[[Input], None] | None = None) -> None:
@@ -129,9 +129,9 @@ class Mechanism(Backend[_Unit]):
         self.fault: PolicyError | None = None
         """What a policy did for which nothing is scheduled any more."""
         self._clock = clock
-        self._unit = _Unit(self.replica)
-        self._driver: Driver[_Unit] = Driver(
-            controller, self, (self._unit,), DriverOptions(isolates_policies=True), self._note
+        self._one = _VllmReplica(self.replica)
+        self._driver: Driver[_VllmReplica] = Driver(
+            controller, self, (self._one,), DriverOptions(isolates_policies=True), self._note
         )
         self._turn: int | None = None
         self._refusal: VajraError | None = None
@@ -169,7 +169,7 @@ class Mechanism(Backend[_Unit]):
     @property
     def plan(self) -> StepPlan | None:
         """The step in flight."""
-        return self._unit.plan
+        return self._one.plan
 
     def intake_of(self, request: Request) -> Intake:
         """What a request was handed in as."""
@@ -226,32 +226,32 @@ class Mechanism(Backend[_Unit]):
     def stop(self, request: Request) -> None:
         """The request's last token is known: it ends with the step in flight, whatever that gives."""
         if request.state is RequestState.RUNNING:
-            self._unit.stopped.add(request)
-        elif request.state is not RequestState.ENDED:  # it gave way after its last token had been computed
+            self._one.stopped.add(request)
+        elif request.state is not RequestState.ENDED:  # it was preempted after its last token had been computed
             self.abort(request.request_id)
 
     def step(self) -> StepPlan | None:
         """The next step, after the last one has ended and everything else of this turn has happened; None: nothing runs."""
-        tick, unit = self.open_turn(), self._unit
+        tick, one = self.open_turn(), self._one
         self._turn = None
-        before = unit.plan
+        before = one.plan
         if before is not None:
-            stopped = frozenset(one for one in unit.stopped if one.state is RequestState.RUNNING)
-            unit.stopped.clear()
+            stopped = frozenset(each for each in one.stopped if each.state is RequestState.RUNNING)
+            one.stopped.clear()
             result = StepResult(stopped=stopped)
-            self._driver.events.push(tick, Phase.STEP_END, (unit, result, unit.epoch), unit.rank)
+            self._driver.events.push(tick, Phase.STEP_END, (one, result, one.epoch), one.rank)
         self._driver.events.bring_forward(tick)
         self._driver.run_until(tick)
-        return None if unit.plan is before else unit.plan
+        return None if one.plan is before else one.plan
 
     # What the driver asks
 
-    def launch(self, replica: _Unit, plan: StepPlan) -> int:
+    def launch(self, replica: _VllmReplica, plan: StepPlan) -> int:
         """See `Backend`."""
         replica.plan = plan
         return NEVER
 
-    def cancel(self, replica: _Unit) -> int:
+    def cancel(self, replica: _VllmReplica) -> int:
         """See `Backend`: what comes back for it is not waited for."""
         replica.plan = None
         replica.stopped.clear()
@@ -263,9 +263,9 @@ class Mechanism(Backend[_Unit]):
         if self.note is not None:
             tokens = None if payload.prompt_token_ids is None else tuple(payload.prompt_token_ids)
             self.note(Arrival(now, payload.arrived_at, payload.facts, None, tokens))
-        self._driver.submit(payload.facts, payload.make_keys, payload, payload.arrived_at)
+        self._driver.submit(payload.facts, payload.make_hashes, payload, payload.arrived_at)
 
-    def on_step_end(self, replica: _Unit, payload: StepResult) -> None:
+    def on_step_end(self, replica: _VllmReplica, payload: StepResult) -> None:
         """See `Backend`."""
         plan, replica.plan = replica.plan, None
         assert plan is not None
@@ -285,7 +285,7 @@ class Mechanism(Backend[_Unit]):
         payload.request = request
         self._intakes[request] = payload
 
-    def on_placed(self, request: Request, replicas: Sequence[_Unit]) -> None:
+    def on_placed(self, request: Request, replicas: Sequence[_VllmReplica]) -> None:
         """See `Backend`."""
 
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:

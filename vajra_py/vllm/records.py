@@ -23,7 +23,7 @@ class Record:
     """One request of vLLM's, from its arrival until its last token is known."""
 
     __slots__ = (
-        "append_key",
+        "append_token",
         "client_index",
         "intake",
         "is_known",
@@ -56,7 +56,7 @@ class Record:
         self.is_plain = not request.use_structured_output and params.repetition_detection is None
         """Whether stopping is a matter of the last token and the length alone."""
         self.wants_logprobs = params.num_logprobs is not None
-        self.append_key: Callable[[int], None] | None = None
+        self.append_token: Callable[[int], None] | None = None
         """Tells the prefix cache its tokens."""
         self.is_over = False
         """Whether its client was told the end."""
@@ -83,8 +83,8 @@ class Record:
             expires_after_s=None if self.is_known else before.facts.expires_after_s,
         )
         tokens = None if before.prompt_token_ids is None else self.all_tokens()
-        self.intake = replace(before, facts=facts, prompt_token_ids=tokens, keys=None, request=None)
-        self.append_key, self.num_kept, self.num_told = None, kept, 0
+        self.intake = replace(before, facts=facts, prompt_token_ids=tokens, hashes=None, request=None)
+        self.append_token, self.num_kept, self.num_told = None, kept, 0
         return self.intake
 
     def finishes_plainly(self, token: int) -> bool:

@@ -108,7 +108,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         """Requests that are on their way out of the mechanism, to be held."""
         self._endings = Endings(lists_finished=include_finished_set)
         self._fault: VajraError | None = None
-        """The last breach of the contract that was logged."""
+        """The last violation of the contract that was logged."""
         self._pause = PauseState.UNPAUSED
         self._forgets = False
         """Whether all KV is to be given up before the next step, when every token of the last ones is known."""
@@ -173,12 +173,12 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         if reason in _BY_ITSELF:
             self._forget_at_workers(record)
             return
-        is_breach = self.mechanism.fault is not None and reason in _BY_BREACH
-        if record in self._withdrawn or (is_breach and self._fallback is not None):
+        is_violation = self.mechanism.fault is not None and reason in _BY_BREACH
+        if record in self._withdrawn or (is_violation and self._fallback is not None):
             self._withdrawn.discard(record)
             self._held.append(record)
             return
-        self._drop(record, FinishReason.ERROR if is_breach else FinishReason.ABORT, request.detail)
+        self._drop(record, FinishReason.ERROR if is_violation else FinishReason.ABORT, request.detail)
 
     def _drop(self, record: Record, reason: FinishReason, why: str) -> None:
         """End a request that its client does not expect to end."""
@@ -304,8 +304,8 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
     def _admitted(self, request: Request, num_cached: int) -> None:
         record = self._records[request.request_id]
         vllms = record.request
-        if record.append_key is None and record.intake.keys is not None:
-            record.append_key = record.intake.keys.append
+        if record.append_token is None and record.intake.hashes is not None:
+            record.append_token = record.intake.hashes.append
         vllms.status = RequestStatus.RUNNING
         vllms.num_preemptions = request.num_preemptions
         if vllms.prefill_stats is not None and not request.num_preemptions:
@@ -367,8 +367,8 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
             token = tokens[0]
             produced = record.output
             produced.append(token)
-            if record.append_key is not None:
-                record.append_key(token)
+            if record.append_token is not None:
+                record.append_token(token)
             stops = not record.is_plain or token in record.stops or len(produced) >= record.limit
             if not stops and is_simple and len(produced) > 1:
                 told = EngineCoreOutput(name, [token])

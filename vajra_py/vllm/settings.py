@@ -152,7 +152,11 @@ def _not_vllms(config: ExperimentConfig) -> Iterator[tuple[str, str, str]]:
     """Settings of a replica that a vLLM does not carry out: where, why, what is allowed."""
     replica = next(iter(config.effective_replicasets.values())).replica
     if replica.memory.host_blocks:
-        yield "replica.memory.host_blocks", f"vLLM computes again who gives way (got {replica.memory.host_blocks})", "0"
+        yield (
+            "replica.memory.host_blocks",
+            f"vLLM computes again who is preempted (got {replica.memory.host_blocks})",
+            "0",
+        )
     if replica.kv_parallel.groups > 1:
         yield "replica.kv_parallel.groups", f"a vLLM is one group (got {replica.kv_parallel.groups})", "1"
     if (replica.pipeline_stages or 1) > 1:

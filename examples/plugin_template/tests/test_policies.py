@@ -90,5 +90,5 @@ def test_the_cap_must_be_lower() -> None:
 
 def test_a_lone_prompt_gets_the_large_chunk() -> None:
     policy = CappedChunkPolicy(CappedChunkConfig(chunk_tokens=512, capped_chunk_tokens=64))
-    assert policy.lone_chunk(0, 1000) == 512
-    assert policy.lone_chunk(512, 488) == 488
+    assert policy.solo_chunk_size(0, 1000) == 512
+    assert policy.solo_chunk_size(512, 488) == 488

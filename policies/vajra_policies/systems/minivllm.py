@@ -42,7 +42,7 @@ class Minivllm:
     def __init__(self, config: MinivllmConfig, context: PolicyContext) -> None:
         self._budget = context.limits.max_batch_tokens
 
-    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """Prompts are computed in one piece."""
         return num_remaining_tokens
 

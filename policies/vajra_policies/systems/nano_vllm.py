@@ -42,10 +42,10 @@ class NanoVllm:
     - `whole`: a prompt must fit budget and free blocks at its full length, as if nothing of it were cached; what it
       is charged is the part that is not cached.
     - `chunk_first`: what is not cached counts for both, and shared blocks count once. The first prompt of a step is cut
-      where the budget ends; until it is done every step continues it, nobody decodes, and it cannot give way.
+      where the budget ends; until it is done every step continues it, nobody decodes, and it cannot be preempted.
 
     A prompt takes the blocks of its whole known sequence at once. Decodes lack a block only when they begin one; then
-    the latest admitted gives way, is recomputed, and goes back to the front of the queue (prioritizer `fcfs` with
+    the latest admitted is preempted, recomputed, and goes back to the front of the queue (prioritizer `fcfs` with
     `preempted: first`).
 
     Differences from nano-vLLM: where it runs into an assertion (a sequence that can never fit, or outgrows the budget
@@ -63,7 +63,7 @@ class NanoVllm:
         self._budget = config.prefill_budget_tokens if limit is None else min(config.prefill_budget_tokens, limit)
         self._chunks_first = config.prefill == "chunk_first"
 
-    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """A prompt that is alone has the whole budget."""
         return min(num_remaining_tokens, self._budget) if self._chunks_first else num_remaining_tokens
 
@@ -121,6 +121,6 @@ SPEC = PolicySpec(
     layer=Layer.REPLICA_SCHEDULER,
     config=NanoVllmConfig,
     build=_build,
-    summary="nano-vLLM: prefill whenever anything fits, else decode; the latest admitted gives way.",
+    summary="nano-vLLM: prefill whenever anything fits, else decode; the latest admitted is preempted.",
     source="nano-vLLM, scheduler of 2025 (`whole`) and of 2026 (`chunk_first`)",
 )

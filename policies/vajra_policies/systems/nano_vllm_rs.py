@@ -36,7 +36,7 @@ class NanoVllmRsConfig(PolicyConfig):
     preemption: bool = Field(
         True,
         description=(
-            "Whether requests of lower priority give way, to more urgent ones that wait and to decodes that lack a block. "
+            "Whether requests of lower priority are preempted for more urgent ones that wait and for decodes that lack a block. "
             "If not, admission sets memory for the longest output aside, so that nobody ever needs to."
         ),
     )
@@ -53,9 +53,9 @@ class NanoVllmRs:
     - *Chunks follow each other.* Prompts in progress go on before anyone is admitted, most urgent first, each by at most
       `chunk_size` tokens a step, and are cut to what the budget has left, as in the document's example of ten tokens.
     - *Urgent requests get memory.* If the head of the queue fits but for memory, running requests of strictly lower
-      priority give way, lowest first, of equals the one admitted last, but only if that makes enough room; the head
+      priority are preempted, lowest first, of equals the one admitted last, but only if that makes enough room; the head
       is admitted in the same step. Strictly: else equals would swap each other for ever.
-    - *Decodes that need a block get one.* The lowest priority gives way, of equals the one admitted last, possibly the
+    - *Decodes that need a block get one.* The lowest priority is preempted, of equals the one admitted last, possibly the
       decode itself. (The code lets it go on without a block.)
     - *`max_num_seqs` counts all that run*, prompts in progress too, as its description says ("to run concurrently").
     - The prefill budget counts prompt tokens alone, as its name says; it may be used up exactly.
@@ -76,7 +76,7 @@ class NanoVllmRs:
         self._preempts = config.preemption
         self._max_running = context.limits.max_batch_size
 
-    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """A prompt that is alone is cut into chunks all the same."""
         return num_remaining_tokens if self._chunk_size is None else self._cut(num_remaining_tokens, self._budget)
 
@@ -144,7 +144,7 @@ class NanoVllmRs:
         return min(num_tokens, self._chunk_size, budget)
 
     def _make_room(self, replica: LocalReplicaView, batch: BatchBuilder, request: RequestView) -> None:
-        """Let requests of lower priority give way to one that waits, if together they make enough room."""
+        """Preempt requests of lower priority for one that waits, if together they make enough room."""
         victims = sorted((one for one in replica.running() if one.priority > request.priority), key=_may_give_way)
         needed = batch.blocks_needed(request, request.num_known_tokens)
         if batch.free_blocks + sum(_held_blocks(replica, batch, one) for one in victims) < needed:
@@ -155,7 +155,7 @@ class NanoVllmRs:
 
 
 def _may_give_way(request: RequestView) -> tuple[int, int]:
-    """Who gives way is whoever is largest: the least urgent, of equals the one admitted last."""
+    """The victim is the largest: the least urgent, of equals the one admitted last."""
     return request.priority, request.admitted_index
 
 

@@ -25,7 +25,7 @@ class Orca:
     """Each iteration takes up to max_bs requests in order of arrival: those that run, then new ones with their whole prompt.
 
     A request is admitted only when memory for its prompt and all the output that it may generate can be set aside;
-    the first for whom that fails ends the selection. So no request ever lacks memory later and none gives way.
+    the first for whom that fails ends the selection. So no request ever lacks memory later and none is preempted.
     Prompts are not cut, and one iteration mixes prompts and decodes (selective batching).
 
     Choices where the paper is silent: memory is counted in KV blocks; the last token's KV, which is never computed, is
@@ -40,7 +40,7 @@ class Orca:
     def __init__(self, config: OrcaConfig, context: PolicyContext) -> None:
         self._token_limit = context.limits.max_batch_tokens
 
-    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """Prompts are computed in one piece."""
         return num_remaining_tokens
 

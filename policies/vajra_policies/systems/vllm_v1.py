@@ -28,7 +28,7 @@ class VllmV1Config(PolicyConfig):
     victim: Literal["latest_admitted", "lowest_priority"] = Field(
         "latest_admitted",
         description=(
-            "Who gives way when a running request lacks a block: the one admitted last (vLLM's fcfs), or the one with the "
+            "Who is preempted when a running request lacks a block: the one admitted last (vLLM's fcfs), or the one with the "
             "numerically highest priority, then the latest arrival (vLLM's priority)."
         ),
     )
@@ -64,7 +64,7 @@ class VllmV1Config(PolicyConfig):
     continues_after_own_preemption: bool = Field(
         True,
         description=(
-            "Whether the running requests behind one that gave way for want of blocks of its own still get their turn "
+            "Whether the running requests behind one that was preempted for want of blocks of its own still get their turn "
             "(vLLM 0.33); if not, the step's running requests end there (0.32). It matters with `lowest_priority` alone."
         ),
     )
@@ -77,8 +77,8 @@ class VllmV1:
        lacks blocks takes them from a victim, possibly itself, and possibly one that this step already holds: the
        victim leaves the step and its tokens return to the budget. The size of the needing request's chunk stays
        what it was when it was first tried.
-    2. Unless someone gave way, waiting requests are admitted from the head until budget, limit or blocks end it. No
-       looking past the head, and nobody gives way for it.
+    2. Unless someone was preempted, waiting requests are admitted from the head until budget, limit or blocks end it. No
+       looking past the head, and nobody is preempted for it.
 
     Differences from vLLM: its null block is not a block here, so `num_blocks` is one less (the watermark still counts it);
     exact ties of priority and arrival go by submission, not by the text of the id; blocks that were entered in the
@@ -102,7 +102,7 @@ class VllmV1:
         self._last_prefill_step = -self._interval
         self._is_backed_up = False
 
-    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """A prompt that is alone has the whole budget; the threshold is off."""
         return num_remaining_tokens if self._budget is None else min(num_remaining_tokens, self._budget)
 
@@ -159,7 +159,7 @@ class VllmV1:
                 return
 
     def _make_room(self, replica: LocalReplicaView, batch: BatchBuilder, stop: DecodeStop, cap: int | None) -> bool:
-        """Preempt until the request fits or has given way itself; False when that is impossible."""
+        """Preempt until the request fits or has been preempted itself; False when that is impossible."""
         request = stop.request
         num_tokens = min(batch.max_chunk(request), batch.tokens_left)
         if cap is not None:

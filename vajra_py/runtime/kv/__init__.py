@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from vajra_py.runtime.kv.block_hashes import BlockKeys, PrivateKeys, SegmentId, SegmentKeys, TokenKeys, output_segment
+from vajra_py.runtime.kv.block_hashes import (
+    BlockHashes,
+    PrivateBlockHashes,
+    SegmentBlockHashes,
+    SegmentId,
+    TokenBlockHashes,
+    output_segment,
+)
 from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions
 from vajra_py.runtime.kv.host import BlockCopy, CopyDirection
 from vajra_py.runtime.kv.interface import KvMemory, KvRequest, KvStats
@@ -11,7 +18,7 @@ from vajra_py.runtime.kv.sharded import KvGroups, KvParallelMemory
 
 __all__ = [
     "BlockCopy",
-    "BlockKeys",
+    "BlockHashes",
     "BlockPool",
     "CopyDirection",
     "KvGroups",
@@ -21,9 +28,9 @@ __all__ = [
     "KvStats",
     "PagedKvMemory",
     "PrefixCacheOptions",
-    "PrivateKeys",
+    "PrivateBlockHashes",
+    "SegmentBlockHashes",
     "SegmentId",
-    "SegmentKeys",
-    "TokenKeys",
+    "TokenBlockHashes",
     "output_segment",
 ]

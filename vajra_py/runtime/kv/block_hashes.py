@@ -1,8 +1,8 @@
 """Content hashes of KV blocks.
 
-A block's KV depends on every token up to the block's end, so its key does too: two blocks have equal keys exactly when
+A block's KV depends on every token up to the block's end, so its hash does too: two blocks have equal hashes exactly when
 all tokens up to the end of the block are equal and both requests carry the same salt (128-bit hashes: equality is as
-good as certain). Only whole blocks have keys. Requests of different salts never share, which keeps tenants from probing
+good as certain). Only full blocks have hashes. Requests of different salts never share, which keeps tenants from probing
 each other's prompts.
 """
 
@@ -24,12 +24,12 @@ UNBOUNDED_TOKENS = sys.maxsize
 """Length of content that has a name before it exists."""
 
 
-class BlockKeys(Protocol):
-    """The keys of one request's blocks, first block first. Keys of different implementations are never equal."""
+class BlockHashes(Protocol):
+    """The hashes of one request's blocks, first block first. Hashes of different implementations are never equal."""
 
     @property
-    def num_keyed_tokens(self) -> int:
-        """Tokens of known content; only blocks that end within them have a key. Grows with generation."""
+    def num_hashed_tokens(self) -> int:
+        """Tokens of known content; only blocks that end within them have a hash. Grows with generation."""
 
     @property
     def num_public_tokens(self) -> int:
@@ -39,14 +39,14 @@ class BlockKeys(Protocol):
     def is_private_after_prompt(self) -> bool:
         """Whether generated content can be named by nobody else before the request ends."""
 
-    def key(self, block_index: int) -> Hashable:
-        """The key of one block, from 0. IndexError if the block's content is not wholly known."""
+    def block_hash(self, block_index: int) -> Hashable:
+        """The hash of one block, from 0. IndexError if the block's content is not wholly known."""
 
-    def keys(self, start: int, stop: int) -> Sequence[Hashable]:
-        """The keys of blocks `start` .. `stop` - 1."""
+    def block_hashes(self, start: int, stop: int) -> Sequence[Hashable]:
+        """The hashes of blocks `start` .. `stop` - 1."""
 
-    def shared_prompt_keys(self, num_prompt_tokens: int) -> Sequence[Hashable]:
-        """The keys of the prompt's full blocks; none for content that nobody else has."""
+    def shared_prompt_hashes(self, num_prompt_tokens: int) -> Sequence[Hashable]:
+        """The hashes of the prompt's full blocks; none for content that nobody else has."""
 
 
 def output_segment(request_id: str) -> SegmentId:
@@ -54,10 +54,10 @@ def output_segment(request_id: str) -> SegmentId:
     return ("out", request_id)
 
 
-class TokenKeys:
-    """Keys from token ids: the 128-bit xxh3 of the previous block's key and the block's ids (64-bit little-endian).
+class TokenBlockHashes:
+    """Hashes of token ids: the 128-bit xxh3 of the previous block's hash and the block's ids (64-bit little-endian).
 
-    Each block is hashed once, when its key is first asked for. Generated tokens are public: anyone may send the same.
+    Each block is hashed once, when its hash is first asked for. Generated tokens are public: anyone may send the same.
     """
 
     __slots__ = ("_block_size", "_digests", "_root", "_tokens")
@@ -71,7 +71,7 @@ class TokenKeys:
         self._digests: list[bytes] = []
 
     @property
-    def num_keyed_tokens(self) -> int:
+    def num_hashed_tokens(self) -> int:
         """Tokens of the prompt and of what was appended."""
         return len(self._tokens)
 
@@ -88,27 +88,27 @@ class TokenKeys:
         """More generated tokens."""
         self._tokens.extend(tokens)
 
-    def key(self, block_index: int) -> Hashable:
-        """The key of one block. IndexError if the block is not full."""
-        return self.keys(block_index, block_index + 1)[0]
+    def block_hash(self, block_index: int) -> Hashable:
+        """The hash of one block. IndexError if the block is not full."""
+        return self.block_hashes(block_index, block_index + 1)[0]
 
-    def keys(self, start: int, stop: int) -> Sequence[Hashable]:
-        """The keys of blocks `start` .. `stop` - 1. IndexError if one of them is not full."""
+    def block_hashes(self, start: int, stop: int) -> Sequence[Hashable]:
+        """The hashes of blocks `start` .. `stop` - 1. IndexError if one of them is not full."""
         digests = self._digests
         if stop > len(digests):
             self._hash_up_to(stop)
         return digests[start:stop]
 
-    def shared_prompt_keys(self, num_prompt_tokens: int) -> Sequence[Hashable]:
-        """The keys of the prompt's full blocks."""
-        return self.keys(0, num_prompt_tokens // self._block_size)
+    def shared_prompt_hashes(self, num_prompt_tokens: int) -> Sequence[Hashable]:
+        """The hashes of the prompt's full blocks."""
+        return self.block_hashes(0, num_prompt_tokens // self._block_size)
 
     def _hash_up_to(self, num_blocks: int) -> None:
         size = self._block_size
         if num_blocks * size > len(self._tokens):
             raise IndexError(
-                f"TokenKeys: block {num_blocks - 1} is not full ({len(self._tokens)} tokens, {size} a block). "
-                "Only full blocks have keys."
+                f"TokenBlockHashes: block {num_blocks - 1} is not full ({len(self._tokens)} tokens, {size} a block). "
+                "Only full blocks have hashes."
             )
         digests = self._digests
         digest = digests[-1] if digests else self._root
@@ -120,18 +120,18 @@ class TokenKeys:
             digests.append(digest)
 
 
-class SegmentKeys:
-    """Keys from named runs of tokens, for workloads that tell which parts of prompts are equal but not their tokens.
+class SegmentBlockHashes:
+    """Hashes from named runs of tokens, for workloads that tell which parts of prompts are equal but not their tokens.
 
     Token j of a run is known as (name, j). Neighbouring runs of one name are one run, so it does not matter how a
-    workload cuts them. The output is one more run, `output_segment(request_id)`, with no end. A key is the hash of the
+    workload cuts them. The output is one more run, `output_segment(request_id)`, with no end. A block hash is that of the
     runs up to the one in which the block ends, and the tokens of that run; each run is hashed once, however long.
     """
 
     __slots__ = ("_bases", "_block_size", "_ends", "_names", "num_public_tokens")
 
     is_private_after_prompt = True
-    num_keyed_tokens = UNBOUNDED_TOKENS
+    num_hashed_tokens = UNBOUNDED_TOKENS
 
     def __init__(
         self, segments: Iterable[tuple[SegmentId, int]], request_id: str, block_size: int, salt: str = ""
@@ -144,7 +144,7 @@ class SegmentKeys:
         for name, num_tokens in segments:
             if num_tokens < 0:
                 raise ValueError(
-                    f"SegmentKeys: a run has a negative length ({name!r}: {num_tokens}). At least 0 is allowed."
+                    f"SegmentBlockHashes: a run has a negative length ({name!r}: {num_tokens}). At least 0 is allowed."
                 )
             end += num_tokens
             if num_tokens and names and names[-1] == name:
@@ -162,15 +162,15 @@ class SegmentKeys:
         self._ends = ends
         self._bases = [xxh3_128_digest(salt.encode())]
 
-    def key(self, block_index: int) -> Hashable:
-        """The key of one block."""
-        return self.keys(block_index, block_index + 1)[0]
+    def block_hash(self, block_index: int) -> Hashable:
+        """The hash of one block."""
+        return self.block_hashes(block_index, block_index + 1)[0]
 
-    def keys(self, start: int, stop: int) -> Sequence[Hashable]:
-        """The keys of blocks `start` .. `stop` - 1."""
+    def block_hashes(self, start: int, stop: int) -> Sequence[Hashable]:
+        """The hashes of blocks `start` .. `stop` - 1."""
         size = self._block_size
         ends = self._ends
-        keys: list[tuple[bytes, int]] = []
+        hashes: list[tuple[bytes, int]] = []
         block_end = (start + 1) * size
         last_end = stop * size
         run = bisect_left(ends, block_end)
@@ -178,14 +178,14 @@ class SegmentKeys:
             begin = ends[run - 1] if run else 0
             within = min(last_end, ends[run]) - begin
             ends_in_run = range(block_end - begin, within + 1, size)
-            keys.extend(zip(repeat(self._base(run)), ends_in_run))
+            hashes.extend(zip(repeat(self._base(run)), ends_in_run))
             block_end += len(ends_in_run) * size
             run += 1
-        return keys
+        return hashes
 
-    def shared_prompt_keys(self, num_prompt_tokens: int) -> Sequence[Hashable]:
-        """The keys of the prompt's full blocks."""
-        return self.keys(0, min(num_prompt_tokens, self.num_public_tokens) // self._block_size)
+    def shared_prompt_hashes(self, num_prompt_tokens: int) -> Sequence[Hashable]:
+        """The hashes of the prompt's full blocks."""
+        return self.block_hashes(0, min(num_prompt_tokens, self.num_public_tokens) // self._block_size)
 
     def _base(self, run: int) -> bytes:
         """Hash of the runs before this one, whole, and of this one's name."""
@@ -198,27 +198,27 @@ class SegmentKeys:
         return bases[run + 1]
 
 
-class PrivateKeys:
-    """Keys of content that nobody else has: only the request itself finds its blocks again, after it was preempted."""
+class PrivateBlockHashes:
+    """Hashes of content that nobody else has: only the request itself finds its blocks again, after it was preempted."""
 
     __slots__ = ("_request_id",)
 
     is_private_after_prompt = True
-    num_keyed_tokens = UNBOUNDED_TOKENS
+    num_hashed_tokens = UNBOUNDED_TOKENS
     num_public_tokens = 0
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
 
-    def key(self, block_index: int) -> Hashable:
+    def block_hash(self, block_index: int) -> Hashable:
         """The request and the block's position."""
         return (self._request_id, block_index)
 
-    def keys(self, start: int, stop: int) -> Sequence[Hashable]:
-        """The keys of blocks `start` .. `stop` - 1."""
+    def block_hashes(self, start: int, stop: int) -> Sequence[Hashable]:
+        """The hashes of blocks `start` .. `stop` - 1."""
         return list(zip(repeat(self._request_id), range(start, stop)))
 
-    def shared_prompt_keys(self, num_prompt_tokens: int) -> Sequence[Hashable]:
+    def shared_prompt_hashes(self, num_prompt_tokens: int) -> Sequence[Hashable]:
         """None."""
         return ()
 

@@ -1,11 +1,11 @@
 """Pool of KV blocks: free list, reference counts, cached contents.
 
 Invariants (`check`): every block is either free or used; a used block has a reference from each table that lists it;
-only blocks that carry a key are shared; a key leads only to blocks that still hold its content. A free block keeps its
-key until it is handed out again.
+only blocks that carry a hash are shared; a hash leads only to blocks that still hold its content. A free block keeps its
+hash until it is handed out again.
 
-The order of reuse is kept in three parts, so that handing out blocks without keys is a slice: blocks that came back
-without a key (a stack), blocks never handed out (a counter), and idle blocks in order of return. Blocks whose content
+The order of reuse is kept in three parts, so that handing out blocks without hashes is a slice: blocks that came back
+without a hash (a stack), blocks never handed out (a counter), and idle blocks in order of return. Blocks whose content
 nobody can ask for again keep their place among the idle ones, but as one entry, a run, that is handed out by slices: for
 them no block costs anything of its own. vLLM's order of reuse is called `lru` here, nano-vLLM's `fifo`.
 """
@@ -33,7 +33,7 @@ class PrefixCacheOptions:
     """How a prefix cache orders reuse and finds content; the defaults are vLLM's."""
 
     reuse_order: ReuseOrder = "lru"
-    """lru: blocks without a key are reused first (latest release first), those with one last, longest idle first.
+    """lru: blocks without a hash are reused first (latest release first), those with one last, longest idle first.
     fifo: one queue for all, in order of release."""
     release_order: ReleaseOrder = "tail_first"
     """Whether a request's last or first block is given back first, and so is reused first among its equals."""
@@ -77,11 +77,11 @@ class BlockPool:
         "_entries",
         "_extra_references",
         "_freed",
+        "_hash_of",
         "_idle",
         "_is_fifo",
         "_is_tail_first",
         "_keeps_last",
-        "_key_of",
         "_next_fresh",
         "idle_version",
         "num_blocks",
@@ -113,15 +113,15 @@ class BlockPool:
         self._is_tail_first = options is None or options.release_order == "tail_first"
         self._keeps_last = options is not None and options.duplicates == "keep_last"
         self._freed: list[int] = []
-        """lru: free blocks without a key; either order: fresh ones, the rest of a run. The end is handed out first."""
+        """lru: free blocks without a hash; either order: fresh ones, the rest of a run. The end is handed out first."""
         self._next_fresh = 0
         """Blocks from this id on were never handed out, nor put on the stack for it."""
         self._idle: OrderedDict[int, list[int] | None] = OrderedDict()
-        """lru: free blocks with a key; fifo: every free block that was used before. The front is handed out first.
-        A run stands under its first block, which has no key."""
-        self._key_of: dict[int, Hashable] = {}
+        """lru: free blocks with a hash; fifo: every free block that was used before. The front is handed out first.
+        A run stands under its first block, which has no hash."""
+        self._hash_of: dict[int, Hashable] = {}
         self._entries: dict[Hashable, int | dict[int, None]] = {}
-        """The block of a key, or several (keep_first) in order of entry."""
+        """The block of a hash, or several (keep_first) in order of entry."""
         self._extra_references: dict[int, int] = {}
         """References beyond the first; blocks with one reference are not listed."""
 
@@ -150,14 +150,14 @@ class BlockPool:
             taken += _block_ids(self._next_fresh, self._next_fresh + num_fresh)
             self._next_fresh += num_fresh
         pop = self._idle.popitem
-        keyed = self._key_of
+        hashed = self._hash_of
         while len(taken) < count:
             block, run = pop(False)
             if run is not None:
                 taken += run
                 self.num_evicted += len(run)
                 continue
-            if block in keyed:
+            if block in hashed:
                 self._forget(block)
                 self.num_evicted += 1
             taken.append(block)
@@ -166,30 +166,30 @@ class BlockPool:
         self.num_free -= count
         return taken
 
-    def release(self, blocks: list[int], num_keyed: int = 0) -> None:
-        """Give back one table's references, its first `num_keyed` blocks carrying keys; what has no user is free."""
-        keyed = self._without_users(blocks[:num_keyed]) if num_keyed else []
-        plain = blocks[num_keyed:] if num_keyed else blocks
-        self.num_free += len(keyed) + len(plain)
-        if keyed and self.options is not None and not self.options.retain_freed:
-            for block in keyed:
+    def release(self, blocks: list[int], num_hashed: int = 0) -> None:
+        """Give back one table's references, its first `num_hashed` blocks carrying hashes; what has no user is free."""
+        hashed = self._without_users(blocks[:num_hashed]) if num_hashed else []
+        plain = blocks[num_hashed:] if num_hashed else blocks
+        self.num_free += len(hashed) + len(plain)
+        if hashed and self.options is not None and not self.options.retain_freed:
+            for block in hashed:
                 self._forget(block)
-            plain = keyed + plain
-            keyed = []
+            plain = hashed + plain
+            hashed = []
         if self._is_fifo:
-            back = keyed + plain
+            back = hashed + plain
         else:
             self._freed.extend(plain if self._is_tail_first else reversed(plain))
-            back = keyed
+            back = hashed
         if back:
             self._idle.update(dict.fromkeys(reversed(back) if self._is_tail_first else back))
-        if keyed:
+        if hashed:
             self.idle_version += 1
 
     def retire(self, blocks: list[int], num_filled: int) -> None:
         """Give back one table that nobody shares, its first `num_filled` blocks full of what nobody will ask for again.
 
-        They are reused as if they had keys.
+        They are reused as if they had hashes.
         """
         if not num_filled or self.options is None or not self.options.retain_freed:
             self.release(blocks)
@@ -221,38 +221,38 @@ class BlockPool:
 
     # Content
 
-    def cache(self, blocks: Sequence[int], keys: Sequence[Hashable]) -> None:
-        """Enter blocks in use, none of which has a key yet, under their keys."""
-        self._key_of.update(zip(blocks, keys, strict=True))
+    def cache(self, blocks: Sequence[int], hashes: Sequence[Hashable]) -> None:
+        """Enter blocks in use, none of which has a hash yet, under their hashes."""
+        self._hash_of.update(zip(blocks, hashes, strict=True))
         self.num_cached += len(blocks)
         entries = self._entries
-        for block, key in zip(blocks, keys, strict=True):
-            present = entries.setdefault(key, block)
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            present = entries.setdefault(block_hash, block)
             if present == block:
                 continue
             if self._keeps_last:
-                entries[key] = block
+                entries[block_hash] = block
                 if isinstance(present, int):
                     self._note_removed(present)
             elif isinstance(present, int):
-                entries[key] = {present: None, block: None}
+                entries[block_hash] = {present: None, block: None}
             else:
                 present[block] = None
 
     def uncache(self, blocks: Sequence[int]) -> bool:
-        """Take the keys of these blocks in use away; False, and nothing changed, if someone shares one of them."""
+        """Take the hashes of these blocks in use away; False, and nothing changed, if someone shares one of them."""
         if not self._extra_references.keys().isdisjoint(blocks):
             return False
         for block in blocks:
             self._forget(block)
         return True
 
-    def match(self, keys: Iterable[Hashable]) -> list[int]:
-        """The blocks of the leading keys that are found."""
+    def match(self, hashes: Iterable[Hashable]) -> list[int]:
+        """The blocks of the leading hashes that are found."""
         get = self._entries.get
         found: list[int] = []
-        for key in keys:
-            entry = get(key)
+        for block_hash in hashes:
+            entry = get(block_hash)
             if entry is None:
                 break
             found.append(entry if isinstance(entry, int) else next(iter(entry)))
@@ -278,17 +278,17 @@ class BlockPool:
             self.idle_version += 1
 
     def _forget(self, block: int) -> None:
-        """Take a block's key away, and with it whatever leads to the block."""
-        key = self._key_of.pop(block)
-        entry = self._entries.pop(key, None)
+        """Take a block's hash away, and with it whatever leads to the block."""
+        block_hash = self._hash_of.pop(block)
+        entry = self._entries.pop(block_hash, None)
         if entry == block:
             self._note_removed(block)
         elif isinstance(entry, int):
-            self._entries[key] = entry  # a later block took over the key
+            self._entries[block_hash] = entry  # a later block took over the hash
         elif entry is not None:
             was_first = next(iter(entry)) == block
             del entry[block]
-            self._entries[key] = entry if len(entry) > 1 else next(iter(entry))
+            self._entries[block_hash] = entry if len(entry) > 1 else next(iter(entry))
             if was_first:
                 self._note_removed(block)
 
@@ -313,21 +313,24 @@ class BlockPool:
             len(free) == len(set(free)) == self.num_free - num_fresh,
             f"free blocks: {self.num_free} counted, {sorted(free)} listed and {num_fresh} never used",
         )
-        used = [*free, *self._extra_references, *self._key_of, *(references or ())]
+        used = [*free, *self._extra_references, *self._hash_of, *(references or ())]
         _require(all(0 <= block < self._next_fresh for block in used), "a block is known that was never taken")
         _require(all(run is None or run[0] == block for block, run in self._idle.items()), "a run stands elsewhere")
         unshared = set(free)
         _require(unshared.isdisjoint(self._extra_references), "a free block has references")
         _require(all(count > 0 for count in self._extra_references.values()), "an extra reference was left at zero")
-        _require(self._key_of.keys().isdisjoint([*self._freed, *runs]), "a block without content has a key")
-        _require(self._is_fifo or all(block in self._key_of for block in singles), "an idle block has no key")
+        _require(self._hash_of.keys().isdisjoint([*self._freed, *runs]), "a block without content has a hash")
+        _require(self._is_fifo or all(block in self._hash_of for block in singles), "an idle block has no hash")
         found: set[int] = set()
-        for key, entry in self._entries.items():
+        for block_hash, entry in self._entries.items():
             blocks = [entry] if isinstance(entry, int) else list(entry)
-            _require(len(blocks) > (0 if isinstance(entry, int) else 1), f"key {key!r} leads nowhere")
-            _require(all(self._key_of.get(block) == key for block in blocks), f"key {key!r} leads to other content")
+            _require(len(blocks) > (0 if isinstance(entry, int) else 1), f"hash {block_hash!r} leads nowhere")
+            _require(
+                all(self._hash_of.get(block) == block_hash for block in blocks),
+                f"hash {block_hash!r} leads to other content",
+            )
             found.update(blocks)
-        _require(self._keeps_last or found == self._key_of.keys(), "a block with a key cannot be found")
+        _require(self._keeps_last or found == self._hash_of.keys(), "a block with a hash cannot be found")
         if references is not None:
             _require(
                 references.keys().isdisjoint(unshared) and len(references) + len(free) + num_fresh == self.num_blocks,

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from vajra_py.runtime.kv.block_hashes import BlockKeys
+from vajra_py.runtime.kv.block_hashes import BlockHashes
 from vajra_py.runtime.kv.host import BlockCopy
 
 
@@ -78,8 +78,8 @@ class KvMemory(Protocol):
 
     # Requests
 
-    def register(self, request: KvRequest, keys: BlockKeys | None = None) -> None:
-        """A request is bound to the replica. Without keys its content is never shared."""
+    def register(self, request: KvRequest, hashes: BlockHashes | None = None) -> None:
+        """A request is bound to the replica. Without hashes its content is never shared."""
 
     def is_registered(self, request: KvRequest) -> bool:
         """Whether the request is known here."""
@@ -98,7 +98,7 @@ class KvMemory(Protocol):
 
     # Prefix cache
 
-    def lookup_prefix(self, keys: BlockKeys, num_known_tokens: int) -> int:
+    def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
         """Leading tokens that the cache holds of some content, for a request that need not be registered here."""
 
     def cached_tokens(self, request: KvRequest) -> int:

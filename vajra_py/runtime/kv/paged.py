@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import repeat
 
-from vajra_py.runtime.kv.block_hashes import BlockKeys
+from vajra_py.runtime.kv.block_hashes import BlockHashes
 from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions
 from vajra_py.runtime.kv.block_table import BlockTable
 from vajra_py.runtime.kv.host import BlockCopy, HostSpace
@@ -90,11 +90,11 @@ class PagedKvMemory:
 
     # Requests
 
-    def register(self, request: KvRequest, keys: BlockKeys | None = None) -> None:
-        """A request arrives. Without keys its content is never shared, not even with itself after a preemption."""
+    def register(self, request: KvRequest, hashes: BlockHashes | None = None) -> None:
+        """A request arrives. Without hashes its content is never shared, not even with itself after a preemption."""
         if request in self._tables:
             raise ValueError(f"PagedKvMemory.register: already registered ({request!r}). Forget it first.")
-        self._tables[request] = BlockTable(keys if self._pool.options is not None else None)
+        self._tables[request] = BlockTable(hashes if self._pool.options is not None else None)
 
     def forget(self, request: KvRequest) -> None:
         """A request leaves for good; it must hold nothing."""
@@ -124,13 +124,13 @@ class PagedKvMemory:
 
     # Prefix cache
 
-    def lookup_prefix(self, keys: BlockKeys, num_known_tokens: int) -> int:
+    def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
         """Leading tokens that the cache holds of some content, for a request that need not be registered here."""
-        limit = min(num_known_tokens - 1, keys.num_keyed_tokens) // self.block_size
+        limit = min(num_known_tokens - 1, hashes.num_hashed_tokens) // self.block_size
         if self._pool.options is None or limit <= 0:
             return 0
         blocks: list[int] = []
-        self._match(keys, blocks, limit, _FIRST_LOOKUP_BLOCKS)
+        self._match(hashes, blocks, limit, _FIRST_LOOKUP_BLOCKS)
         return len(blocks) * self.block_size
 
     def cached_tokens(self, request: KvRequest) -> int:
@@ -142,11 +142,11 @@ class PagedKvMemory:
 
     def _found(self, request: KvRequest, entry: BlockTable) -> list[int]:
         """Blocks of the longest cached run of leading full blocks; not to be changed."""
-        keys = entry.keys
-        if not entry.may_be_cached or keys is None or entry.blocks or entry.host:
+        hashes = entry.hashes
+        if not entry.may_be_cached or hashes is None or entry.blocks or entry.host:
             return []
         pool = self._pool
-        limit = min(request.num_known_tokens - 1, keys.num_keyed_tokens) // self.block_size
+        limit = min(request.num_known_tokens - 1, hashes.num_hashed_tokens) // self.block_size
         lookup = entry.lookup
         if lookup is None or lookup.limit != limit or not lookup.survives(pool):
             lookup = entry.lookup = PrefixLookup()
@@ -155,18 +155,18 @@ class PagedKvMemory:
         lookup.num_removed = len(pool.removed)
         if lookup.num_cached != pool.num_cached:
             before = len(lookup.blocks)
-            self._match(keys, lookup.blocks, limit, _FIRST_LOOKUP_BLOCKS if lookup.num_cached < 0 else 1)
+            self._match(hashes, lookup.blocks, limit, _FIRST_LOOKUP_BLOCKS if lookup.num_cached < 0 else 1)
             lookup.num_cached = pool.num_cached
             if len(lookup.blocks) != before:
                 lookup.members = None
                 lookup.idle_version = -1
         return lookup.blocks
 
-    def _match(self, keys: BlockKeys, blocks: list[int], limit: int, width: int) -> None:
-        """Extend `blocks` by what the cache holds after them, asking for few keys at first: most misses come early."""
+    def _match(self, hashes: BlockHashes, blocks: list[int], limit: int, width: int) -> None:
+        """Extend `blocks` by what the cache holds after them, asking for few hashes at first: most misses come early."""
         while (start := len(blocks)) < limit:
             stop = min(start + width, limit)
-            blocks += self._pool.match(keys.keys(start, stop))
+            blocks += self._pool.match(hashes.block_hashes(start, stop))
             if len(blocks) < stop:
                 return
             width *= _LOOKUP_GROWTH
@@ -189,8 +189,8 @@ class PagedKvMemory:
         before `free` (or to pass the number to it).
         """
         entry = self._tables[request]
-        keys = entry.keys
-        if keys is None:
+        hashes = entry.hashes
+        if hashes is None:
             return
         if num_tokens > len(entry.blocks) * self.block_size:
             raise ValueError(
@@ -200,13 +200,13 @@ class PagedKvMemory:
         if num_tokens > entry.num_valid_tokens:
             entry.num_valid_tokens = num_tokens
         if not entry.is_private:
-            self._cache(entry, keys, min(num_tokens, keys.num_public_tokens))
+            self._cache(entry, hashes, min(num_tokens, hashes.num_public_tokens))
 
-    def _cache(self, entry: BlockTable, keys: BlockKeys, num_tokens: int) -> None:
+    def _cache(self, entry: BlockTable, hashes: BlockHashes, num_tokens: int) -> None:
         start = entry.num_cached
-        stop = min(num_tokens, keys.num_keyed_tokens) // self.block_size
+        stop = min(num_tokens, hashes.num_hashed_tokens) // self.block_size
         if stop > start:
-            self._pool.cache(entry.blocks[start:stop], keys.keys(start, stop))
+            self._pool.cache(entry.blocks[start:stop], hashes.block_hashes(start, stop))
             entry.num_cached = stop
             entry.may_be_cached = True
 
@@ -272,7 +272,7 @@ class PagedKvMemory:
         entry.lookup = None
         entry.num_cached = len(found)
         hit = entry.num_valid_tokens = len(found) * self.block_size
-        if entry.keys is not None:
+        if entry.hashes is not None:
             self._queried += request.num_known_tokens
             self._hit += hit
         return hit
@@ -318,7 +318,7 @@ class PagedKvMemory:
         """
         entry = self._resident(request, "free")
         options = self._pool.options
-        if entry.keys is not None and options is not None and options.retain_freed:
+        if entry.hashes is not None and options is not None and options.retain_freed:
             if num_computed_tokens is not None:
                 entry.num_valid_tokens = max(entry.num_valid_tokens, num_computed_tokens)
             valid = min(entry.num_valid_tokens, len(entry.blocks) * self.block_size)
@@ -327,7 +327,7 @@ class PagedKvMemory:
                 entry.blocks = []
                 entry.num_valid_tokens = 0
                 return
-            self._cache(entry, entry.keys, valid)
+            self._cache(entry, entry.hashes, valid)
         self._pool.release(entry.blocks, entry.num_cached)
         entry.blocks = []
         entry.num_cached = entry.num_valid_tokens = 0

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from vajra_py.runtime.kv.block_hashes import BlockKeys
+from vajra_py.runtime.kv.block_hashes import BlockHashes
 from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions
 from vajra_py.runtime.kv.host import BlockCopy, HostSpace
 from vajra_py.runtime.kv.interface import KvRequest, KvStats
@@ -147,8 +147,8 @@ class KvParallelMemory:
 
     # Requests
 
-    def register(self, request: KvRequest, keys: BlockKeys | None = None) -> None:
-        """A request arrives; keys have no use here, since nothing is shared."""
+    def register(self, request: KvRequest, hashes: BlockHashes | None = None) -> None:
+        """A request arrives; hashes have no use here, since nothing is shared."""
         if request in self._tables_of:
             raise ValueError(f"KvParallelMemory.register: already registered ({request!r}). Forget it first.")
         self._tables_of[request] = _BlockTables()
@@ -181,7 +181,7 @@ class KvParallelMemory:
         """Group-local ids of the request's device blocks in order of tokens; `group_tables` tells groups apart."""
         return self._tables_of[request].blocks()
 
-    def lookup_prefix(self, keys: BlockKeys, num_known_tokens: int) -> int:
+    def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
         """0: nothing is cached."""
         return 0
 

@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from typing import Any, NoReturn
 
 from vajra_py.contract import RequestPrioritizer, RequestView, TimeLinearPrioritizer
-from vajra_py.errors import BREACHES, PolicyError, place_of_definition
+from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, place_of_definition
 
 _NUMBER = 0
 """Stands for the length of a key that is a number."""
@@ -35,7 +35,7 @@ class KeyReader:
             key = self._key(request, now)
         except PolicyError:
             raise
-        except BREACHES as error:
+        except POLICY_EXCEPTIONS as error:
             raise _raised(self._policy, request, "key", error) from error
         if self._length == _NUMBER and ((type(key) is float and math.isfinite(key)) or type(key) is int):
             return key
@@ -74,7 +74,7 @@ class LineReader:
             line = self._line(request)
         except PolicyError:
             raise
-        except BREACHES as error:
+        except POLICY_EXCEPTIONS as error:
             raise _raised(self._policy, request, "line", error) from error
         if type(line) is tuple and len(line) == 2:
             intercept, slope = line

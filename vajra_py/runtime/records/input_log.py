@@ -137,8 +137,8 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True)
-class Breach:
-    """A policy broke the contract, and its replicaset went out of service. Nothing that reached the run: what it came to."""
+class PolicyViolation:
+    """A policy broke the contract, and its replicaset went out of service: an outcome of the run, which a replay meets by itself."""
 
     tick: int
     replicaset: str
@@ -155,15 +155,16 @@ class StageEnd:
     step: int
 
 
-Input: TypeAlias = Arrival | Abort | Expiry | Failure | Restart | Abandonment | Swap | Breach | StageEnd
-_KINDS: Mapping[str, type[Abort | Expiry | Failure | Restart | Abandonment | Swap | Breach | StageEnd]] = {
+Input: TypeAlias = Arrival | Abort | Expiry | Failure | Restart | Abandonment | Swap | PolicyViolation | StageEnd
+_KINDS: Mapping[str, type[Abort | Expiry | Failure | Restart | Abandonment | Swap | PolicyViolation | StageEnd]] = {
     "abort": Abort,
     "expiry": Expiry,
     "failure": Failure,
     "restart": Restart,
     "abandonment": Abandonment,
     "policy": Swap,
-    "breach": Breach,
+    "violation": PolicyViolation,
+    "breach": PolicyViolation,  # as recordings of earlier versions say
     "stage": StageEnd,
 }
 

@@ -183,4 +183,4 @@ class DecodePool:
 
 
 def _is_public(request: Request) -> bool:
-    return request.keys is not None and not request.keys.is_private_after_prompt
+    return request.hashes is not None and not request.hashes.is_private_after_prompt

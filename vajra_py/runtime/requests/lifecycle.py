@@ -20,7 +20,7 @@ class Lifecycle:
 
     def __init__(self, replica_id: int, running_set: RunningSet) -> None:
         self.replica_id = replica_id
-        self._residents = running_set
+        self._running_set = running_set
         self.observers: Sequence[Observer] = ()
         self.listeners = NOBODY
         self.holding: list[Request] = []
@@ -28,7 +28,7 @@ class Lifecycle:
 
     def admitted(self, request: Request, num_done_tokens: int, now: float) -> str:
         """A waiting request has got memory; returns "admitted" or "resumed"."""
-        running_set = self._residents
+        running_set = self._running_set
         resumed = request.state is not _WAITING
         if request in running_set.queue:
             running_set.queue.remove(request)
@@ -50,7 +50,7 @@ class Lifecycle:
 
     def preempt(self, request: Request, mode: PreemptionMode, now: float) -> int:
         """A running request gives its device memory up and waits again; returns how many blocks move to the host."""
-        running_set, memory = self._residents, self._residents.memory
+        running_set, memory = self._running_set, self._running_set.memory
         running_set.drop(request)
         num_moved = 0
         if mode is PreemptionMode.SWAP:
@@ -88,7 +88,7 @@ class Lifecycle:
 
         With `keeps_blocks` it is free when `release_ended` is called.
         """
-        self._residents.drop(request)
+        self._running_set.drop(request)
         self.holding.append(request)
         if not keeps_blocks:
             self.release_ended()
@@ -96,7 +96,7 @@ class Lifecycle:
 
     def release_ended(self) -> None:
         """Free the blocks of requests that have ended."""
-        memory = self._residents.memory
+        memory = self._running_set.memory
         for request in self.holding:
             memory.free(request, request.num_computed_tokens, for_good=True)
             memory.forget(request)
@@ -104,7 +104,7 @@ class Lifecycle:
 
     def requeue(self, request: Request) -> None:
         """The replica's memory is gone: the request, resident or waiting here, belongs to no replica, with nothing computed."""
-        running_set = self._residents
+        running_set = self._running_set
         if request in running_set.queue:
             running_set.queue.remove(request)
         else:
@@ -116,9 +116,9 @@ class Lifecycle:
         request.replica_id = -1
         request.preempted_index = 0
 
-    def withdraw(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
+    def end_waiting(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
         """A request of this replica's own queue ends before it was (re-)admitted."""
-        running_set = self._residents
+        running_set = self._running_set
         running_set.queue.remove(request)
         if request.state is RequestState.SWAPPED:
             running_set.memory.drop_swapped(request)
@@ -126,16 +126,16 @@ class Lifecycle:
 
     def drop(self, request: Request, detail: str, now: float) -> None:
         """A scheduler ends a request that waits in its replica's own queue or in the shared one."""
-        running_set = self._residents
+        running_set = self._running_set
         if request not in running_set.queue:
             running_set.shared.take(request)
             request.replica_id = self.replica_id
             self._end(request, EndReason.REJECTED, detail, now)
         else:
-            self.withdraw(request, EndReason.REJECTED, now, detail)
+            self.end_waiting(request, EndReason.REJECTED, now, detail)
 
     def _end(self, request: Request, reason: EndReason, detail: str, now: float) -> None:
-        self._residents.memory.forget(request)
+        self._running_set.memory.forget(request)
         self._tell_end(request, reason, detail, now)
 
     def _tell_end(self, request: Request, reason: EndReason, detail: str, now: float) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vajra_py.contract import EndedStep
-from vajra_py.errors import BREACHES, PolicyError, VajraError
+from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
 
 Told = Callable[..., None]
 """A listening method of `ListensToRequests`, under its policy's name."""
@@ -44,11 +44,11 @@ def _under_name(method: Told, name: str) -> Told:
             method(about, *facts)
         except VajraError:
             raise
-        except BREACHES as error:
+        except POLICY_EXCEPTIONS as error:
             one = about[0] if isinstance(about, tuple | list) and len(about) == 1 else about
-            breach = PolicyError.caused_by(name, error, request_id=getattr(one, "request_id", None))
+            violation = PolicyError.caused_by(name, error, request_id=getattr(one, "request_id", None))
             if isinstance(about, EndedStep):
-                breach.at(about.replica_id, about.step_index)
-            raise breach from error
+                violation.at(about.replica_id, about.step_index)
+            raise violation from error
 
     return tell

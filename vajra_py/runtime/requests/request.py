@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from vajra_py.contract.observer import EndReason
-from vajra_py.runtime.kv import BlockKeys
+from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.support.clock import to_seconds
 
 _NO_METADATA: Mapping[str, str | int | float] = MappingProxyType({})
@@ -101,10 +101,10 @@ class Request:
         "ended_at",
         "expires_at",
         "first_token_at",
+        "hashes",
         "in_flight",
         "index",
-        "is_parked",
-        "keys",
+        "is_skipped",
         "max_tokens",
         "metadata",
         "num_cached_tokens",
@@ -143,7 +143,7 @@ class Request:
         self.session_id = facts.session_id
         self.metadata = facts.metadata
         self.state = _CREATED
-        self.keys: BlockKeys | None = None
+        self.hashes: BlockHashes | None = None
         self.replicaset = ""
         self.replica_id = -1
         self.num_cached_tokens = 0
@@ -153,7 +153,7 @@ class Request:
         self.preempted_index = 0
         self.admitted_index = 0
         self.in_flight = False
-        self.is_parked = False
+        self.is_skipped = False
         self.end_epoch = 0
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
@@ -223,7 +223,7 @@ class Request:
     @property
     def is_decode(self) -> bool:
         """Whether it is one of its replica's decodes: prompt done, exactly one token left to compute."""
-        return self._pool is not None or self.is_parked
+        return self._pool is not None or self.is_skipped
 
     @property
     def is_prefill_complete(self) -> bool:
@@ -252,7 +252,7 @@ class Request:
 
     def block_hashes(self) -> Sequence[Hashable]:
         """Keys of the prompt's full blocks, where others can have the same."""
-        return () if self.keys is None else self.keys.shared_prompt_keys(self.num_prompt_tokens)
+        return () if self.hashes is None else self.hashes.shared_prompt_hashes(self.num_prompt_tokens)
 
     def set_computed(self, num_tokens: int) -> None:
         """Set the computed counter; only outside a decode pool."""

@@ -89,13 +89,13 @@ class RunningSet:
     def skip(self, request: Request) -> None:
         """A decode of the pool sits this step out."""
         request.end_epoch = self._leave_pool(request)
-        request.is_parked = True
+        request.is_skipped = True
         self.skipped[request] = None
 
     def unskip(self, request: Request) -> None:
         """A skipped decode joins the pool again."""
         del self.skipped[request]
-        request.is_parked = False
+        request.is_skipped = False
         self.pool.join(request, request.end_epoch)
 
     def log_pool(self, *, on: bool) -> None:
@@ -134,9 +134,9 @@ class RunningSet:
         self.num_running -= 1
         if request in self.pool.members:
             self._leave_pool(request)
-        elif request.is_parked:
+        elif request.is_skipped:
             del self.skipped[request]
-            request.is_parked = False
+            request.is_skipped = False
         elif request.in_flight:
             del self.in_flight[request]
             request.in_flight = False
@@ -154,59 +154,59 @@ class RunningSet:
 class StateView:
     """`LocalReplicaView` over the running_set: what a replica scheduler reads while it forms a step."""
 
-    __slots__ = ("_residents", "limits", "now", "replica_id")
+    __slots__ = ("_running_set", "limits", "now", "replica_id")
 
     def __init__(self, replica_id: int, running_set: RunningSet) -> None:
         self.replica_id = replica_id
         self.limits = running_set.limits
-        self._residents = running_set
+        self._running_set = running_set
         self.now = 0.0
         """When the step is formed, seconds."""
 
     @property
     def free_blocks(self) -> int:
         """Free KV blocks, cached idle ones included."""
-        return self._residents.memory.free_blocks
+        return self._running_set.memory.free_blocks
 
     @property
     def num_running(self) -> int:
         """Requests that hold KV blocks."""
-        return self._residents.num_running
+        return self._running_set.num_running
 
     @property
     def num_decodes(self) -> int:
         """Decodes that are not in flight."""
-        return len(self._residents.pool) + len(self._residents.skipped)
+        return len(self._running_set.pool) + len(self._running_set.skipped)
 
     @property
     def num_partial_prefills(self) -> int:
         """Partial prefills that are not in flight."""
-        return len(self._residents.partial)
+        return len(self._running_set.partial)
 
     @property
     def num_waiting(self) -> int:
         """Own queue and shared queue."""
-        running_set = self._residents
+        running_set = self._running_set
         return running_set.queue.num_requests + running_set.shared.queue.num_requests
 
     def running(self) -> Sequence[RequestView]:
         """Running requests in order of admission."""
-        return self._residents.running()
+        return self._running_set.running()
 
     def decodes(self) -> Sequence[RequestView]:
         """Decodes in order of admission."""
-        return self._residents.decodes()
+        return self._running_set.decodes()
 
     def partial_prefills(self) -> Sequence[RequestView]:
         """Partial prefills, most urgent first."""
-        partial = self._residents.partial
+        partial = self._running_set.partial
         if len(partial) < 2:
             return list(partial)
         return sorted(partial, key=self.urgency)
 
     def waiting(self) -> Iterator[RequestView]:
         """Waiting requests, most urgent first, own and shared queue merged."""
-        running_set, now = self._residents, self.now
+        running_set, now = self._running_set, self.now
         if not running_set.shared.queue.num_requests:
             return running_set.queue.ordered(now) if running_set.queue.num_requests else iter(())
         pulled = running_set.shared.pulled(now)
@@ -218,11 +218,11 @@ class StateView:
         left, right = next(own, None), next(pulled, None)
         while left is not None or right is not None:
             if right is None or (left is not None and self.urgency(left) < self.urgency(right)):
-                if left in self._residents.queue:
+                if left in self._running_set.queue:
                     yield cast(RequestView, left)
                 left = next(own, None)
             else:
-                if right in self._residents.shared:
+                if right in self._running_set.shared:
                     yield right
                 right = next(pulled, None)
 
@@ -232,4 +232,4 @@ class StateView:
 
     def urgency(self, request: RequestView) -> PriorityKey:
         """The prioritizer's key now, ties broken by arrival and index."""
-        return self._residents.queue.urgency(request, self.now)
+        return self._running_set.queue.urgency(request, self.now)

@@ -16,7 +16,7 @@ from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMem
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.runtime.serving.controller import Controller
-from vajra_py.runtime.serving.policy_binding import LatePrefillTime, Policies, lone_chunk_rule
+from vajra_py.runtime.serving.policy_binding import LatePrefillTime, Policies, solo_chunk_rule
 from vajra_py.runtime.serving.replica import Replica, ReplicaParts
 from vajra_py.runtime.serving.replicaset import AdmissionLimits, Replicaset
 from vajra_py.runtime.step.builder_options import BuilderOptions
@@ -177,7 +177,7 @@ def _build_replicaset(
         return build_policy(layer, choice.policy, choice.parameters, context, services.registry)
 
     def predict(scheduler: ReplicaScheduler) -> PrefillTime:
-        return PrefillTimeTable(services.latency, lone_chunk_rule(scheduler, limits), limits.pipeline_stages)
+        return PrefillTimeTable(services.latency, solo_chunk_rule(scheduler, limits), limits.pipeline_stages)
 
     choices = {layer: settings.scheduling.choice(layer) for layer in Layer}
     policies = Policies(choices, settings.num_replicas, make_policy, prefill_time, predict)
@@ -221,6 +221,6 @@ def _builder_options(settings: ReplicaConfig, limits: ReplicaLimits) -> BuilderO
     return BuilderOptions(
         reserve_prompt=settings.memory.reservation == "prompt",
         watermark_blocks=int(settings.memory.watermark_fraction * limits.num_blocks),
-        publish_at_schedule=settings.memory.prefix_cache.publish == "schedule",
+        cache_at_schedule=settings.memory.prefix_cache.publish == "schedule",
         busy_group_tokens=settings.kv_parallel.busy_tokens,
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import PolicyError, place_of_definition
-from vajra_py.runtime.kv import BlockKeys
+from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.records.input_log import Failure, PolicyChange
 from vajra_py.runtime.requests.lifecycle import end_request
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
@@ -22,7 +22,7 @@ from vajra_py.runtime.support.clock import to_seconds
 
 OUT_OF_SERVICE = "out of service"
 """How the detail of requests begins whose policies broke the contract."""
-TAKEN_BACK = "taken back by the client"
+ABORTED = "taken back by the client"
 EXPIRED = "waited longer than it allows"
 """Details of requests that end before their time."""
 
@@ -85,13 +85,13 @@ class Controller:
     def submit(
         self,
         facts: RequestFacts,
-        make_keys: Callable[[int], BlockKeys | None],
+        make_hashes: Callable[[int], BlockHashes | None],
         now: int,
         arrived_at: float | None = None,
     ) -> tuple[Request, Replicaset, Replica | None]:
         """Take a request in; it is queued, or ended at once with the reason (`request.end_reason`, `request.detail`).
 
-        `make_keys` gets the block size and says what identifies the prompt's blocks. `arrived_at` is when the client sent
+        `make_hashes` gets the block size and says what identifies the prompt's blocks. `arrived_at` is when the client sent
         it, in seconds, where that was before now (an engine that was busy takes it in later). Returns the request, its
         replicaset and the replica that it is bound to (None: shared queue, or refused).
         """
@@ -120,20 +120,20 @@ class Controller:
                 observer.on_arrival(request, seconds)
                 observer.on_ended(request, EndReason.REJECTED, detail, seconds)
             return request, replicaset, None
-        request.keys = make_keys(replica.limits.block_size)
+        request.hashes = make_hashes(replica.limits.block_size)
         for observer in self._observers:
             observer.on_arrival(request, seconds)
         for tell in replicaset.listeners.arrivals:
             tell((request,), seconds)
         return request, replicaset, replicaset.accept(request, now)
 
-    def end_early(self, request_id: str, reason: EndReason, now: int, detail: str = "") -> bool:
+    def abort(self, request_id: str, reason: EndReason, now: int, detail: str = "") -> bool:
         """Abort or expire a request; False when it is unknown, has ended, or ends with the step it is in."""
         entry = self._alive.get(request_id)
         if entry is None:
             return False
         request, replicaset = entry
-        if replicaset.end_early(request, reason, to_seconds(now), detail):
+        if replicaset.abort(request, reason, to_seconds(now), detail):
             self.settle(((request, reason),), now)
             return True
         return False

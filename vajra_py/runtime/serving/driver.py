@@ -18,21 +18,21 @@ from sortedcontainers import SortedDict
 from vajra_py.contract.observer import EndReason
 from vajra_py.contract.policies import traits_of
 from vajra_py.errors import PolicyError
-from vajra_py.runtime.kv import BlockKeys
+from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.records.input_log import (
     Abandonment,
     Abort,
-    Breach,
     Expiry,
     Failure,
     Input,
     PolicyChange,
+    PolicyViolation,
     Restart,
     Swap,
 )
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.backend import Backend, FastForward, R
-from vajra_py.runtime.serving.controller import EXPIRED, TAKEN_BACK, Controller
+from vajra_py.runtime.serving.controller import ABORTED, EXPIRED, Controller
 from vajra_py.runtime.serving.events import EventQueue, Phase
 from vajra_py.runtime.serving.policy_swap import Swapped
 from vajra_py.runtime.serving.replica import Replica
@@ -128,7 +128,7 @@ class Driver(Generic[R]):
                 self._form(payload)
             elif not _is_void(phase, payload):
                 self.now = tick
-                self._happen(phase, payload)
+                self._dispatch(phase, payload)
 
     def next_due(self) -> int:
         """The tick of the next event; `NEVER` when there is none."""
@@ -137,7 +137,7 @@ class Driver(Generic[R]):
             heappop(heap)
         return heap[0][0] if heap else NEVER
 
-    def _happen(self, phase: Phase, payload: Any) -> None:
+    def _dispatch(self, phase: Phase, payload: Any) -> None:
         if phase is _ARRIVAL:
             self._backend.on_arrival(payload)
         elif phase is Phase.STAGE_END:
@@ -160,7 +160,7 @@ class Driver(Generic[R]):
     def submit(
         self,
         facts: RequestFacts,
-        make_keys: Callable[[int], BlockKeys | None],
+        make_hashes: Callable[[int], BlockHashes | None],
         payload: Any,
         arrived_at: float | None = None,
     ) -> None:
@@ -169,7 +169,7 @@ class Driver(Generic[R]):
             self.fast_forward.sync_all()
         backend = self._backend
         try:
-            request, replicaset, replica = self.controller.submit(facts, make_keys, self.now, arrived_at)
+            request, replicaset, replica = self.controller.submit(facts, make_hashes, self.now, arrived_at)
         except PolicyError as error:
             taken_in = self.controller.find(facts.request_id)
             assert taken_in is not None
@@ -199,15 +199,15 @@ class Driver(Generic[R]):
         request = self.controller.find(what) if isinstance(what, str) else what
         if request is not None:
             self._tell(Expiry(self.now, request.request_id))
-            self._end_early(request, EndReason.EXPIRED, EXPIRED)
+            self._abort_request(request, EndReason.EXPIRED, EXPIRED)
 
     def _abort(self, request_id: str) -> None:
         request = self.controller.find(request_id)
         if request is not None:
             self._tell(Abort(self.now, request_id))
-            self._end_early(request, EndReason.ABORTED, TAKEN_BACK)
+            self._abort_request(request, EndReason.ABORTED, ABORTED)
 
-    def _end_early(self, request: Request, reason: EndReason, detail: str) -> None:
+    def _abort_request(self, request: Request, reason: EndReason, detail: str) -> None:
         replica = self.controller.replica_of(request)
         one = None if replica is None else self._replicas[request.replicaset][replica.replica_id]
         if self.fast_forward is not None:
@@ -216,7 +216,7 @@ class Driver(Generic[R]):
             if one is not None:
                 self.fast_forward.interrupt(one)
         try:
-            has_ended = self.controller.end_early(request.request_id, reason, self.now, detail)
+            has_ended = self.controller.abort(request.request_id, reason, self.now, detail)
         except PolicyError as error:
             self._isolate(request.replicaset, error)
             return
@@ -360,7 +360,7 @@ class Driver(Generic[R]):
         """A policy of this replicaset broke the contract. Raises the error unless that is isolated."""
         if not self._options.isolates_policies:
             raise error
-        self._tell(Breach(self.now, name, str(error)))
+        self._tell(PolicyViolation(self.now, name, str(error)))
         self._backend.on_isolated(name, error)
         self._interrupt(name)
         replicaset = self.controller.replicasets[name]

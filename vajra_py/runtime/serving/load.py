@@ -51,8 +51,8 @@ class LiveLoad:
 
     def prefix_hit_tokens(self, request: RequestView) -> int:
         """Leading prompt tokens in this replica's prefix cache now."""
-        keys = getattr(request, "keys", None)
-        return 0 if keys is None else self._replica.memory.lookup_prefix(keys, request.num_known_tokens)
+        hashes = getattr(request, "hashes", None)
+        return 0 if hashes is None else self._replica.memory.lookup_prefix(hashes, request.num_known_tokens)
 
 
 class LoadOnDemand:

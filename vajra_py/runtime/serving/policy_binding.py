@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from vajra_py.config import PolicyChoice
 from vajra_py.contract import (
-    ChunksLonePrompts,
     Layer,
     PrefillTime,
     ReplicaLimits,
@@ -20,6 +19,7 @@ from vajra_py.contract import (
     RequestPrioritizer,
     SharedState,
 )
+from vajra_py.contract.policies import SoloChunkSize, solo_chunk_size_of
 from vajra_py.runtime.queues import RequestQueue, make_queue
 from vajra_py.runtime.requests.listeners import Listeners, listeners_among
 
@@ -114,9 +114,9 @@ class Policies:
         return listeners_among([*own, (self.schedulers[replica_id], self.name(Layer.REPLICA_SCHEDULER))])
 
 
-def lone_chunk_rule(scheduler: ReplicaScheduler, limits: ReplicaLimits) -> Callable[[int, int], int]:
+def solo_chunk_rule(scheduler: ReplicaScheduler, limits: ReplicaLimits) -> SoloChunkSize:
     """How a replica scheduler chunks a lone prompt: as it says, else the step's token budget, else the whole prompt."""
-    if isinstance(scheduler, ChunksLonePrompts):
-        return scheduler.lone_chunk
     budget = limits.max_batch_tokens
-    return lambda done, remaining: remaining if budget is None else min(remaining, budget)
+    return solo_chunk_size_of(scheduler) or (
+        lambda done, remaining: remaining if budget is None else min(remaining, budget)
+    )

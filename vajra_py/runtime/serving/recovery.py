@@ -56,7 +56,7 @@ def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now
             _end(replicaset, request, (EndReason.FAILED, detail), seconds, losses.ended)
         else:
             for observer in replicaset.observers:
-                observer.on_uprooted(request, replica.replica_id, seconds)
+                observer.on_requeued(request, replica.replica_id, seconds)
             losses.moved.append((request, replicaset.place(request, now)))
     return losses
 

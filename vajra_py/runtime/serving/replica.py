@@ -9,8 +9,8 @@ from typing import Any, TypeAlias, cast
 from vajra_py.contract import EndedStep, Layer, PreemptionMode, ReplicaLimits, ReplicaScheduler
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason, Observer, ScheduledChunk, StepEnd, StepRecord
-from vajra_py.errors import BREACHES, PolicyError, VajraError
-from vajra_py.runtime.kv import KvMemory, TokenKeys
+from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
+from vajra_py.runtime.kv import KvMemory, TokenBlockHashes
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.step_log import StepLog
@@ -78,7 +78,7 @@ class Replica:
         self._step_logs: list[StepLog] = []
         self._output_limits: dict[Request, int] = {}
         self._to_abort: dict[Request, tuple[EndReason, str]] = {}
-        self._publish_at_end = not parts.options.publish_at_schedule
+        self._cache_at_end = not parts.options.cache_at_schedule
         self.repeats = Repeats(self.running_set)
         self._num_waiting_in_run = 0
         self._inherited: list[Request] = []
@@ -114,14 +114,14 @@ class Replica:
     def enqueue(self, request: Request, now: float) -> None:
         """A request is bound to this replica and waits."""
         request.replica_id = self.replica_id
-        self.memory.register(request, request.keys)
+        self.memory.register(request, request.hashes)
         self.queue.add(request, now)
 
-    def end_early(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
+    def abort(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
         """End a request of this replica before its time; False when its step has to come back first."""
         if request.state is not _RUNNING:
             self._output_limits.pop(request, None)
-            self.lifecycle.withdraw(request, reason, now, detail)
+            self.lifecycle.end_waiting(request, reason, now, detail)
         elif self.num_in_flight:
             self._to_abort[request] = (reason, detail)
             return False
@@ -138,7 +138,7 @@ class Replica:
         for request in held:
             self._finish(request, reason, now, detail)
         for request in queued:
-            self.end_early(request, reason, now, detail)
+            self.abort(request, reason, now, detail)
         self.clear()
         return [(request, reason) for request in (*held, *queued)]
 
@@ -231,9 +231,9 @@ class Replica:
         except VajraError:
             raise
         except IllegalPlan as error:
-            breach = PolicyError.caused_by(name, error, message=str(error), request_id=error.request_id)
-            raise breach.at(self.replica_id, self.num_steps) from error
-        except BREACHES as error:
+            violation = PolicyError.caused_by(name, error, message=str(error), request_id=error.request_id)
+            raise violation.at(self.replica_id, self.num_steps) from error
+        except POLICY_EXCEPTIONS as error:
             raise PolicyError.caused_by(name, error).at(self.replica_id, self.num_steps) from error
         plan = builder.finish(self.num_steps, now)
         if plan is None:
@@ -321,8 +321,8 @@ class Replica:
         if result.tokens is not None:
             self._append_tokens(result.tokens)
         done = plan.pool.emit(now) if plan.pool is not None else []
-        if self._publish_at_end:
-            self._publish_computed(plan)
+        if self._cache_at_end:
+            self._cache_computed(plan)
         if plan.chunks:
             done += self._apply_chunks(plan, result, now)
         if result.stopped or result.failed:
@@ -358,10 +358,10 @@ class Replica:
 
     def _append_tokens(self, tokens: Sequence[tuple[Request, int]]) -> None:
         for request, token in tokens:
-            if isinstance(request.keys, TokenKeys):
-                request.keys.append(token)
+            if isinstance(request.hashes, TokenBlockHashes):
+                request.hashes.append(token)
 
-    def _publish_computed(self, plan: StepPlan) -> None:
+    def _cache_computed(self, plan: StepPlan) -> None:
         """Blocks that this step completed enter the prefix cache now; its own last token is not computed yet."""
         if not plan.chunks and (plan.pool is None or not plan.pool.num_public):
             return
@@ -379,7 +379,7 @@ class Replica:
         is_split = memory.num_groups > 1
         for request, num_tokens, computed_before, _ in plan.chunks:
             if plan.admissions is not None and not _is_current(request, plan.admissions[request]):
-                continue  # it gave way or ended after the first stage; what this chunk computed is gone
+                continue  # it was preempted or ended after the first stage; what this chunk computed is gone
             if is_split:
                 memory.on_chunk_done(request, computed_before, num_tokens)
             end = computed_before + num_tokens
@@ -436,7 +436,7 @@ class Replica:
                 self._finish(request, reason, now, detail)
             else:
                 self._output_limits.pop(request, None)
-                self.lifecycle.withdraw(request, reason, now, detail)
+                self.lifecycle.end_waiting(request, reason, now, detail)
                 self.parts.executor.release(request)
             ended.append((request, reason))
         return ended

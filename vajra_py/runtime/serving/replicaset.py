@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from vajra_py.contract import Layer, RefusesRequests, ReplicaLoadView, ReplicasetScheduler, RequestView
 from vajra_py.contract.observer import EndReason, Observer
-from vajra_py.errors import BREACHES, PolicyError, VajraError, place_of_definition
+from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError, place_of_definition
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.lifecycle import end_request
@@ -285,7 +285,7 @@ class Replicaset:
             chosen = self._assign_call(request, views, now)
         except VajraError:
             raise
-        except BREACHES as error:
+        except POLICY_EXCEPTIONS as error:
             raise PolicyError.caused_by(self.scheduler_name, error, request_id=request.request_id) from error
         if chosen is None:
             return None
@@ -314,7 +314,7 @@ class Replicaset:
                 yield request
         except VajraError:
             raise
-        except BREACHES as error:
+        except POLICY_EXCEPTIONS as error:
             raise PolicyError.caused_by(self.scheduler_name, error) from error
 
     def offers(self, replica_id: int, now: int) -> bool:
@@ -325,7 +325,7 @@ class Replicaset:
         """The request has left for good."""
         self._queued_by_id.pop(request.request_id, None)
 
-    def end_early(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
+    def abort(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
         """End a request before its time, wherever it is; False when its step has to come back first."""
         if request in self.shared:
             self.shared.remove(request)
@@ -333,7 +333,7 @@ class Replicaset:
             for observer in self.observers:
                 observer.on_ended(request, reason, detail, now)
             return True
-        return self.replicas[request.replica_id].end_early(request, reason, now, detail)
+        return self.replicas[request.replica_id].abort(request, reason, now, detail)
 
 
 def refusal_by_all(asked: Iterable[tuple[Any, ReplicaLoadView]], name: str, request: Request, now: float) -> str | None:
@@ -342,7 +342,7 @@ def refusal_by_all(asked: Iterable[tuple[Any, ReplicaLoadView]], name: str, requ
     for scheduler, replica in asked:
         try:
             reason = scheduler.refuses(request, replica, now)
-        except BREACHES as error:
+        except POLICY_EXCEPTIONS as error:
             raise PolicyError.caused_by(name, error, request_id=request.request_id) from error
         if reason is None:
             return None

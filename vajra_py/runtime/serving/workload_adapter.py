@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vajra_py.runtime.kv import BlockKeys, PrivateKeys, SegmentKeys, TokenKeys
+from vajra_py.runtime.kv import BlockHashes, PrivateBlockHashes, SegmentBlockHashes, TokenBlockHashes
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.workload import RequestSpec
 
@@ -26,10 +26,10 @@ def facts_of(spec: RequestSpec) -> RequestFacts:
     )
 
 
-def keys_of(spec: RequestSpec, block_size: int, salt: str) -> BlockKeys:
+def hashes_of(spec: RequestSpec, block_size: int, salt: str) -> BlockHashes:
     """Keys by token ids where the workload gives them, by content segments, or nothing that anyone else shares."""
     if spec.prompt_token_ids is not None:
-        return TokenKeys(spec.prompt_token_ids, block_size, salt)
+        return TokenBlockHashes(spec.prompt_token_ids, block_size, salt)
     if spec.content is not None:
-        return SegmentKeys(spec.content.segments, spec.request_id, block_size, salt)
-    return PrivateKeys(spec.request_id)
+        return SegmentBlockHashes(spec.content.segments, spec.request_id, block_size, salt)
+    return PrivateBlockHashes(spec.request_id)

@@ -26,6 +26,7 @@ class Builder(PlanDraft):
     """The `BatchBuilder` of one replica, and the only writer of its plans."""
 
     __slots__ = (
+        "_caches_decodes",
         "_growing",
         "_latency",
         "_lifecycle",
@@ -33,8 +34,7 @@ class Builder(PlanDraft):
         "_order",
         "_order_of_decodes",
         "_order_position",
-        "_publishes_decodes",
-        "_to_publish",
+        "_to_cache",
         "dropped",
         "policy_name",
         "refusals",
@@ -55,11 +55,11 @@ class Builder(PlanDraft):
         """What `add_decodes` or `add_running` still goes through; None when neither stopped half-way."""
         self._order_of_decodes = False
         self._order_position = 0
-        self._to_publish: list[Request] = []
+        self._to_cache: list[Request] = []
         """Decodes of the pool whose filled blocks are to be entered in the prefix cache, latest admitted first."""
         self._looked_at: list[Request] = []
         self._growing: Collection[Request] = ()
-        self._publishes_decodes = False
+        self._caches_decodes = False
         """With decodes taken one by one: who needs a block, and whether blocks that they fill are entered at once."""
         super().__init__(running_set, latency, lifecycle.replica_id, options)
 
@@ -69,8 +69,8 @@ class Builder(PlanDraft):
         self._order = None
         if self.refusals:
             self.refusals.clear()
-        if self._to_publish:
-            self._to_publish = []
+        if self._to_cache:
+            self._to_cache = []
 
     def finish(self, step_index: int, formed_at: int) -> StepPlan | None:
         """The plan as the policy has left it; None when it did nothing at all."""
@@ -114,7 +114,7 @@ class Builder(PlanDraft):
         if not self._memory.grow(own, to_hold):
             return self._refuse(own, Refusal.KV_BLOCKS)
         if to_hold > computed + num_left:
-            self._residents.has_spare_blocks = True
+            self._running_set.has_spare_blocks = True
         self._put_chunk(own, num_tokens, computed, "running")
         return None
 
@@ -128,10 +128,10 @@ class Builder(PlanDraft):
         if self.tokens_left < 1:
             return self._refuse(request, Refusal.TOKEN_BUDGET)
         if not selected:
-            pool = self._residents.pool
+            pool = self._running_set.pool
             self._growing = pool.needing_blocks()
-            self._publishes_decodes = pool.num_public > 0 and self._options.publish_at_schedule
-        needs_room = request in self._growing or self._publishes_decodes  # full private blocks need no entry yet
+            self._caches_decodes = pool.num_public > 0 and self._options.cache_at_schedule
+        needs_room = request in self._growing or self._caches_decodes  # full private blocks need no entry yet
         if needs_room and not self._grow_decode(request):
             return self._refuse(request, Refusal.KV_BLOCKS)
         if not selected:
@@ -154,7 +154,7 @@ class Builder(PlanDraft):
             raise IllegalPlan(request, f"cannot add {num_tokens} tokens. Its next chunk may have at most {limit}")
 
     def _admit(self, request: Request, num_tokens: int, reserve_tokens: int | None) -> Refusal | None:
-        running_set, memory = self._residents, self._memory
+        running_set, memory = self._running_set, self._memory
         if self.preempted and any(request is victim for victim, _ in self.preempted):
             return self._refuse(request, Refusal.JUST_PREEMPTED)
         swapped = request.state is _SWAPPED
@@ -192,13 +192,13 @@ class Builder(PlanDraft):
 
     def add_decodes(self) -> DecodeStop | None:
         """Add every decode that is not in the batch yet; see `BatchBuilder.add_decodes`."""
-        running_set = self._residents
+        running_set = self._running_set
         if self._order is None or not self._order_of_decodes:
             self._order = None
             if not self.bulk and not self.selected:
                 self._add_pool()
-                if self._to_publish:
-                    self._publish_decodes()
+                if self._to_cache:
+                    self._cache_decodes()
             if self.bulk:
                 if not running_set.skipped:
                     return None
@@ -209,7 +209,7 @@ class Builder(PlanDraft):
 
     def add_running(self, max_chunk_tokens: int | None = None) -> DecodeStop | None:
         """Add every running request in order of admission; see `BatchBuilder.add_running`."""
-        running_set = self._residents
+        running_set = self._running_set
         self.running_in_order = True
         if self._order is None or self._order_of_decodes:
             self._order = None
@@ -218,17 +218,17 @@ class Builder(PlanDraft):
             if self.bulk:
                 rest = [*running_set.skipped, *running_set.partial]
                 if not rest:
-                    self._publish_decodes()
+                    self._cache_decodes()
                     return None
                 self._go_through(sorted(rest, key=by_admission), of_decodes=False)
             else:
                 self._go_through(running_set.running(), of_decodes=False)
         stop = self._add_in_order(max_chunk_tokens)
-        self._publish_decodes()
+        self._cache_decodes()
         return stop
 
     def _everything_fits(self, max_chunk_tokens: int | None) -> bool:
-        running_set, memory = self._residents, self._memory
+        running_set, memory = self._running_set, self._memory
         num_tokens = len(running_set.pool) + len(running_set.skipped)
         num_blocks = len(running_set.pool.needing_blocks()) + len(running_set.skipped)
         for request in running_set.partial:
@@ -250,8 +250,8 @@ class Builder(PlanDraft):
                 if self.tokens_left <= 0:
                     return DecodeStop(request, self._refuse(request, Refusal.TOKEN_BUDGET))
                 chunk = min(_capped(self.max_chunk(request), max_chunk_tokens), self.tokens_left)
-                if self._to_publish:  # of equal blocks the first entered is found, also where decodes came at once
-                    self._publish_decodes(before=request.admitted_index)
+                if self._to_cache:  # of equal blocks the first entered is found, also where decodes came at once
+                    self._cache_decodes(before=request.admitted_index)
                 refusal = self.add(request, chunk)
                 if refusal is not None:
                     return DecodeStop(request, refusal)
@@ -264,7 +264,7 @@ class Builder(PlanDraft):
 
     def _add_pool(self) -> None:
         """Take the whole pool as one entry, if it fits and no skipped decode stands before a member."""
-        running_set = self._residents
+        running_set = self._running_set
         pool = running_set.pool
         count = len(pool.members)
         if not 0 < count <= self.slots_left or count > self.tokens_left:
@@ -283,7 +283,7 @@ class Builder(PlanDraft):
 
     def _grow_pool(self) -> bool:
         """Give every pool member that needs one its next block; False (nothing changed) when there are too few."""
-        running_set, memory = self._residents, self._memory
+        running_set, memory = self._running_set, self._memory
         pool = running_set.pool
         due = pool.needing_blocks()
         if due:
@@ -299,13 +299,13 @@ class Builder(PlanDraft):
             else:
                 running_set.materialize()
                 memory.grow_each(due)
-        if pool.num_public and self._options.publish_at_schedule:
-            self._to_publish = sorted(pool.filling_blocks(), key=by_admission, reverse=True)
+        if pool.num_public and self._options.cache_at_schedule:
+            self._to_cache = sorted(pool.filling_blocks(), key=by_admission, reverse=True)
         return True
 
-    def _publish_decodes(self, before: int | None = None) -> None:
+    def _cache_decodes(self, before: int | None = None) -> None:
         """Enter blocks that decodes of the pool fill, in order of admission (those admitted `before` alone, if given)."""
-        waiting = self._to_publish
+        waiting = self._to_cache
         while waiting and (before is None or waiting[-1].admitted_index < before):
             request = waiting.pop()
             self._materialize(request)
@@ -317,7 +317,7 @@ class Builder(PlanDraft):
         self._materialize(request)
         if not self._memory.grow(request, needed):
             return False
-        if self._options.publish_at_schedule:
+        if self._options.cache_at_schedule:
             self._memory.cache_blocks(request, needed)
         return True
 
@@ -344,7 +344,7 @@ class Builder(PlanDraft):
         self._materialize(own)
         num_moved = self._lifecycle.preempt(own, mode, self.now)
         if num_moved:
-            self._shapes.add_swap(num_moved * self._residents.limits.bytes_per_block)
+            self._shapes.add_swap(num_moved * self._running_set.limits.bytes_per_block)
         self.preempted.append((own, mode.value))
         self._complete = None
         return None
@@ -434,7 +434,7 @@ class Builder(PlanDraft):
         if own.state is _ENDED or (replica_id != self._replica_id and replica_id != -1):
             raise IllegalPlan(own, "it is not one of this replica's requests")
         if replica_id == -1 and not self._memory.is_registered(own):
-            self._memory.register(own, own.keys)
+            self._memory.register(own, own.hashes)
             self._looked_at.append(own)
         return own
 

@@ -18,9 +18,9 @@ class BuilderOptions:
 
     __slots__ = (
         "busy_group_tokens",
+        "cache_at_schedule",
         "holds_ended_slots",
         "keep_notes",
-        "publish_at_schedule",
         "reserve_prompt",
         "reserves_growth",
         "watermark_blocks",
@@ -31,14 +31,14 @@ class BuilderOptions:
         *,
         reserve_prompt: bool,
         watermark_blocks: int,
-        publish_at_schedule: bool,
+        cache_at_schedule: bool,
         keep_notes: bool = False,
         reserves_growth: bool = False,
         busy_group_tokens: int = 500,
     ) -> None:
         self.reserve_prompt = reserve_prompt
         self.watermark_blocks = watermark_blocks
-        self.publish_at_schedule = publish_at_schedule
+        self.cache_at_schedule = cache_at_schedule
         self.keep_notes = keep_notes
         self.reserves_growth = reserves_growth
         """Whether decodes that grow together get their blocks as a number first: where nobody reads tables step by step."""

@@ -19,12 +19,12 @@ class Repeats:
     """What can be known in advance of one replica's steps."""
 
     def __init__(self, running_set: RunningSet) -> None:
-        self._residents = running_set
+        self._running_set = running_set
         self._repeats_alone = self._repeats_full = False
 
     def read_traits(self, policy: ReplicaScheduler, *, listens: bool) -> None:
         """The replica has its policy, or another one; whether some policy listens to the ends of steps."""
-        running_set = self._residents
+        running_set = self._running_set
         steady = traits_of(policy).repeats_decodes
         may_repeat = running_set.limits.pipeline_stages == 1 and not listens and running_set.memory.num_groups == 1
         self._repeats_alone = may_repeat and SteadyState.NOTHING_WAITS in steady
@@ -35,7 +35,7 @@ class Repeats:
 
         Up to the one in which a request ends, or before the one in which a decode would lack a block.
         """
-        pool, running_set = plan.pool, self._residents
+        pool, running_set = plan.pool, self._running_set
         if pool is None or plan.chunks or not self._is_steady(plan):
             return 0
         if plan.preempted or plan.num_preempted_before or plan.shape.swap_bytes:
@@ -61,17 +61,17 @@ class Repeats:
         if plan.preempted or plan.num_preempted_before or plan.num_requests != plan.num_running:
             return False
         ends_prompts = all(start + num == request.num_known_tokens for request, num, start, _ in plan.chunks)
-        return ends_prompts and not self._residents.skipped and self._is_steady(plan)
+        return ends_prompts and not self._running_set.skipped and self._is_steady(plan)
 
     def _is_steady(self, plan: StepPlan) -> bool:
-        running_set = self._residents
+        running_set = self._running_set
         if self.ignores_arrivals(plan):
             return not len(running_set.shared)
         return self._repeats_alone and not running_set.num_waiting
 
     def ignores_arrivals(self, plan: StepPlan | None) -> bool:
         """Whether repetitions of this plan go on when a request joins the replica's own queue."""
-        return self._repeats_full and plan is not None and plan.num_requests >= self._residents.limits.max_batch_size
+        return self._repeats_full and plan is not None and plan.num_requests >= self._running_set.limits.max_batch_size
 
 
 def run_of(replicaset: str, plan: StepPlan, ended_at: Sequence[int], num_waiting: int) -> StepRun:

@@ -51,7 +51,7 @@ class StepPlan:
     """Whether running entries are listed in order of admission rather than as they were added."""
     preempted: Sequence[tuple[Request, str]] = ()
     num_preempted_before: int = 0
-    """Requests that gave way just before, in attempts at this step that ran nothing."""
+    """Requests that were preempted just before, in attempts at this step that ran nothing."""
     admissions: Mapping[Request, int] | None = None
     """With several steps in flight: each entry's admission, by which a result that came too late is recognised."""
     copies: Sequence[BlockCopy] = ()

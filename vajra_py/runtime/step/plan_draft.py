@@ -33,7 +33,7 @@ class PlanDraft:
         "_options",
         "_pipelined",
         "_replica_id",
-        "_residents",
+        "_running_set",
         "_shapes",
         "_slots_at_start",
         "bulk",
@@ -54,7 +54,7 @@ class PlanDraft:
     def __init__(
         self, running_set: RunningSet, latency: LatencyModel, replica_id: int, options: BuilderOptions
     ) -> None:
-        self._residents = running_set
+        self._running_set = running_set
         self._memory = running_set.memory
         self._replica_id = replica_id
         self._options = options
@@ -70,7 +70,7 @@ class PlanDraft:
         self.swap_bytes_due = 0
         """Bytes that attempts at a step moved which then ran nothing; they count in the next."""
         self.num_preempted_before = 0
-        """Requests that gave way in attempts at this step that ran nothing."""
+        """Requests that was preempted in attempts at this step that ran nothing."""
         self.chunks: dict[Request, PlannedChunk] = {}
         self.selected: dict[Request, None] = {}
         """Decodes taken one by one, in order."""
@@ -90,7 +90,7 @@ class PlanDraft:
         self.bulk = False
         self.bulk_position = 0
         self.running_in_order = False
-        self._members = self._residents.pool.members
+        self._members = self._running_set.pool.members
         self.slots_left = self._slots_at_start = self._max_slots - self.slots_held
         self.tokens_left = self._max_tokens
         self._num_bulk = 0
@@ -138,13 +138,13 @@ class PlanDraft:
         return request in self.chunks or request in (self._members if self.bulk else self.selected)
 
     def _batch_decodes(self) -> Iterable[Request]:
-        return self._residents.pool if self.bulk else self.selected
+        return self._running_set.pool if self.bulk else self.selected
 
     def _completed(self) -> list[BatchFeatures]:
         """Features of the batch by KV-parallel group."""
         complete = self._complete
         if complete is None:
-            pool = self._residents.pool
+            pool = self._running_set.pool
             if self.bulk or self._has_selected_the_pool():
                 num_decodes, context = len(pool.members), pool.context_tokens
             else:
@@ -159,7 +159,7 @@ class PlanDraft:
 
     def _has_selected_the_pool(self) -> bool:
         """Whether the decodes that were taken one by one are the members of the pool."""
-        running_set = self._residents
+        running_set = self._running_set
         return not running_set.skipped and len(self.selected) == len(running_set.pool.members)
 
     # Putting in and taking out
@@ -172,12 +172,12 @@ class PlanDraft:
         self._complete = None
         if not self._one_group:
             self._count_in_groups(request, num_tokens, computed)
-        if request.keys is not None and self._options.publish_at_schedule:
+        if request.hashes is not None and self._options.cache_at_schedule:
             self._memory.cache_blocks(request, computed + num_tokens)
 
     def _put_decode(self, request: Request) -> None:
         if self.bulk:
-            self._residents.unskip(request)
+            self._running_set.unskip(request)
             self._num_bulk += 1
         else:
             if not self.selected:
@@ -214,7 +214,7 @@ class PlanDraft:
 
     def plan(self, step_index: int, formed_at: int) -> StepPlan:
         """The plan as it stands; what it computes counts as computed from now on."""
-        running_set, memory = self._residents, self._memory
+        running_set, memory = self._running_set, self._memory
         pool = running_set.pool
         shape = self._completed()[0] if self._one_group else self._shapes.slowest(self._completed())
         chunks = tuple(self.chunks.values())
@@ -278,7 +278,7 @@ class PlanDraft:
         )
 
     def _park_all_but_selected(self) -> None:
-        running_set, selected = self._residents, self.selected
+        running_set, selected = self._running_set, self.selected
         for request in [one for one in running_set.pool if one not in selected]:
             running_set.skip(request)
         for request in [one for one in running_set.skipped if one in selected]:
@@ -286,7 +286,7 @@ class PlanDraft:
 
     def _detached(self, num_pool_decodes: int) -> tuple[PlannedChunk, ...]:
         """With several steps in flight, every entry keeps its own counters until it comes back."""
-        running_set = self._residents
+        running_set = self._running_set
         decodes = []
         if num_pool_decodes:
             for request in list(running_set.pool.in_admission_order()):

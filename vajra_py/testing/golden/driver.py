@@ -15,7 +15,7 @@ from vajra_py.contract.observer import EndReason
 from vajra_py.latency import AffineModel
 from vajra_py.latency.output_length import NoLengths
 from vajra_py.plugins import load_registry
-from vajra_py.runtime.kv import TokenKeys
+from vajra_py.runtime.kv import TokenBlockHashes
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
 from vajra_py.runtime.step.plan import PlannedChunk, StepPlan, StepResult
@@ -101,7 +101,7 @@ class Driver:
         """A request joins the replica's queue."""
         facts = RequestFacts(arrival.request_id, len(arrival.prompt), arrival.max_tokens, priority=arrival.priority)
         request = Request(facts, arrival.index, arrival.arrived_at, arrival.max_tokens)
-        request.keys = TokenKeys(arrival.prompt, self.replica.limits.block_size)
+        request.hashes = TokenBlockHashes(arrival.prompt, self.replica.limits.block_size)
         request.move_to(RequestState.WAITING)
         self.replica.enqueue(request, self.seconds)
         self.requests[arrival.request_id] = request
@@ -111,7 +111,7 @@ class Driver:
         request = self.requests.pop(request_id, None)
         if request is None:
             return False
-        return self.replica.end_early(request, EndReason.ABORTED, self.seconds)
+        return self.replica.abort(request, EndReason.ABORTED, self.seconds)
 
     @property
     def seconds(self) -> float:
@@ -119,7 +119,7 @@ class Driver:
         return self._now / TICKS_PER_SECOND
 
     def form(self) -> tuple[list[PlannedChunk], list[str]]:
-        """Let the policy form one step: its entries in order, and who gave way in order."""
+        """Let the policy form one step: its entries in order, and who was preempted in order."""
         self._plan = plan = self.replica.form_step(self._now)
         if plan is None:
             return [], []

@@ -49,7 +49,7 @@ class CappedChunkPolicy:
         """Form a step."""
         fill(replica, batch, self._next_chunk)
 
-    def lone_chunk(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
+    def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """The next chunk of a prompt that has the replica to itself: what predictions of prefill times are made from."""
         return min(self._config.chunk_tokens, num_remaining_tokens)
 

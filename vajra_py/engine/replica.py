@@ -69,7 +69,7 @@ class StepUnderWay:
 
 
 @dataclass(eq=False, slots=True)
-class Unit(BackendReplica):
+class EngineReplica(BackendReplica):
     """One replica with what computes for it."""
 
     executor: EngineExecutor
@@ -100,7 +100,7 @@ class LoopOptions:
     """How often a request is computed again when replicas fail under it; None: requests of a lost replica end."""
     wait_s: float = 60.0
     """How long requests wait while no replica of theirs is up."""
-    contains_breaches: bool = False
+    isolates_policies: bool = False
     """Whether a policy that breaks the contract takes its replicaset out of service, instead of ending the run."""
     policy_timeout_s: float | None = 60.0
     """A policy that has not returned after so many seconds breaks the contract; None: it may take for ever."""
