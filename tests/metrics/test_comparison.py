@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Callable
 
 import pytest
@@ -90,6 +91,27 @@ def test_every_form_holds_the_same(make_run: Make) -> None:
     assert markdown[0] == "| metric | a\\|b | [x] |"
     assert {line.count(" | ") for line in markdown[2:]} == {2}
     assert "[x]" in rendered(comparison)
+
+
+def test_every_table_says_where_step_times_come_from(make_run: Make) -> None:
+    runs = [make_run(name=name, chunk_tokens=tokens) for name, tokens in (("a", 64), ("b", 128), ("c", 512))]
+    origins = ["analytic: roofline of X on L40_S", "analytic: roofline of X on L40_S", "real: computed by the engine"]
+    for run, text in zip(runs, origins, strict=True):
+        file = run.path / "summary.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"step_times": {"sentence": text}}))
+    told = [RunData(run.path, run.name) for run in runs]
+    comparison = compare(told)
+    rows = list(csv.DictReader(io.StringIO(comparison.to_csv("overall"))))
+    assert [row["step_times"] for row in rows] == origins
+    lines = [f"Step times of a, b: {origins[0]}.", f"Step times of c: {origins[2]}."]
+    assert comparison.to_markdown().splitlines()[-4:] == ["", lines[0], "", lines[1]]
+    last = comparison.to_latex().splitlines()[-2:]
+    assert last[0] == r"\par{\footnotesize Step times of a, b: analytic: roofline of X on L40\_S.\par}"
+    assert r"\end{tabular}" in comparison.to_latex()
+    alike = compare(told[:2])
+    assert alike.to_markdown().endswith(f"\n\nStep times: {origins[0]}.\n")
+    silent = compare([make_run(name="d")])
+    assert "Step times" not in silent.to_markdown() + silent.to_latex()
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -50,6 +50,8 @@ class Comparison:
     """By scope: for each setting of one run, intervals of its metrics by batch means."""
     replications: tuple[int, ...] = ()
     """Runs of each setting."""
+    step_times: tuple[str, ...] = ()
+    """Where each setting's step times come from, in a sentence without its stop; empty for runs that do not say. No entries: none says."""
 
     @property
     def scopes(self) -> tuple[str, ...]:
@@ -270,6 +272,7 @@ def compare(runs: Sequence[RunData], *, each_run: bool = False) -> Comparison:
         samples=samples if any(len(setting.runs) > 1 for setting in settings) else {},
         within=_within(settings, list(scopes)),
         replications=tuple(len(setting.runs) for setting in settings),
+        step_times=tuple(map(_step_times, settings)),
     )
 
 
@@ -288,6 +291,11 @@ def _mean(samples: Samples) -> float | None:
     if len(samples) == 1:
         return next(iter(samples.values()))
     return float(floats(list(samples.values())).mean()) if samples else None
+
+
+def _step_times(setting: Setting) -> str:
+    sentences = (str(run.summary.value("step_times.sentence") or "") for run in setting.runs)
+    return " or ".join(dict.fromkeys(filter(None, sentences)))
 
 
 def _label(setting: Setting) -> str:

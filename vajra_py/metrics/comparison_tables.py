@@ -42,6 +42,17 @@ def caption(comparison: Comparison) -> str | None:
     return "; ".join(parts) or None
 
 
+def origins(comparison: Comparison) -> Iterator[str]:
+    """A line for each origin of the settings' step times, with the settings that it is of where they differ."""
+    found: dict[str, list[str]] = {}
+    for name, sentence in zip(comparison.names, comparison.step_times, strict=False):
+        if sentence:
+            found.setdefault(sentence, []).append(name)
+    for sentence, names in found.items():
+        whose = "" if len(names) == len(comparison.names) else f" of {', '.join(names)}"
+        yield f"Step times{whose}: {sentence}."
+
+
 def plus_minus(comparison: Comparison, metric: Metric, position: int, scope: str = OVERALL) -> str:
     """The interval as ` ±0.12`, as a range where it is lopsided, or nothing."""
     value, interval = comparison.values[scope][metric.key][position], comparison.interval(metric.key, position, scope)
@@ -60,6 +71,7 @@ def records(comparison: Comparison, scope: str | None = None) -> Iterator[dict[s
         for i, name in enumerate(comparison.names):
             row: dict[str, Any] = {"scope": own, "run": name, "stability": comparison.stability[i]}
             row["replications"] = comparison.replications[i] if comparison.replications else 1
+            row["step_times"] = comparison.step_times[i] if comparison.step_times else ""
             for key in BY_KEY:
                 row[key] = comparison.values[own][key][i]
                 interval = comparison.interval(key, i, own)
@@ -72,7 +84,7 @@ def csv_text(comparison: Comparison, scope: str | None = None) -> str:
     """The records as CSV."""
     rows = list(records(comparison, scope))
     present = {name for row in rows for name in row}
-    columns = ["scope", "run", "stability", "replications"]
+    columns = ["scope", "run", "stability", "replications", "step_times"]
     columns += [name for key in BY_KEY for name in (key, f"{key}_low", f"{key}_high") if name in present]
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n", restval="")
@@ -103,6 +115,7 @@ def markdown(comparison: Comparison, scope: str = OVERALL) -> str:
             for value, spread, sign in _cells(comparison, metric, scope)
         ]
         lines.append("| " + " | ".join([titled(metric), *cells]) + " |")
+    lines += [text for line in origins(comparison) for text in ("", line)]
     return "\n".join(lines) + "\n"
 
 
@@ -128,7 +141,8 @@ def latex(comparison: Comparison, scope: str = OVERALL) -> str:
         r"\begin{tabular}{l" + "r" * (len(table[0]) - 1) + "}",
         r"\toprule",
     ]
-    return "\n".join([*head, lines[0], r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}"]) + "\n"
+    foot = [rf"\par{{\footnotesize {_latex_text(line)}\par}}" for line in origins(comparison)]
+    return "\n".join([*head, lines[0], r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}", *foot]) + "\n"
 
 
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
