@@ -6,14 +6,12 @@ from pathlib import Path
 
 import click
 
-from vajra_py.cli.options import engine_option
+from vajra_py.cli.options import engine_option, latency_option
 
 
 @click.command(no_args_is_help=True)
 @click.argument("measured", type=click.Path(path_type=Path))
-@click.option(
-    "--profile", required=True, type=click.Path(path_type=Path), help="Profile bundle of the same model and GPU."
-)
+@click.option("--profile", type=click.Path(path_type=Path), help="Profile bundle of the same model and GPU.")
 @click.option("--output", "-o", type=click.Path(path_type=Path), default=Path("calibration.json"), show_default=True)
 @click.option(
     "--fit-fraction",
@@ -23,35 +21,36 @@ from vajra_py.cli.options import engine_option
     help="Part of the requests that is fitted, the first ones; the rest judges the fit.",
 )
 @engine_option
+@latency_option
 @click.option("--overwrite", is_flag=True, help="Replace a calibration that is there.")
 @click.option("--quiet", "-q", is_flag=True, help="Do not count the simulations.")
 def calibrate(  # noqa: PLR0913 - one argument for each option
     measured: Path,
-    profile: Path,
+    profile: Path | None,
     output: Path,
     fit_fraction: float,
     engine: tuple[str, ...],
+    latency: tuple[str, ...],
     overwrite: bool,
     quiet: bool,
 ) -> None:
-    """Fit a profile bundle to MEASURED: a measured run's folder, a detailed result of vllm bench serve, a guidellm report, or a run of this project.
+    """Fit a profile bundle, or operator tables, to MEASURED: a measured run's folder, a detailed result of vllm bench serve, a guidellm report, or a run of this project.
 
     Each trial simulates the run; some forty are made. The file that is written stands under `latency:` as `calibration: FILE`.
     """
-    from vajra_py.cli.options import engine_arguments
+    from vajra_py.cli.options import measured_latency, named_values
     from vajra_py.errors import ConfigError, Problem
     from vajra_py.experiment.calibration import calibrate as fit_run
     from vajra_py.experiment.measured_files import read_measured
-    from vajra_py.experiment.measured_simulation import bundle_latency
 
     if output.exists() and not overwrite:
         raise ConfigError(Problem(f"--output {output}", "is there already", "Another file, or --overwrite"))
-    run = read_measured(measured, engine_arguments(engine))
+    run = read_measured(measured, named_values(engine))
 
     def progress(count: int, cost: float) -> None:
         click.echo(f"\r{count} simulations, cost {cost:.1f} ", nl=False, err=True)
 
-    fit = fit_run(run, bundle_latency(run, profile), fit_fraction, None if quiet else progress)
+    fit = fit_run(run, measured_latency(run, profile, None, latency), fit_fraction, None if quiet else progress)
     if not quiet:
         click.echo(err=True)
     fit.calibration.write(output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,6 +11,7 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from vajra_py.experiment.measured_run import MeasuredRun
     from vajra_py.metrics.comparison import Comparison
     from vajra_py.metrics.run_data import RunData
 
@@ -33,8 +35,30 @@ engine_option = click.option(
 )
 
 
-def engine_arguments(given: Sequence[str]) -> dict[str, Any]:
-    """The values of `--engine`. Raises `ConfigError` for one that is not ARGUMENT=VALUE."""
+latency_option = click.option(
+    "--latency",
+    "latency",
+    multiple=True,
+    metavar="SETTING=VALUE",
+    help="Setting of the latency model, such as `--latency link_latency_us=8`. Without --profile the operator tables of aiconfigurator "
+    "answer: `--latency system=h200_sxm --latency precision=fp8`. May be repeated.",
+)
+
+
+def measured_latency(
+    run: MeasuredRun, profile: Path | None, calibration: Path | None, given: Sequence[str]
+) -> dict[str, Any]:
+    """What stands under `latency:` to simulate a measured run: a bundle or operator tables, with the values of `--latency`."""
+    from vajra_py.experiment.measured_simulation import bundle_latency, tables_latency
+
+    changes = named_values(given, "--latency")
+    if profile is None:
+        return tables_latency(run, calibration, **changes)
+    return bundle_latency(run, profile, calibration, **changes)
+
+
+def named_values(given: Sequence[str], option: str = "--engine") -> dict[str, Any]:
+    """The values of an option that is repeated. Raises `ConfigError` for one that is not NAME=VALUE."""
     import json
 
     from vajra_py.errors import ConfigError, Problem
@@ -43,7 +67,8 @@ def engine_arguments(given: Sequence[str]) -> dict[str, Any]:
     for one in given:
         name, equals, text = one.partition("=")
         if not equals:
-            raise ConfigError(Problem("--engine", f"is not ARGUMENT=VALUE ({one!r})", "Such as max_num_seqs=128"))
+            allowed = "Such as max_num_seqs=128" if option == "--engine" else "Such as system=h200_sxm"
+            raise ConfigError(Problem(option, f"is not NAME=VALUE ({one!r})", allowed))
         try:
             found[name] = json.loads(text)
         except json.JSONDecodeError:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from vajra_py.cli.options import engine_option
+from vajra_py.cli.options import engine_option, latency_option
 
 
 @click.command(no_args_is_help=True)
@@ -15,8 +15,9 @@ from vajra_py.cli.options import engine_option
 @click.option(
     "--profile", type=click.Path(path_type=Path), help="Profile bundle to simulate the run with, in place of SIMULATED."
 )
-@click.option("--calibration", type=click.Path(path_type=Path), help="Calibration for the bundle.")
+@click.option("--calibration", type=click.Path(path_type=Path), help="Calibration for bundle or tables.")
 @engine_option
+@latency_option
 @click.option(
     "--output", "-o", type=click.Path(path_type=Path), help="Folder for the simulation; default: runs/validation/NAME."
 )
@@ -27,28 +28,28 @@ def validate(  # noqa: PLR0913 - one argument for each option
     profile: Path | None,
     calibration: Path | None,
     engine: tuple[str, ...],
+    latency: tuple[str, ...],
     output: Path | None,
     report: Path | None,
 ) -> int:
-    """Compare MEASURED, a real engine's run or a load generator's file, with SIMULATED, a run folder of the same requests, or simulate it with --profile.
+    """Compare MEASURED, a real engine's run or a load generator's file, with SIMULATED, a run folder of the same requests, or simulate it with --profile or --latency.
 
     Prints one line a metric: name, measured, simulated, error. The exit code is 1 when an error of a mean exceeds 8 % (TTFT: 15 %).
     """
-    from vajra_py.cli.options import engine_arguments
+    from vajra_py.cli.options import measured_latency, named_values
     from vajra_py.experiment.accuracy import compare_with_measured
     from vajra_py.experiment.measured_files import read_measured
-    from vajra_py.experiment.measured_simulation import bundle_latency, simulate_measured
+    from vajra_py.experiment.measured_simulation import simulate_measured
     from vajra_py.metrics.run_data import RunData
 
-    if (simulated is None) == (profile is None):
-        raise click.UsageError("name either a simulated run or --profile (got both or neither)")
-    run = read_measured(measured, engine_arguments(engine))
+    if (simulated is None) == (profile is None and not latency):
+        raise click.UsageError("name either a simulated run, or --profile or --latency (got both or neither)")
+    run = read_measured(measured, named_values(engine))
     if simulated is not None:
         data = RunData.load(simulated)
     else:
-        assert profile is not None
         folder = output or Path("runs") / "validation" / run.path.resolve().name
-        data = simulate_measured(run, bundle_latency(run, profile, calibration), folder)
+        data = simulate_measured(run, measured_latency(run, profile, calibration, latency), folder)
     accuracy = compare_with_measured(run, data)
     for line in accuracy.lines():
         click.echo(line)

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.accuracy import LATENCIES, requests_of
 from vajra_py.experiment.measured_run import MeasuredRequests, MeasuredRun
-from vajra_py.experiment.measured_simulation import simulate_measured
-from vajra_py.latency import Calibration, ProfileBundleConfig
+from vajra_py.experiment.measured_simulation import measured_config, simulate_measured
+from vajra_py.latency import Calibration
 from vajra_py.metrics.run_data import RunData
 
 Floats = npt.NDArray[np.float64]
@@ -84,7 +84,7 @@ class Fit:
 
 def figures_of(run: MeasuredRun, latency: Mapping[str, Any]) -> tuple[Figure, ...]:
     """What is fitted: scales of the parts that the run's deployment has, and its engine's kind of overhead."""
-    config = ProfileBundleConfig.model_validate(latency)
+    config = measured_config(latency)
     host = config.build().host
     scales = [("dense", 0.05), ("decode_attention", 0.1), ("mixed_attention", 0.1)]
     if config.tensor_parallel > 1 or config.data_parallel > 1:
@@ -103,16 +103,15 @@ def figures_of(run: MeasuredRun, latency: Mapping[str, Any]) -> tuple[Figure, ..
 def calibrate(
     run: MeasuredRun, latency: Mapping[str, Any], fit_fraction: float = 1 / 3, progress: Progress | None = None
 ) -> Fit:
-    """Fit a profile bundle's figures to the run's first requests and judge them by the rest.
+    """Fit the figures of measured operators to the run's first requests and judge them by the rest.
 
-    `latency` is what stands under `latency:` for the run (`bundle_latency`); `fit_fraction` the part of the requests that is fitted.
+    `latency` is what stands under `latency:` for the run (`bundle_latency`, `tables_latency`); `fit_fraction` the part of the requests that is fitted.
 
     Raises:
-        ConfigError: too few requests to fit or to judge, or a latency model that is not a profile bundle.
+        ConfigError: too few requests to fit or to judge, or a latency model that is not made of measured operators.
     """
-    if latency.get("type") != "profile_bundle" or latency.get("calibration"):
-        message = "only a profile bundle without a calibration is fitted"
-        raise ConfigError(Problem("latency", message, "Allowed: type: profile_bundle"))
+    if latency.get("calibration"):
+        raise ConfigError(Problem("latency.calibration", "a calibrated model is not fitted again", "Leave it out"))
     number = len(run.requests.request_id)
     num_fitted = round(fit_fraction * number)
     if num_fitted < FEWEST_REQUESTS or number - num_fitted < FEWEST_REQUESTS:
@@ -124,7 +123,7 @@ def calibrate(
         held_out, before = trials.held_out(values), trials.held_out(trials.priors)
     finally:
         trials.close()
-    config = ProfileBundleConfig.model_validate(latency)
+    config = measured_config(latency)
     bundle = config.build().bundle
     chosen = {one.name: float(value) for one, value in zip(trials.figures, values, strict=True)}
     residuals = trials.residuals_of(values)
@@ -264,7 +263,7 @@ class _Trials:
 
     def _run_of(self, chosen: Mapping[str, float]) -> RunData:
         folder = Path(self._folder.name)
-        bundle = ProfileBundleConfig.model_validate(self._latency).build().bundle
+        bundle = measured_config(self._latency).build().bundle
         host = {one.name: chosen[one.name] for one in self.figures if not one.is_scale}
         scales = {one.name: chosen[one.name] for one in self.figures if one.is_scale}
         trial = Calibration(bundle.model, bundle.hardware, bundle.tensor_parallel, host, scales, "a trial")

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from vajra_py.config import ExperimentConfig, config_from_mapping
 from vajra_py.errors import ConfigError, Problem
-from vajra_py.experiment.measured_run import EngineSettings, MeasuredRun
+from vajra_py.experiment.measured_run import MeasuredRun
 from vajra_py.experiment.run import run_experiment
-from vajra_py.latency import ProfileBundleConfig, read_bundle
+from vajra_py.latency import AiconfiguratorConfig, ProfileBundleConfig, read_bundle
 from vajra_py.metrics.run_data import RunData
 from vajra_py.workload import write_jsonl
 
@@ -29,14 +31,31 @@ def bundle_latency(
     Raises:
         ConfigError: the bundle is of another model.
     """
-    settings = run.settings
-    bundle = read_bundle(profile, settings.tensor_parallel)
-    if _bare(bundle.model) != _bare(settings.model):
-        message = f"is of {bundle.model}, and the run of {settings.model}"
+    bundle = read_bundle(profile, run.settings.tensor_parallel)
+    if _bare(bundle.model) != _bare(run.settings.model):
+        message = f"is of {bundle.model}, and the run of {run.settings.model}"
         raise ConfigError(Problem(str(profile), message, "Allowed: a bundle of the same model"))
+    latency = {"type": "profile_bundle", "path": str(Path(profile).resolve()), **_deployed(run)}
+    return _changed(latency, run, calibration, changes)
+
+
+def tables_latency(run: MeasuredRun, calibration: str | Path | None = None, **changes: Any) -> dict[str, Any]:
+    """The same with the operator tables of aiconfigurator; `changes` name the `system`, and what else the run does not say.
+
+    Raises:
+        ConfigError: no system is named.
+    """
+    if "system" not in changes:
+        allowed = "--profile FOLDER for a profile bundle, or --latency system=NAME for the tables of aiconfigurator"
+        raise ConfigError(Problem("latency", "nothing says where step times come from", allowed))
+    latency = {"type": "aiconfigurator", "model": run.settings.model.rsplit("/", 1)[-1], **_deployed(run)}
+    return _changed(latency, run, calibration, changes)
+
+
+def _deployed(run: MeasuredRun) -> dict[str, Any]:
+    """Settings of a latency model that follow from how the engine was started, and from its requests."""
+    settings = run.settings
     latency: dict[str, Any] = {
-        "type": "profile_bundle",
-        "path": str(Path(profile).resolve()),
         "tensor_parallel": settings.tensor_parallel,
         "host": "vllm-0.19-async" if settings.asynchronous else "vllm-0.19-sync",
         "context_variation": round(run.context_variation, 4),
@@ -46,25 +65,49 @@ def bundle_latency(
     else:
         limit = settings.capture_limit or min(512, 2 * settings.max_num_seqs, settings.max_num_batched_tokens)
         latency["capture_limit"] = limit
-    if _is_one_group(settings, latency):
-        latency["data_parallel"] = settings.data_parallel
     if settings.expert_parallel:
         latency["expert_parallel"] = True
+    return latency
+
+
+def _changed(
+    latency: dict[str, Any], run: MeasuredRun, calibration: str | Path | None, changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    latency |= changes
+    # Data-parallel ranks that share experts step together.
+    if run.settings.data_parallel > 1 and measured_config(latency).model_spec().experts is not None:
+        latency.setdefault("data_parallel", run.settings.data_parallel)
     if calibration is not None:
         latency["calibration"] = str(Path(calibration).resolve())
-    return {**latency, **changes}
+    return latency
+
+
+def measured_config(latency: Mapping[str, Any]) -> ProfileBundleConfig | AiconfiguratorConfig:
+    """The settings of a latency model of measured operators.
+
+    Raises:
+        ConfigError: another latency model, or wrong settings.
+    """
+    kinds: dict[str, type[ProfileBundleConfig] | type[AiconfiguratorConfig]] = {
+        "profile_bundle": ProfileBundleConfig,
+        "aiconfigurator": AiconfiguratorConfig,
+    }
+    kind = kinds.get(str(latency.get("type")))
+    if kind is None:
+        message = f"is not made of measured operators ({latency.get('type')!r})"
+        raise ConfigError(Problem("latency.type", message, f"Allowed: {', '.join(kinds)}"))
+    try:
+        return kind.model_validate(dict(latency))
+    except ValidationError as error:
+        problems = [
+            Problem(".".join(["latency", *map(str, one["loc"])]), f"{one['msg']} ({one['input']!r})")
+            for one in error.errors()
+        ]
+        raise ConfigError(problems) from error
 
 
 def _bare(model: str) -> str:
     return model.rsplit("/", 1)[-1].lower()
-
-
-def _is_one_group(settings: EngineSettings, latency: Mapping[str, Any]) -> bool:
-    """Whether data-parallel ranks step together, because they share experts."""
-    if settings.data_parallel == 1:
-        return False
-    config = ProfileBundleConfig(path=latency["path"], tensor_parallel=settings.tensor_parallel)
-    return config.model_spec(read_bundle(latency["path"], settings.tensor_parallel)).experts is not None
 
 
 def simulation_of(run: MeasuredRun, latency: Mapping[str, Any], workload_file: Path) -> ExperimentConfig:

@@ -126,8 +126,9 @@ class ProfileBundleConfig(SettingsModel):
         """Name of the device and how many a replica has."""
         return self.device or bundle_hardware(self.path), self.tensor_parallel * self.data_parallel
 
-    def model_spec(self, bundle: Bundle) -> ModelSpec:
+    def model_spec(self, bundle: Bundle | None = None) -> ModelSpec:
         """The model in the bundle's precision: the one named here, else the bundle's, whose tuned variants have its shape."""
+        bundle = bundle or read_bundle(self.path, self.tensor_parallel)
         name = self.model
         if name is None:
             name = bundle.model.rsplit("/", 1)[-1]

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from vajra_py.errors import ConfigError, Problem
+from vajra_py.latency.calibration_file import Calibration, read_calibration
 from vajra_py.latency.catalog import load_model
 from vajra_py.latency.config import SettingsModel, complain_as_value_error, resolved_path
 from vajra_py.latency.deployment import Parallelism
@@ -73,6 +74,9 @@ class AiconfiguratorConfig(SettingsModel):
     first_token_us: _Micros | None = Field(
         None, description="From a step's end to the client, microseconds; null: as `host` says."
     )
+    context_variation: Annotated[float, Field(ge=0, le=5)] = Field(
+        0.0, description="Standard deviation over mean of the contexts of the decodes in a step; 0: equal contexts."
+    )
     cuda_graphs: bool = Field(True, description="Small batches are padded to the sizes of captured CUDA graphs.")
     capture_limit: Annotated[int, Field(ge=1)] = Field(CAPTURE_LIMIT, description="Largest captured batch, tokens.")
     reach: Annotated[float, Field(ge=1)] = Field(
@@ -81,8 +85,9 @@ class AiconfiguratorConfig(SettingsModel):
     fallback: Literal["roofline"] | None = Field(
         None, description="What answers beyond the reach; null: such a step is an error."
     )
+    calibration: str | None = Field(None, description="Calibration that `vajra calibrate` wrote for these tables.")
 
-    @field_validator("path", "model")
+    @field_validator("path", "model", "calibration")
     @classmethod
     def _resolve(cls, value: str | None, info: ValidationInfo) -> str | None:
         return None if value is None else resolved_path(value, info)
@@ -103,14 +108,20 @@ class AiconfiguratorConfig(SettingsModel):
         model, device = self.model_spec(), self.device_spec()
         split = Split(self.tensor_parallel, self.data_parallel, self.expert_parallel)
         found = operators(tables, model, split, self._precision())
+        calibration = read_calibration(self.calibration) if self.calibration else None
+        if calibration is not None:
+            calibration.check_fits(found.bundle)
         options = BundleOptions(
             link=None if device is None else Link(device.attainable_link_bandwidth, device.link_latency_s),
-            host=self._host(),
+            host=self._host(calibration),
+            context_variation=self.context_variation,
             cuda_graphs=self.cuda_graphs,
             capture_limit=self.capture_limit,
             reach=self.reach,
             data_parallel=self.data_parallel,
+            scales=dict(calibration.scales) if calibration else {},
             fallback=self._fallback(model, device),
+            calibration=calibration,
         )
         return OperatorTablesModel(found, model, options, device)
 
@@ -137,7 +148,8 @@ class AiconfiguratorConfig(SettingsModel):
     def _precision(self) -> Precision:
         return Precision(self.precision, self.kv_dtype, self.moe_precision, self.conversion, self.fused_norms)
 
-    def _host(self) -> HostOverhead:
+    def _host(self, calibration: Calibration | None) -> HostOverhead:
+        figures = dict(calibration.host) if calibration else {}
         given = {
             "step_base_s": self.host_step_us,
             "step_per_request_s": self.host_per_request_us,
@@ -145,7 +157,8 @@ class AiconfiguratorConfig(SettingsModel):
             "arrival_s": self.arrival_us,
             "first_token_s": self.first_token_us,
         }
-        return host_overhead(self.host, **{name: 1e-6 * value for name, value in given.items() if value is not None})
+        figures.update({name: 1e-6 * value for name, value in given.items() if value is not None})
+        return host_overhead(self.host, **figures)
 
     def _fallback(self, model: ModelSpec, device: DeviceSpec | None) -> RooflineModel | None:
         if self.fallback is None:
