@@ -9,12 +9,19 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 
+from tests.latency.measured import as_measured, write_run
+from vajra_py.cli.calibrate import calibrate
+from vajra_py.cli.validate import validate
 from vajra_py.config import config_from_mapping
 from vajra_py.contract import BatchFeatures
 from vajra_py.errors import ConfigError, ExecutorError
+from vajra_py.experiment.measured_run import read_measured_run
+from vajra_py.experiment.measured_simulation import measured_config, simulate_measured, tables_latency
 from vajra_py.experiment.run import run_experiment
-from vajra_py.latency import AiconfiguratorConfig, OperatorTablesModel, step_times_of
+from vajra_py.latency import AiconfiguratorConfig, Calibration, OperatorTablesModel, step_times_of
+from vajra_py.latency.calibration_file import read_calibration
 
 BANDWIDTH, KERNEL_S = 2e12, 2e-6
 LAYERS, HIDDEN, WIDTH, VOCABULARY = 32, 4096, 14336, 128256
@@ -270,3 +277,50 @@ def test_without_the_package_the_error_says_how_to_get_it(monkeypatch: pytest.Mo
     monkeypatch.setattr("vajra_py.latency.operator_tables.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'vajra-py\[aiconfigurator\]'"):
         AiconfiguratorConfig().build()
+
+
+def test_a_measured_run_is_simulated_and_fitted_with_the_tables(
+    tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run was made with slower products and a slower host than the tables': the fit on its first half tells the rest."""
+    monkeypatch.setattr("vajra_py.experiment.calibration.MOST_RESTARTS", 1)
+    folder = write_run(tmp_path / "measured", count=44)
+    run = read_measured_run(folder)
+    latency = tables_latency(run, system="h100_sxm", path=str(tables), context_variation=0.0)
+    assert (latency["type"], latency["model"], latency["capture_limit"]) == ("aiconfigurator", "Llama-3.1-8B", 16)
+    truth = {"dense": 1.15, "decode_attention": 1.0, "mixed_attention": 1.0}
+    Calibration("Llama-3.1-8B", "h100_sxm", 1, {"exposed_s": 0.002}, truth, "made up").write(tmp_path / "truth.json")
+    as_measured(
+        folder, simulate_measured(run, {**latency, "calibration": str(tmp_path / "truth.json")}, tmp_path / "t")
+    )
+    settings = [f"--latency={name}={latency[name]}" for name in ("system", "path", "context_variation")]
+    fitted = [str(folder), *settings, "--fit-fraction", "0.5", "-q", "-o", str(tmp_path / "calibration.json")]
+    assert CliRunner().invoke(calibrate, fitted, standalone_mode=False).exception is None
+    errors = read_calibration(tmp_path / "calibration.json").errors
+    assert max(abs(errors["tpot_s"]), abs(errors["e2e_s"])) < 0.01
+    given = [str(folder), *settings, "-o", str(tmp_path / "again")]
+    plain = CliRunner().invoke(validate, given, standalone_mode=False)
+    assert plain.return_value == 1
+    told = [*given, "--calibration", str(tmp_path / "calibration.json")]
+    calibrated = CliRunner().invoke(validate, told, standalone_mode=False)
+    assert (calibrated.return_value, calibrated.exception) == (0, None)
+    assert "step times: calibrated: operators measured on h100_sxm inside vLLM 0.24.0" in calibrated.output
+
+
+def test_settings_of_a_measured_run_s_tables_are_checked(tables: Path, tmp_path: Path) -> None:
+    run = read_measured_run(write_run(tmp_path / "measured"))
+    with pytest.raises(ConfigError, match="latency: nothing says where step times come from"):
+        tables_latency(run, precision="fp8")
+    with pytest.raises(ConfigError, match=r"latency.precision: .*\('fp9'\)"):
+        measured_config(tables_latency(run, system="h100_sxm", path=str(tables), precision="fp9"))
+    with pytest.raises(ConfigError, match=r"latency.type: is not made of measured operators \('roofline'\)"):
+        measured_config({"type": "roofline"})
+    wrong = CliRunner().invoke(validate, [str(run.path), "--latency", "system"])
+    assert isinstance(wrong.exception, ConfigError)
+    assert "--latency: is not NAME=VALUE ('system')" in str(wrong.exception)
+
+
+def test_a_calibration_of_other_tables_is_refused(tables: Path, tmp_path: Path) -> None:
+    Calibration("Llama-3.1-8B", "h200_sxm", 1, {}, {}, "another GPU").write(tmp_path / "other.json")
+    with pytest.raises(ConfigError, match=r"was fitted for .* on h200_sxm.* and the bundle is of .* on h100_sxm"):
+        of(tables, calibration=str(tmp_path / "other.json"))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.latency.conftest import attention_us, dense_us, head_us
+from tests.latency.measured import as_mixture
 from vajra_py.contract import BatchFeatures
 from vajra_py.errors import ConfigError, ExecutorError
 from vajra_py.latency import (
@@ -223,16 +224,7 @@ def test_experts_are_read_by_tokens_and_experts_that_they_reach() -> None:
 
 
 def test_ranks_that_share_experts_share_a_step(bundle: Path) -> None:
-    tp1 = bundle / "tp1"
-    (tp1 / "moe.csv").write_text("tokens,activated_experts,time_us\n1,8,50\n2048,8,80\n1,128,800\n2048,128,1000\n")
-    text = (bundle / "meta.yaml").read_text().replace("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B-Instruct-2507")
-    (bundle / "meta.yaml").write_text(text)
-    kept = [
-        line
-        for line in (tp1 / "dense.csv").read_text().splitlines()
-        if not line.startswith(("gate_up", "act_fn", "down"))
-    ]
-    (tp1 / "dense.csv").write_text("\n".join(kept) + "\n")
+    as_mixture(bundle)
     one = of(bundle)
     assert one.model.name == "Qwen3-30B-A3B"  # a tuned variant has its model's shape
     two = of(bundle, data_parallel=2, expert_parallel=True)

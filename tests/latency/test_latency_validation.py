@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from tests.latency.measured import ENGINE, MIXTURE, NUM_REQUESTS, as_measured, as_mixture, write_run
 from vajra_py.cli.validate import validate
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.accuracy import compare_with_measured, requests_of
@@ -22,53 +22,11 @@ from vajra_py.experiment.measured_files import read_measured
 from vajra_py.experiment.measured_run import read_measured_run
 from vajra_py.experiment.measured_simulation import bundle_latency, simulate_measured, simulation_of
 from vajra_py.latency import Calibration
-from vajra_py.metrics.run_data import RunData
-
-NUM_REQUESTS = 24
-ENGINE = {
-    "model": "meta-llama/Llama-3.1-8B",
-    "tensor_parallel_size": 1,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 512,
-    "max_model_len": 4096,
-}
-
-
-def write_run(folder: Path, count: int = NUM_REQUESTS, **meta: Any) -> Path:
-    """A measured run whose times are made up, ten requests a second, in pairs with equal prompts."""
-    folder.mkdir(parents=True)
-    contents = {"model": ENGINE["model"], "vllm_version": "0.19.0", "engine_kwargs": ENGINE, **meta}
-    (folder / "meta.json").write_text(json.dumps(contents))
-    sizes = np.random.default_rng(3).integers(20, 300, (count, 2))
-    with gzip.open(folder / "workload.jsonl.gz", "wt") as workload, (folder / "requests.jsonl").open("w") as requests:
-        for index, (prompt, output) in enumerate(sizes.tolist()):
-            at = 0.1 * index
-            ids = [index // 2] * prompt
-            sent = {"input_toks": prompt, "output_toks": output, "arrival_time_ns": int(at * 1e9), "input_tok_ids": ids}
-            workload.write(json.dumps(sent) + "\n")
-            times = {"arrival_time": 1e9 + at, "queued_ts": 500.0 + at, "scheduled_ts": 500.1 + at}
-            ends = {"first_token_ts": 500.2 + at, "last_token_ts": 500.2 + at + 0.01 * (output - 1)}
-            row = {"request_id": f"bench-{index}", "input_toks": prompt, "output_toks": output, **times, **ends}
-            requests.write(json.dumps(row) + "\n")
-    return folder
 
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     return write_run(tmp_path / "measured")
-
-
-def as_measured(run: Path, simulated: RunData, slower: float = 1.0) -> None:
-    """Put what was simulated in the place of what was measured, tokens after the first `slower` times as far apart."""
-    served = requests_of(simulated)
-    lines = [json.loads(line) for line in (run / "requests.jsonl").read_text().splitlines()]
-    assert served.scheduled_at is not None
-    for index, row in enumerate(lines):
-        row["scheduled_ts"] = 500.0 + served.scheduled_at[index]
-        row["first_token_ts"] = 500.0 + served.first_token_at[index]
-        spent = served.last_token_at[index] - served.first_token_at[index]
-        row["last_token_ts"] = row["first_token_ts"] + slower * spent
-    (run / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
 
 
 def test_a_run_is_read_on_one_clock(run_folder: Path) -> None:
@@ -193,6 +151,47 @@ def test_data_parallel_ranks_with_shared_experts_are_one_replica_of_all_of_them(
     assert together.replica.memory.num_blocks == 200
     apart = simulation_of(run, {"type": "constant"}, tmp_path / "w")
     assert (apart.num_replicas, apart.replica.max_batch_size, apart.replica.memory.num_blocks) == (2, 8, 100)
+
+
+def test_a_run_whose_memory_is_full_is_simulated_with_its_blocks_and_preempts(bundle: Path, tmp_path: Path) -> None:
+    """40 blocks of 16 tokens hold one to three of these requests, which come faster than they leave."""
+    folder = write_run(tmp_path / "measured", kv_cache={"num_gpu_blocks": 41, "block_size": 16})
+    run = read_measured_run(folder)
+    latency = bundle_latency(run, bundle)
+    simulated = simulate_measured(run, latency, tmp_path / "first")
+    table = simulated.requests("num_preemptions", "ended_at").to_pandas()
+    assert table.num_preemptions.sum() > 0
+    assert table.ended_at.notna().all()
+    used = simulated.steps("used_fraction").column(0).to_numpy()
+    assert used.max() == 1.0
+    as_measured(folder, simulated)
+    assert compare_with_measured(read_measured_run(folder), simulated).passes
+    roomy = replace(run, settings=replace(run.settings, num_blocks=None))
+    without = simulate_measured(roomy, latency, tmp_path / "roomy")
+    errors = {one.name: one.relative for one in compare_with_measured(read_measured_run(folder), without).errors}
+    assert errors["e2e_mean_ms"] < -0.2  # without the run's own number of blocks nothing waits for memory
+
+
+def test_a_mixture_of_experts_on_data_parallel_ranks_is_validated_and_fitted(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vajra_py.experiment.calibration.MOST_RESTARTS", 1)
+    as_mixture(bundle)
+    kwargs = {**ENGINE, "model": MIXTURE, "data_parallel_size": 2, "enable_expert_parallel": True}
+    described = {"model": MIXTURE, "engine_kwargs": kwargs, "kv_cache": {"num_gpu_blocks": 400}}
+    folder = write_run(tmp_path / "measured", count=44, **described)
+    run = read_measured_run(folder)
+    latency = bundle_latency(run, bundle, context_variation=0.0)
+    assert (latency["data_parallel"], latency["expert_parallel"]) == (2, True)
+    truth = {"experts": 1.2, "all_reduce": 1.0, "dense": 1.0}
+    Calibration(MIXTURE, "RTXPRO6000", 1, {}, truth, "made up").write(tmp_path / "truth.json")
+    as_measured(
+        folder, simulate_measured(run, {**latency, "calibration": str(tmp_path / "truth.json")}, tmp_path / "t")
+    )
+    fit = calibrate(read_measured_run(folder), latency, fit_fraction=0.5)
+    assert {"experts", "all_reduce"} <= set(fit.calibration.scales)
+    assert abs(fit.before["tpot"]) > 0.02
+    assert abs(fit.held_out["tpot"]) < 0.01
 
 
 def test_gaps_between_tokens_and_the_engines_log_are_compared_where_they_are_known(

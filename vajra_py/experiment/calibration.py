@@ -123,8 +123,7 @@ def calibrate(
         held_out, before = trials.held_out(values), trials.held_out(trials.priors)
     finally:
         trials.close()
-    config = measured_config(latency)
-    bundle = config.build().bundle
+    bundle = trials.bundle
     chosen = {one.name: float(value) for one, value in zip(trials.figures, values, strict=True)}
     residuals = trials.residuals_of(values)
     calibration = Calibration(
@@ -155,6 +154,7 @@ class _Trials:
         self.figures = figures
         self.count = 0
         self._run, self._latency, self._num_fitted = run, latency, num_fitted
+        self.bundle = measured_config(latency).build().bundle
         self._progress = progress
         self._folder = tempfile.TemporaryDirectory(prefix="vajra-calibrate-")
         fitted = run.requests.first(num_fitted)
@@ -263,7 +263,7 @@ class _Trials:
 
     def _run_of(self, chosen: Mapping[str, float]) -> RunData:
         folder = Path(self._folder.name)
-        bundle = measured_config(self._latency).build().bundle
+        bundle = self.bundle
         host = {one.name: chosen[one.name] for one in self.figures if not one.is_scale}
         scales = {one.name: chosen[one.name] for one in self.figures if one.is_scale}
         trial = Calibration(bundle.model, bundle.hardware, bundle.tensor_parallel, host, scales, "a trial")
