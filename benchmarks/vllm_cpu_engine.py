@@ -2,7 +2,9 @@
 
 python vllm_cpu_engine.py MODEL JOB.json OUT.json
 
-The clock is this process's CPU time on one thread, advanced over idle spans: what else the machine does is not in it.
+The clock is this process's CPU time on one thread, advanced over idle spans. A reference computation after every step, always the same one, tells
+how slow other processes make the machine at that moment (shared caches, memory and clocks): the step counts as the time that it takes at the
+typical pace, and the reference is not counted.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+from vajra_py.experiment.bench import Pace
+
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -21,6 +25,62 @@ os.environ |= {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+
+class SteadyClock:
+    """CPU time at the machine's typical pace."""
+
+    def __init__(self):
+        import torch
+
+        torch.manual_seed(0)
+        self._input = torch.randn(8, 128)
+        self._weights = [torch.randn(512, 128) / 16 for _ in range(24)]
+        self._cache = torch.randn(8, 256, 128)
+        times = sorted(self._reference_s() for _ in range(200))
+        self._pace = Pace(times[len(times) // 2])
+        self._since = time.process_time()
+        self._told = 0.0
+        self.slowness = []
+        while not self._pace.is_known:
+            self._pace.note(self._reference_s())
+        self.settle()
+
+    def _reference_s(self):
+        """CPU seconds of a few small layers: products, and attention over a cache."""
+        import torch
+
+        begun = time.process_time()
+        with torch.inference_mode():
+            hidden = self._input
+            for weights in self._weights:
+                wide = torch.nn.functional.silu(hidden @ weights.T)
+                scores = torch.softmax((self._cache @ hidden[:, :, None])[..., 0], dim=-1)
+                hidden = torch.nn.functional.layer_norm(
+                    hidden + wide @ weights + (scores[:, None] @ self._cache)[:, 0], (128,)
+                )
+        return time.process_time() - begun
+
+    def now(self):
+        """Seconds since the clock was made."""
+        return self._told + (time.process_time() - self._since) / self._pace.slowness
+
+    def settle(self):
+        """What has passed stays as it was counted."""
+        self._told, self._since = self.now(), time.process_time()
+
+    def skip_to(self, at):
+        """Nothing happens until then."""
+        self.settle()
+        self._told = max(self._told, at)
+
+    def measure(self):
+        """Stop, see how slow the machine is, and count what passed since `settle` accordingly."""
+        passed = time.process_time() - self._since
+        self._pace.note(self._reference_s())
+        self.slowness.append(self._pace.slowness)
+        self._told += passed / self._pace.slowness
+        self._since = time.process_time()
 
 
 class Steps:
@@ -52,19 +112,17 @@ class Steps:
 
 
 def serve(engine, steps, prompts, jobs, prefix):
-    """Serve requests at their times; returns (steps, requests)."""
+    """Serve requests at their times; returns (steps, requests, the machine's slowness in each step)."""
     from vllm import SamplingParams
 
-    idle = -time.process_time()
-
-    def now():
-        return time.process_time() + idle
+    clock = SteadyClock()
+    now = clock.now
 
     waiting = sorted(enumerate(jobs), key=lambda one: one[1]["at"])
     noted, requests = [], {}
     while waiting or engine.has_unfinished_requests():
         if not engine.has_unfinished_requests() and waiting[0][1]["at"] > now():
-            idle += waiting[0][1]["at"] - now()
+            clock.skip_to(waiting[0][1]["at"])
         while waiting and waiting[0][1]["at"] <= now():
             index, job = waiting.pop(0)
             name = f"{prefix}{index}"
@@ -72,8 +130,10 @@ def serve(engine, steps, prompts, jobs, prefix):
             options = SamplingParams(max_tokens=job["output"], ignore_eos=True, detokenize=False, temperature=0.0)
             engine.add_request(name, {"prompt_token_ids": job["prompt"]}, options)
             requests[name] = {"index": index, "arrival": job["at"], "queued": now()}
+        clock.settle()
         begun = now()
         outputs = engine.step()
+        clock.measure()
         ended = now()
         if steps.last is not None:
             noted.append((begun, ended, *steps.last))
@@ -85,7 +145,7 @@ def serve(engine, steps, prompts, jobs, prefix):
             one = requests[output.request_id]
             one.setdefault("first", ended)
             one["last"] = ended
-    return noted, [requests[f"{prefix}{index}"] for index in range(len(jobs))]
+    return noted, [requests[f"{prefix}{index}"] for index in range(len(jobs))], clock.slowness
 
 
 def main():
@@ -101,7 +161,7 @@ def main():
     config = engine.vllm_config
     serve(engine, steps, prompts, job["warm_up"], "warm-")
     results = {
-        name: dict(zip(("steps", "requests"), serve(engine, steps, prompts, load, f"{name}-"), strict=True))
+        name: dict(zip(("steps", "requests", "slowness"), serve(engine, steps, prompts, load, f"{name}-"), strict=True))
         for name, load in job["workloads"].items()
     }
     facts = {

@@ -141,7 +141,7 @@ def latex(comparison: Comparison, scope: str = OVERALL) -> str:
         r"\begin{tabular}{l" + "r" * (len(table[0]) - 1) + "}",
         r"\toprule",
     ]
-    foot = [rf"\par{{\footnotesize {_latex_text(line)}\par}}" for line in origins(comparison)]
+    foot = [rf"\par{{\footnotesize {latex_text(line)}\par}}" for line in origins(comparison)]
     return "\n".join([*head, lines[0], r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}", *foot]) + "\n"
 
 
