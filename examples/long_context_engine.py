@@ -78,12 +78,20 @@ def settings(policies: tuple[str, str], backend: dict[str, Any]) -> dict[str, An
 
 
 def fitted(run: RunData) -> dict[str, Any]:
-    """An affine latency model of a run's steps."""
+    """An affine latency model of a run's steps: a part of each, each token, each cached token and each pair of a prompt."""
     steps = run.steps_frame("duration_s", "decode_tokens", "prefill_tokens", "decode_context_tokens")
     tokens = steps["decode_tokens"] + steps["prefill_tokens"]
-    terms = np.stack([np.ones(len(steps)), tokens, steps["decode_context_tokens"]], 1)
-    (base, token, context), _ = nnls(terms, steps["duration_s"].to_numpy())
-    return {"type": "affine", "base_s": base or 1e-6, "per_token_s": token, "per_decode_context_token_s": context}
+    pairs = [
+        sum(count * before + count * (count + 1) / 2 for _, count, before, _ in row["chunks"] if count > 1)
+        for row in run.decisions()
+    ]
+    terms = np.stack([np.ones(len(steps)), tokens, steps["decode_context_tokens"], np.array(pairs)], 1)
+    measured = steps["duration_s"].to_numpy()
+    (base, token, context, pair), _ = nnls(
+        terms / measured[:, None], np.ones(len(steps))
+    )  # errors relative to each step
+    times = {"per_token_s": token, "per_decode_context_token_s": context, "per_prefill_pair_s": pair}
+    return {"type": "affine", "base_s": base or 1e-6, **times}
 
 
 def experiment(policies: tuple[str, str], backend: dict[str, Any], folder: Path, name: str) -> RunData:

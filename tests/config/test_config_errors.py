@@ -149,7 +149,7 @@ def test_an_inherited_mistake_is_told_once(write: Any, good: str, registry: Regi
         ("a: &x [*x]\n", "is nested too deeply, or contains itself"),
         ("x: 1\n<<: 3\n", "exp.yaml:2: <<: is not a mapping"),
         ("x: !!int abc\n", "exp.yaml:1: x: is not a valid int (got 'abc')"),
-        ("- 1\n", "exp.yaml:1: must be a mapping (got [1])"),
+        ("- 1\n", "exp.yaml:1: must be a mapping (got a list of 1)"),
         ("just text", "exp.yaml:1: must be a mapping"),
     ],
 )

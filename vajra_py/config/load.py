@@ -23,7 +23,7 @@ from vajra_py.config.places import Entries, Finding, Place, in_order, plain, wri
 from vajra_py.config.presets import expand, long_forms
 from vajra_py.config.schema import MAX_REPLICATIONS, ExperimentConfig
 from vajra_py.config.sweeps import SweepPoint, replicated, sweep_points
-from vajra_py.config.yaml_file import read_yaml
+from vajra_py.config.yaml_file import mapping_of, read_yaml
 from vajra_py.errors import ConfigError
 from vajra_py.plugins import Registry, load_registry
 
@@ -105,11 +105,7 @@ def dump_effective(config: ExperimentConfig) -> str:
 
 
 def _load(root: Any, place: Place, overrides: Iterable[str], context: Context) -> ExperimentConfig:
-    if root is None:
-        root = Entries({}, place)
-    if not isinstance(root, Entries):
-        raise ConfigError(Finding(place, (), f"must be a mapping (got {root!r})").problem())
-    root, findings = apply_overrides(long_forms(root), overrides, long_forms)
+    root, findings = apply_overrides(long_forms(mapping_of(root, place)), overrides, long_forms)
     sweep, count = root.get("sweep"), _replications(root)
     if sweep is None and count == 1:
         config, more = _resolve(root.without("sweep"), context)

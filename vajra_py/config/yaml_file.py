@@ -9,11 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from vajra_py.config.explain import show
 from vajra_py.config.places import Entries, Finding, Items, KeyPath, Place, Step, in_order
 from vajra_py.errors import ConfigError, Problem
 
 TAG = "tag:yaml.org,2002:"
 MAX_DEPTH = 64
+MAX_VALUES = 100_000
+"""A few lines of aliases of aliases stand for billions of values."""
 
 
 def read_yaml(path: str | Path) -> Any:
@@ -25,6 +28,20 @@ def read_yaml(path: str | Path) -> Any:
     except OSError as error:
         raise ConfigError(Problem(str(path), f"cannot be read ({error.strerror})")) from error
     return parse_yaml(text, Place(str(path), 1))
+
+
+def read_mapping(path: str | Path) -> Entries:
+    """The tree of a file that holds a mapping, or nothing; raises `ConfigError` like `read_yaml`, and where it is another value."""
+    return mapping_of(read_yaml(path), Place(str(path), 1))
+
+
+def mapping_of(root: Any, place: Place) -> Entries:
+    """A file's tree, which has to be a mapping; without one, an empty one. Raises `ConfigError`."""
+    if root is None:
+        return Entries({}, place)
+    if not isinstance(root, Entries):
+        raise ConfigError(Finding(place, (), f"must be a mapping (got {show(root)})").problem())
+    return root
 
 
 def parse_yaml(text: str, place: Place) -> Any:
@@ -40,6 +57,8 @@ def parse_yaml(text: str, place: Place) -> Any:
         at = Place(place.source, mark.line + 1, place.path) if mark and place.line is not None else place
         reason = " ".join(str(part) for part in (error.context, error.problem) if part)
         raise ConfigError(Finding(at, (), f"is not valid YAML: {reason}").problem()) from error
+    except RecursionError:  # the parser's own
+        raise ConfigError(Finding(place, (), "is nested too deeply").problem()) from None
     except YAMLError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(Finding(place, (), f"is not valid YAML: {reason}").problem()) from error
@@ -58,10 +77,15 @@ class _Reader:
     def __init__(self, constructor: Any, place: Place) -> None:
         self._constructor = constructor
         self._place = place
+        self._num_values = 0
         self.findings: list[Finding] = []
 
     def value(self, raw: Any, path: KeyPath, place: Place) -> Any:
         """`place` is that of the entry's key, or of the item itself."""
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            message = f"has more than {MAX_VALUES:,} values, those that aliases repeat among them"
+            raise ConfigError(Finding(place, path[:4], message).problem())
         kind = raw.tag.removeprefix(TAG) if str(raw.tag).startswith(TAG) else str(raw.tag)
         if len(path) > MAX_DEPTH:
             return self._wrong(place, path[:4], "is nested too deeply, or contains itself")
@@ -77,7 +101,7 @@ class _Reader:
             try:
                 return self._constructor.construct_object(raw)
             except ValueError:
-                return self._wrong(place, path, f"is not a valid {kind} (got {raw.value!r})")
+                return self._wrong(place, path, f"is not a valid {kind} (got {show(raw.value)})")
         return self._wrong(place, path, f"has a tag that is not allowed (got {raw.tag})", "Write plain values")
 
     def _mapping(self, raw: Any, path: KeyPath, place: Place) -> Entries:

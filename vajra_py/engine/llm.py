@@ -20,7 +20,7 @@ from typing import Any, Self, TypeAlias
 
 from vajra_py.config import ExperimentConfig, config_from_mapping
 from vajra_py.config.places import plain
-from vajra_py.config.yaml_file import read_yaml
+from vajra_py.config.yaml_file import read_mapping
 from vajra_py.contract import Layer
 from vajra_py.contract.observer import EndReason, PolicySwap
 from vajra_py.engine.build import Engine
@@ -140,7 +140,7 @@ def experiment_keys(config: Mapping[str, Any] | str | Path | None) -> dict[str, 
     if what is not None and not isinstance(what, str | Path | Mapping):
         message = f"is neither a mapping nor a file ({type(what).__name__})"
         raise ConfigError(Problem("config", message, "A mapping of an experiment's keys, or the path of its YAML file"))
-    return dict(plain(read_yaml(config)) if isinstance(config, str | Path) else config or {})
+    return dict(plain(read_mapping(config)) if isinstance(config, str | Path) else config or {})
 
 
 def llm_config(

@@ -111,7 +111,8 @@ def _model_of(given: Mapping[str, Any], config: Mapping[str, Any] | str | Path |
     named = [backend.get(kind) for kind in MODEL_BACKENDS] if isinstance(backend, Mapping) else []
     model = next((one.get("model") for one in named if isinstance(one, Mapping)), None)
     if not isinstance(model, str):
-        raise ConfigError(Problem("model", "is missing", "`--model DIR`, or a `--config` whose backend names one"))
+        where = f"{config}: model" if isinstance(config, str | Path) else "model"
+        raise ConfigError(Problem(where, "is missing", "`--model DIR`, or a `--config` whose backend names one"))
     beside = Path(config).parent / model if isinstance(config, str | Path) else Path(model)
     return beside if not Path(model).is_absolute() and beside.exists() else Path(model)
 

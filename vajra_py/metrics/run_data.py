@@ -20,7 +20,7 @@ from vajra_py.errors import Problem, RunError
 from vajra_py.metrics.definitions import Window
 from vajra_py.metrics.steps_table import STEP_COLUMNS, expand_steps
 from vajra_py.metrics.summary import Summary, covering_window, summarise
-from vajra_py.metrics.tables import REQUEST_COLUMNS, TBT_COLUMNS
+from vajra_py.metrics.tables import REQUEST_COLUMNS, TBT_COLUMNS, TEXT_COLUMNS
 from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
 
 if TYPE_CHECKING:
@@ -184,11 +184,11 @@ class RunData:
         try:
             with pq.ParquetFile(path) as parquet:
                 if file == STEPS_FILE and "num_steps" in parquet.schema_arrow.names:
-                    return expand_steps(parquet.read(), columns or STEP_COLUMNS)
+                    return _expanded(path, parquet.read(), columns or STEP_COLUMNS)
                 missing = [name for name in (columns or _TABLES[file]) if name not in parquet.schema_arrow.names]
                 if missing:
                     raise _problem(path, f"lacks columns ({', '.join(missing)})", "It was written by another version")
-                return parquet.read(columns=list(columns or _TABLES[file]))
+                return _checked(path, parquet.read(columns=list(columns or _TABLES[file])))
         except (OSError, pa.ArrowException) as error:
             raise _problem(path, f"not a readable Parquet file ({error})", "It may be cut off; run again") from error
 
@@ -247,6 +247,26 @@ def _object(path: Path, read: Callable[[Path], Any]) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise _problem(path, f"not a mapping of names to values ({type(value).__name__})", None)
     return value
+
+
+def _expanded(path: Path, records: ArrowTable, names: Sequence[str]) -> ArrowTable:
+    try:
+        return expand_steps(records, names)
+    except (KeyError, TypeError, ValueError) as error:
+        reason = str(error).strip("'")
+        raise _problem(path, f"not a table of steps ({reason})", "It was written by another version") from error
+
+
+def _checked(path: Path, table: ArrowTable) -> ArrowTable:
+    """The table, whose texts are texts and whose numbers are numbers."""
+    import pyarrow.types as kinds
+
+    for field in table.schema:
+        is_text = kinds.is_string(field.type) or kinds.is_large_string(field.type) or kinds.is_dictionary(field.type)
+        if is_text != (field.name in TEXT_COLUMNS) and not kinds.is_null(field.type):
+            wanted = "texts" if field.name in TEXT_COLUMNS else "numbers"
+            raise _problem(path, f"column {field.name} holds {field.type}, not {wanted}", "It was changed; run again")
+    return table
 
 
 def _read_json(path: Path) -> Any:

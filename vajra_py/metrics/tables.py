@@ -85,6 +85,10 @@ class RequestRow:
     tbt_slo_s: float | None = None
 
 
+TEXT_COLUMNS = ("request_id", "replicaset", "tenant", "slo_class", "session_id", "reason", "detail")
+"""Columns of a run's tables that hold texts; the others hold numbers."""
+
+
 class TableBuilder(Protocol):
     """Something that collects rows and gives them back as columns."""
 
@@ -105,8 +109,7 @@ class TableBuilder(Protocol):
 class RequestsBuilder:
     """The requests table: one row per submitted request, each appended once, in any order."""
 
-    _TEXTS = ("request_id", "replicaset", "tenant", "slo_class", "session_id", "reason", "detail")
-    layout: Mapping[str, Any] = {"use_dictionary": [*_TEXTS]}
+    layout: Mapping[str, Any] = {"use_dictionary": [*TEXT_COLUMNS]}
 
     _FIELDS = (
         ("index", "q"),
@@ -205,7 +208,7 @@ class RequestsBuilder:
             "num_preemptions",
         )
         types = {"replica_id": pa.int32(), "slo_met": pa.bool_(), **dict.fromkeys(integers, pa.int64())}
-        types |= dict.fromkeys(self._TEXTS, pa.string())
+        types |= dict.fromkeys(TEXT_COLUMNS, pa.string())
         return pa.schema([(name, types.get(name, pa.float64())) for name in REQUEST_COLUMNS])
 
     def to_table(self) -> ArrowTable:
@@ -379,6 +382,7 @@ __all__ = [
     "REQUEST_COLUMNS",
     "ROW_GROUP_ROWS",
     "TBT_COLUMNS",
+    "TEXT_COLUMNS",
     "UNFINISHED",
     "GapList",
     "RequestRow",

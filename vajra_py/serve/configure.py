@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vajra_py.config import ExperimentConfig, config_from_mapping, load_config
-from vajra_py.config.yaml_file import read_yaml
+from vajra_py.config.yaml_file import read_mapping
 from vajra_py.engine.llm import CPU_MEMORY_FRACTION, NO_WORKLOAD
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 from vajra_py.plugins import Registry
@@ -105,9 +105,9 @@ def config_of_flags(flags: ModelFlags, overrides: Sequence[str], registry: Regis
 
 def config_of_file(path: Path, overrides: Sequence[str], registry: Registry) -> ExperimentConfig:
     """The experiment of a file; it may leave its workload out. Raises `ConfigError`."""
-    entries = read_yaml(path).entries
-    said = entries is not None and "workload" in entries
-    texts = [] if said else [f"workload={json.dumps(NO_WORKLOAD)}"]  # JSON is YAML on one line
+    texts = (
+        [] if "workload" in read_mapping(path) else [f"workload={json.dumps(NO_WORKLOAD)}"]
+    )  # JSON is YAML on one line
     config = load_config(path, (*texts, *overrides), registry)
     if not config.is_single:
         what = "replications" if config.sweep is None else "sweep"

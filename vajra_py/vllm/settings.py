@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vajra_py.config import ExperimentConfig, PolicyChoice, config_from_mapping, load_config
-from vajra_py.config.yaml_file import read_yaml
+from vajra_py.config.yaml_file import read_mapping
 from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 from vajra_py.plugins import Registry
@@ -126,17 +126,17 @@ def _experiment_of_file(
         name, value = next(iter(own.items()))
         message = f"is vLLM's own option ({value!r}), and the policies of {path} decide"
         raise ConfigError(Problem(f"--{name.replace('_', '-')}", message, "Say it in the experiment file"))
-    entries = read_yaml(path).entries or {}
+    entries = read_mapping(path)
     if "replicasets" in entries:
         message = "has several replicasets, and a vLLM is one replica"
         raise ConfigError(Problem(str(path), message, "Allowed: `scheduling` or `preset` at the top of the file"))
     if "workload" not in entries:
         overrides = [f"workload={json.dumps(_WORKLOAD)}", *overrides]
     backend = entries.get("backend")
-    section = None if backend is None else backend.get("vllm")
-    if section is None or section.entries is None:
+    section = backend.get("vllm") if isinstance(backend, dict) else None
+    if not isinstance(section, dict):
         overrides = [f"backend={json.dumps({'vllm': {'model': sizes.model}})}", *overrides]
-    elif "model" not in section.entries:
+    elif "model" not in section:
         overrides = [f"backend.vllm.model={json.dumps(sizes.model)}", *overrides]
     config = load_config(path, overrides, registry)
     if not config.is_single:

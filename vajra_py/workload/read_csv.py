@@ -30,6 +30,8 @@ DURATION_FIELDS = ("ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_s", "expir
 TEXT_FIELDS = ("request_id", "tenant", "slo_class", "session_id", "follows")
 REQUIRED_FIELDS = ("arrived_at", "num_prompt_tokens", "num_output_tokens")
 CSV_FIELDS = (*REQUIRED_FIELDS, "max_tokens", "priority", *DURATION_FIELDS, *TEXT_FIELDS)
+MOST_SHOWN = 300
+"""Characters of a header in an error."""
 
 COMMON_NAMES: Mapping[str, tuple[str, ...]] = {
     "arrived_at": (
@@ -196,7 +198,9 @@ def _common_columns(header: Sequence[str]) -> dict[str, str]:
 
 def _no_column(file: Path, key: str, header: Sequence[str], advice: str = "") -> WorkloadError:
     names = ", ".join(COMMON_NAMES[key])
-    message = f"has no column for {key} ({', '.join(header)})"
+    found = ", ".join(header)
+    shown = found if found.isprintable() else ascii(found)
+    message = f"has no column for {key} ({shown if len(shown) <= MOST_SHOWN else shown[:MOST_SHOWN] + '…'})"
     return WorkloadError(file, 1, message, f"{advice}A column of one of these names: {names}")
 
 
