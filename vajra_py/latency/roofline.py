@@ -125,8 +125,10 @@ class RooflineModel:
 
     def stage_time_s(self, shape: BatchFeatures) -> float:
         """Seconds that the slowest stage is busy with a batch of this shape; the whole step when there is one stage."""
+        if self.num_stages == 1:
+            return self.batch_time_s(shape)
         num_tokens = shape.num_decodes + shape.prefill_tokens
-        if self.num_stages == 1 or not num_tokens:
+        if not num_tokens:
             return self.batch_time_s(shape)
         step = self._step
         layers = self._layers_s(shape, num_tokens)

@@ -259,10 +259,12 @@ class Request:
         assert self._pool is None
         self._computed = num_tokens
 
-    def add_output(self) -> None:
-        """Count one generated token; only outside a decode pool."""
+    def add_output(self, tick: int) -> int:
+        """Count a token that came at this tick, only outside a decode pool; returns how many there are."""
         assert self._pool is None
         self._output += 1
+        self.token_log.append(tick)
+        return self._output
 
     def take_back_output(self) -> None:
         """Uncount the newest generated token; only outside a decode pool."""

@@ -387,11 +387,10 @@ class Replica:
                 self._land(request)
             if end < request.num_known_tokens or request in result.failed:
                 continue
-            request.add_output()
-            request.token_log.append(now)
-            if request.num_output_tokens == 1:
+            num_outputs = request.add_output(now)
+            if num_outputs == 1:
                 self.lifecycle.first_token(request, now)
-            num_left = self._num_outputs_left(request)
+            num_left = self._output_limit(request) - num_outputs
             if num_left <= 0:
                 done.append(request)
             else:
@@ -404,13 +403,13 @@ class Replica:
         request.in_flight = False
         self.running_set.partial[request] = None
 
-    def _num_outputs_left(self, request: Request) -> int:
+    def _output_limit(self, request: Request) -> int:
         limit = self._output_limits.get(request)
         if limit is None:
             known = self.parts.executor.known_output_tokens(request)
             limit = request.max_tokens if known is None else min(max(1, known), request.max_tokens)
             self._output_limits[request] = limit
-        return limit - request.num_output_tokens
+        return limit
 
     def _end_reason(self, request: Request, result: StepResult) -> EndReason:
         if request in result.failed:

@@ -43,6 +43,7 @@ class Builder(PlanDraft):
     def __init__(
         self, running_set: RunningSet, latency: LatencyModel, lifecycle: Lifecycle, options: BuilderOptions
     ) -> None:
+        super().__init__(running_set, latency, lifecycle.replica_id, options)
         self._latency = latency
         self._lifecycle = lifecycle
         self.policy_name = ""
@@ -61,11 +62,10 @@ class Builder(PlanDraft):
         self._growing: Collection[Request] = ()
         self._caches_decodes = False
         """With decodes taken one by one: who needs a block, and whether blocks that they fill are entered at once."""
-        super().__init__(running_set, latency, lifecycle.replica_id, options)
 
     def start(self, now: float) -> None:
         """Empty the plan for a new step."""
-        super().start(now)
+        self._empty(now)
         self._order = None
         if self.refusals:
             self.refusals.clear()
@@ -139,6 +139,7 @@ class Builder(PlanDraft):
         selected[request] = None
         self.slots_left -= 1
         self.tokens_left -= 1
+        self.num_tokens += 1
         self._complete = None
         return None
 
@@ -279,6 +280,7 @@ class Builder(PlanDraft):
             self._num_bulk = count
             self.slots_left -= count
             self.tokens_left -= count
+            self.num_tokens += count
             self._complete = None
 
     def _grow_pool(self) -> bool:

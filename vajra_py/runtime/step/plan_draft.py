@@ -42,6 +42,7 @@ class PlanDraft:
         "notes",
         "now",
         "num_preempted_before",
+        "num_tokens",
         "preempted",
         "running_in_order",
         "selected",
@@ -74,18 +75,20 @@ class PlanDraft:
         self.chunks: dict[Request, PlannedChunk] = {}
         self.selected: dict[Request, None] = {}
         """Decodes taken one by one, in order."""
-        # What is left of the step's limits: attributes rather than properties, since policies read them for every chunk.
+        # What is in the batch and what is left: attributes rather than properties, since policies read them for every chunk.
         self.slots_left = 0
         """How many more requests the batch may hold."""
         self.tokens_left = 0
         """What remains of the step's token budget."""
+        self.num_tokens = 0
+        """Query tokens in the batch so far."""
         self.preempted: list[tuple[Request, str]] = []
         self.notes: dict[str, dict[str, float | int | str]] = {}
         self._group_tokens: dict[int, int] = {}
-        self.start(0.0)
+        self._empty(0.0)
 
-    def start(self, now: float) -> None:
-        """Empty the plan for a new step."""
+    def _empty(self, now: float) -> None:
+        """Begin a new plan."""
         self.now = now
         self.bulk = False
         self.bulk_position = 0
@@ -93,6 +96,7 @@ class PlanDraft:
         self._members = self._running_set.pool.members
         self.slots_left = self._slots_at_start = self._max_slots - self.slots_held
         self.tokens_left = self._max_tokens
+        self.num_tokens = 0
         self._num_bulk = 0
         self._complete: list[BatchFeatures] | None = None
         if self.chunks:
@@ -118,11 +122,6 @@ class PlanDraft:
     def num_requests(self) -> int:
         """Requests in the batch so far."""
         return self._slots_at_start - self.slots_left
-
-    @property
-    def num_tokens(self) -> int:
-        """Query tokens in the batch so far."""
-        return self._max_tokens - self.tokens_left
 
     @property
     def free_blocks(self) -> int:
@@ -168,6 +167,7 @@ class PlanDraft:
         self.chunks[request] = PlannedChunk(request, num_tokens, computed, kind)
         self.slots_left -= 1
         self.tokens_left -= num_tokens
+        self.num_tokens += num_tokens
         self._shapes.add_chunk(request, num_tokens, computed)
         self._complete = None
         if not self._one_group:
@@ -185,6 +185,7 @@ class PlanDraft:
             self.selected[request] = None
         self.slots_left -= 1
         self.tokens_left -= 1
+        self.num_tokens += 1
         self._complete = None
 
     def _take_out(self, request: Request) -> None:
@@ -205,6 +206,7 @@ class PlanDraft:
             del self.selected[request]
         self.slots_left += 1
         self.tokens_left += num_tokens
+        self.num_tokens -= num_tokens
 
     def _count_in_groups(self, request: Request, num_tokens: int, computed: int) -> None:
         for group in self._memory.active_groups(request, computed):
