@@ -39,10 +39,11 @@ class Run:
         policies: Sequence[Any] = ("fcfs", "pull", ("fixed_chunk", {"chunk_size": 64})),
         admission: AdmissionLimits | None = None,
     ) -> None:
-        self.harness = Harness(*policies, options)
+        rules = rules or SimulationOptions(check_every_steps=1)
+        self.harness = Harness(*policies, replace(options, holds_ended_slots=rules.asynchronous))
         if admission is not None:
             self.harness.replicaset.admission = admission
-        self.simulator = self.harness.simulator(rules or SimulationOptions(check_every_steps=1))
+        self.simulator = self.harness.simulator(rules)
         self.specs = specs
         self.progress: list[tuple[int, float]] = []
 

@@ -138,7 +138,7 @@ def test_random_workloads(
     )
     results = []
     for fast_forward in (False, True):
-        harness = Harness(prioritizer, chooser, scheduler, options)
+        harness = Harness(prioritizer, chooser, scheduler, replace(options, reserves_growth=fast_forward))
         rows = Rows()
         harness.controller.watch((rows,))
         rules = SimulationOptions(fast_forward=fast_forward, horizon_s=horizon_s, drain=horizon_s is None)
@@ -179,7 +179,9 @@ class Rows(Observer):
 
 def test_steps_that_vary_come_in_runs_too_and_differ_by_seed() -> None:
     def steps(seed: int, *, fast_forward: bool) -> list[tuple[Any, ...]]:
-        options = HarnessOptions(latency=VARIED_STEPS, seed=seed, num_blocks=400, max_model_len=4000)
+        options = HarnessOptions(
+            latency=VARIED_STEPS, seed=seed, num_blocks=400, max_model_len=4000, reserves_growth=fast_forward
+        )
         harness = Harness("fcfs", "round_robin", "fixed_chunk", options)
         rows = Rows()
         harness.controller.watch((rows,))

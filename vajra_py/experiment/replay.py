@@ -314,6 +314,7 @@ def _controller(recording: Recording, registry: Registry) -> tuple[Controller, _
         seeds=seeds,
         facts=first.facts,
         executor_of=lambda replicaset, replica_id: executor,
+        reserves_growth=True,
         models=models,
     )
     return build_controller(sized_config(config, engine), services), executor

@@ -46,6 +46,7 @@ class SimulatedRun:
             settings.output_length.type, settings.output_length.parameters, truth, run.registry
         )
         executor = SimulatedExecutor()
+        intake = _intake(latency)
         services = Services(
             registry=run.registry,
             latency=told,
@@ -53,6 +54,8 @@ class SimulatedRun:
             seeds=seeds,
             facts=model_facts(latency),
             executor_of=lambda replicaset, replica_id: executor,
+            reserves_growth=True,
+            holds_ended_slots=intake.get("asynchronous", False),
             models=models,
         )
         self.controller = build_controller(run.config, services)
@@ -62,7 +65,7 @@ class SimulatedRun:
             drain=settings.drain,
             tenant_salt=any(one.tenant_salt for one in memories),
             policy_timeout_s=run.config.policy_timeout_s,
-            **_intake(latency),
+            **intake,
         )
         seeds = run.seeds.child("steps")
         timers = {name: _timers(one, settings.scheduling_overhead_s, seeds) for name, one in latencies.items()}

@@ -51,8 +51,8 @@ class SimulationOptions:
     arrival_delay_s: float = 0.0
     """From a request's arrival to the scheduler's queue, seconds."""
     asynchronous: bool = False
-    """Whether an engine schedules a step while the one before runs: a request that arrives meanwhile misses
-    the next step, and the slot of one that ends with a step is taken again by the step after the next."""
+    """Whether an engine schedules a step while the one before runs: a request that arrives meanwhile misses the next step.
+    Its replicas hold the slots of ended requests for a step (`BuilderOptions.holds_ended_slots`)."""
     isolates_policies: bool = False
     """Whether a policy that breaks the contract takes its replicaset out of service, instead of ending the simulation."""
     policy_timeout_s: float | None = 60.0
@@ -99,15 +99,12 @@ class Simulator(Backend[SimReplica]):
         self._num_delayed = 0
         rules = DriverOptions(options.check_every_steps, options.expires, options.isolates_policies)
         self._driver = Driver(controller, self, replicas, rules)
-        self._fast_forward = self._driver.fast_forward = DecodeFastForward(self._driver, self._end_now)
-        for replicaset in controller.replicasets.values():
-            replicaset.bring_up_to_date = self._fast_forward.sync_all
+        self._fast_forward = DecodeFastForward(self._driver, self._end_now)
+        self._driver.use(self._fast_forward)
 
     def _replica(self, replica: Replica, timer: StepTimer) -> SimReplica:
         runs = timer if self._options.fast_forward and isinstance(timer, TimesRuns) else None
         num_stages = replica.limits.pipeline_stages
-        replica.parts.options.reserves_growth = runs is not None
-        replica.parts.options.holds_ended_slots = self._options.asynchronous
         return SimReplica(replica, timer, runs, [0] * num_stages if num_stages > 1 else [])
 
     @property

@@ -80,6 +80,10 @@ class HarnessOptions:
     prefix_cache: PrefixCacheOptions | None = None
     cache_at_schedule: bool = True
     """Whether a full block can be hit once its step is formed, or once the step has come back."""
+    reserves_growth: bool = False
+    """Whether decodes that grow together take their blocks as a number first, as in a simulation; block tables lag behind then."""
+    holds_ended_slots: bool = False
+    """Whether a request that ends with a step keeps slot and blocks for the next one, as under asynchronous scheduling."""
     latency: LatencyModel = field(default_factory=_affine)
     """Predicts step times for policies and clock alike; by default 5 ms and 0.1 ms a token."""
     output_lengths: OutputLengthPredictor = field(default_factory=NoLengths)
@@ -270,6 +274,8 @@ class Harness:
                     reserve_prompt=options.reserve_prompt,
                     watermark_blocks=options.watermark_blocks,
                     cache_at_schedule=options.cache_at_schedule,
+                    reserves_growth=options.reserves_growth,
+                    holds_ended_slots=options.holds_ended_slots,
                 ),
                 executor=self._executor,
                 listeners=_listeners(self.prioritizer, self.replicaset_scheduler, scheduler),

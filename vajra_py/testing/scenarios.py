@@ -134,7 +134,7 @@ def simulate(scenario: Scenario, policies: Policies, rules: Rules) -> Outcome:
 
     Raises what the mechanism raises (`PolicyError` for a violation of the contract), and `StuckError`.
     """
-    options = replace(scenario.options, num_replicas=rules.num_replicas)
+    options = replace(scenario.options, num_replicas=rules.num_replicas, reserves_growth=rules.fast_forward)
     harness = Harness(policies.prioritizer, policies.replicaset_scheduler, policies.replica_scheduler, options)
     for replica_id in scenario.down:
         harness.replicaset.set_up(replica_id, False)

@@ -56,6 +56,10 @@ class Services:
     executor_of: Callable[[str, int], Executor]
     """(replicaset, replica) to who executes its steps."""
     records_copies: bool = False
+    reserves_growth: bool = False
+    """See `BuilderOptions`."""
+    holds_ended_slots: bool = False
+    """See `BuilderOptions`."""
     models: Mapping[str, ReplicasetModel] = field(default_factory=dict)
     """By replicaset, where they are not all of one model; in place of `latency` and `facts`."""
 
@@ -192,7 +196,7 @@ def _build_replicaset(
     )
     replicaset.policies = policies
     replicaset.listeners = policies.listeners()
-    options = _builder_options(settings.replica, limits)
+    options = _builder_options(settings.replica, limits, services)
 
     def make(replica_id: int, shared: SharedAccess) -> Replica:
         return Replica(
@@ -217,10 +221,12 @@ def _build_replicaset(
     return replicaset
 
 
-def _builder_options(settings: ReplicaConfig, limits: ReplicaLimits) -> BuilderOptions:
+def _builder_options(settings: ReplicaConfig, limits: ReplicaLimits, services: Services) -> BuilderOptions:
     return BuilderOptions(
         reserve_prompt=settings.memory.reservation == "prompt",
         watermark_blocks=int(settings.memory.watermark_fraction * limits.num_blocks),
         cache_at_schedule=settings.memory.prefix_cache.publish == "schedule",
+        reserves_growth=services.reserves_growth,
+        holds_ended_slots=services.holds_ended_slots,
         busy_group_tokens=settings.kv_parallel.busy_tokens,
     )

@@ -56,6 +56,11 @@ class Controller:
         """Let these observers see nothing any more; not while one of them is being told."""
         self.watch([one for one in self._observers if not any(one is other for other in observers)])
 
+    def call_before_reading(self, bring_up_to_date: Callable[[], None]) -> None:
+        """Have this called before a policy that may refuse requests reads a replica's figures, which may lag behind."""
+        for replicaset in self.replicasets.values():
+            replicaset.bring_up_to_date = bring_up_to_date
+
     @property
     def num_alive(self) -> int:
         """Requests accepted and not ended."""

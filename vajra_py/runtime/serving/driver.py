@@ -89,6 +89,7 @@ class Driver(Generic[R]):
         self.num_steps = 0
         self.events = EventQueue()
         self.fast_forward: FastForward[R] | None = None
+        """See `use`."""
         self.form_step: FormStep = Replica.next_plan
         """How a replica forms its next step; to be wrapped by who times it."""
         self._backend = backend
@@ -106,6 +107,11 @@ class Driver(Generic[R]):
             self._idle[name][one.replica.replica_id] = one
         controller.on_ended = backend.on_requests_ended
         self._read_declarations()
+
+    def use(self, fast_forward: FastForward[R]) -> None:
+        """Let the backend launch several steps at once: what they changed is applied before somebody looks."""
+        self.fast_forward = fast_forward
+        self.controller.call_before_reading(fast_forward.sync_all)
 
     # Time
 

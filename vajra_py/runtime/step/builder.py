@@ -295,8 +295,7 @@ class Builder(PlanDraft):
                 due = [one for one in due if memory.num_held_blocks(one) * size <= one.num_computed_tokens]
             if len(due) > memory.growth_headroom:
                 return False
-            options = self._options
-            if options.reserves_growth and not self._pipelined and memory.can_reserve and not pool.num_public:
+            if self._reserves_growth and not pool.num_public:
                 memory.reserve_blocks(len(due))
             else:
                 running_set.materialize()

@@ -33,6 +33,7 @@ class PlanDraft:
         "_options",
         "_pipelined",
         "_replica_id",
+        "_reserves_growth",
         "_running_set",
         "_shapes",
         "_slots_at_start",
@@ -63,6 +64,7 @@ class PlanDraft:
         limits = running_set.limits
         self._pipelined = limits.pipeline_stages > 1
         self._one_group = running_set.memory.num_groups == 1
+        self._reserves_growth = options.reserves_growth and running_set.memory.can_reserve and not self._pipelined
         self._max_slots = limits.max_batch_size
         self._max_tokens = limits.max_batch_tokens if limits.max_batch_tokens is not None else UNLIMITED
         self.now = 0.0
