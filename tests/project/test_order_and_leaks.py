@@ -28,7 +28,7 @@ def run(folder: Path, *arguments: str, **environment: str) -> str:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(folder)]
     command += ["-o", "filterwarnings=error", "-v", *arguments, str(folder / "tests")]
     done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
+        command, cwd=folder, capture_output=True, text=True, timeout=600, env={**os.environ, **environment}
     )
     return done.stdout
 

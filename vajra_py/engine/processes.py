@@ -178,7 +178,10 @@ class ProcessWorker:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.close()
+            with suppress(
+                ValueError
+            ):  # whoever starts a process asks for the others' ends too, and may have got this one's
+                process.close()
         self._processes = []
         if self._rendezvous is not None:
             shutil.rmtree(self._rendezvous, ignore_errors=True)
