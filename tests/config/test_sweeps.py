@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vajra_py.config import config_from_mapping, dump_effective, expand_sweep, load_config
 from vajra_py.config.places import Place, written_at
-from vajra_py.config.sweeps import short_names, sweep_points
+from vajra_py.config.sweeps import short_names, sweep_points, values_of_label
 from vajra_py.errors import ConfigError
 from vajra_py.plugins import Registry
 
@@ -103,6 +103,7 @@ def test_labels_are_short_and_tell_points_apart() -> None:
         "scheduling.request_prioritizer.policy": "request_prioritizer",
         "scheduling.replica_scheduler.policy": "replica_scheduler",
     }
+    assert values_of_label(labels[1]) == "lrs(deadline_multiplier=2, order=slow) null"
     assert short_names(["a.x.rate", "b.x.rate", "a.seed"]) == {
         "a.x.rate": "a.x.rate",
         "b.x.rate": "b.x.rate",

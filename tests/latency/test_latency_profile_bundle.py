@@ -280,6 +280,8 @@ def test_memory_comes_from_the_device_that_the_bundle_names(
     edit(bundle / "meta.yaml", "hardware: RTXPRO6000", "hardware: A card of mine")
     with pytest.raises(ConfigError, match="nothing says how much memory the GPU has"):
         of(bundle).kv_blocks(16)
+    with pytest.raises(ConfigError, match=r"fallback: needs a described device, and A card of mine is not one"):
+        of(bundle, fallback="roofline")
 
 
 def test_merged_attention_is_not_in_the_tables(bundle: Path) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from vajra_py.cli.options import overrides_option
+from vajra_py.cli.options import new_progress, overrides_option
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -87,7 +87,7 @@ class _Display:
     """A line for each setting: runs finished of those asked for so far, and what is being run."""
 
     def __init__(self, quiet: bool) -> None:
-        self._progress: Progress | None = None if quiet else _new_progress()
+        self._progress: Progress | None = None if quiet else new_progress()
         self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> _Display:
@@ -106,17 +106,3 @@ class _Display:
         if label not in self._tasks:
             self._tasks[label] = self._progress.add_task(label, total=None, note="")
         self._progress.update(self._tasks[label], completed=num_done, total=num_asked, note=doing)
-
-
-def _new_progress() -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=Console(stderr=True),
-    )

@@ -10,6 +10,7 @@ import click
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
     from vajra_py.experiment.measured_run import MeasuredRun
     from vajra_py.metrics.comparison import Comparison
@@ -117,3 +118,18 @@ def say_warnings(runs: Sequence[RunData]) -> None:
     for sentence, names in found.items():
         about = "" if len(runs) == 1 else "all runs: " if len(names) == len(runs) else f"{', '.join(names)}: "
         click.echo(f"note: {about}{sentence}", err=True)
+
+
+def new_progress() -> Progress:
+    """A display of tasks with their bars and notes, on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=Console(stderr=True),
+    )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from vajra_py.cli.options import overrides_option
+from vajra_py.cli.options import new_progress, overrides_option
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -162,7 +162,7 @@ class _Display:
 
     def __init__(self, num_runs: int, quiet: bool, *, is_simulated: bool = True) -> None:
         self._is_simulated = is_simulated
-        self._progress: Progress | None = None if quiet else _new_progress()
+        self._progress: Progress | None = None if quiet else new_progress()
         self._num_runs = num_runs
         self._all: TaskID | None = None
         self._tasks: dict[int, TaskID] = {}
@@ -190,7 +190,7 @@ class _Display:
         now = time.monotonic()
         if index not in self._tasks:
             progress.start()
-            self._tasks[index] = progress.add_task(_short(status.label), total=status.num_total or None, note="")
+            self._tasks[index] = progress.add_task(status.values_label, total=status.num_total or None, note="")
             self._started[index] = now
         if now - self._shown_at.get(index, 0.0) < _MIN_RENDER_S:
             return
@@ -211,23 +211,4 @@ class _Display:
         if self._all is not None:
             progress.advance(self._all)
         if status.was_there:
-            progress.console.print(f"was finished: {_short(status.label)}")
-
-
-def _short(label: str) -> str:
-    """A point by its values alone: what each sets is the same for all."""
-    return " ".join(part.partition("=")[2] or part for part in label.split())
-
-
-def _new_progress() -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=Console(stderr=True),
-    )
+            progress.console.print(f"was finished: {status.values_label}")

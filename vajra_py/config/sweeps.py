@@ -197,6 +197,11 @@ def _point(row: Row, names: Mapping[str, str]) -> SweepPoint:
     return SweepPoint(values, label, f"{slug}-{digest}" if slug else digest, row)
 
 
+def values_of_label(label: str) -> str:
+    """A point's label without its paths, for places where every point sets the same ones."""
+    return " ".join(part.partition("=")[2] or part for part in label.split())
+
+
 def short_names(paths: Sequence[str]) -> dict[str, str]:
     """The shortest endings that tell the paths apart; a policy's axis is named after its layer."""
     steps = {path: [step for step in parse_path(path) if step not in ("policy", "params")] or [path] for path in paths}

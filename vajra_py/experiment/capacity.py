@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from vajra_py.config import ExperimentConfig, config_from_mapping, expand_sweep
 from vajra_py.config.capacity import CapacityConfig
 from vajra_py.config.slo import GROUPS, Slo, SloMetric, parse_slo
+from vajra_py.config.sweeps import values_of_label
 from vajra_py.errors import ConfigError, Problem, RunError, VajraError, did_you_mean
 from vajra_py.experiment.capacity_search import (
     Answer,
@@ -224,7 +225,7 @@ def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
             raise ConfigError(Problem(f"sweep.{clash[0]}", "is what the search varies", "Allowed: other settings"))
         mapping = one.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"capacity", "sweep"})
         costs, unit = _costs(asked, one)
-        label = " ".join(part.partition("=")[2] or part for part in point.label.split()) or one.name
+        label = values_of_label(point.label) or one.name
         folder = config.output_dir / config.name / point.point_id if config.sweep else config.output_dir / config.name
         question = _Question(label, mapping, folder, one.seed, asked, parse_slo(asked.slo), paths, costs, unit)
         _check_start(question, registry)

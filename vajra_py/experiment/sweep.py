@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from vajra_py.config import ExperimentConfig, SweepPoint, expand_sweep
+from vajra_py.config.sweeps import values_of_label
 from vajra_py.experiment.folder import RunFolder
 from vajra_py.experiment.pool import RunPool, RunTask, TaskProgress, local_pool
 from vajra_py.metrics.run_data import RunData
@@ -26,6 +27,11 @@ class PointStatus:
     was_there: bool = False
     """Finished in an earlier sweep; not run again."""
     error: str | None = None
+
+    @property
+    def values_label(self) -> str:
+        """The point by its values alone: every point sets the same paths."""
+        return values_of_label(self.label)
 
 
 SweepProgress: TypeAlias = Callable[[int, PointStatus], None]

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vajra_py.config.sweeps import short_names
 from vajra_py.metrics.run_data import RunData
 
 WORKLOAD_PREFIX = "workload"
@@ -70,8 +71,8 @@ def axes(runs: Sequence[RunData]) -> list[Axis]:
             kept[path] = differing[path]
         elif path.endswith(".policy"):
             _join(kept, differing[path])
-    labels = _short_labels(list(kept))
-    return [Axis(path, labels[path], values) for path, values in kept.items()]
+    labels = short_names(list(kept))
+    return [Axis(path, labels[path].replace("_", " "), values) for path, values in kept.items()]
 
 
 def _join(kept: dict[str, tuple[str, ...]], values: tuple[str, ...]) -> None:
@@ -109,17 +110,6 @@ def _rank(path: str) -> int:
     if path.split(".")[0] in (WORKLOAD_PREFIX, "workloads"):
         return 2
     return 0 if path.endswith(".policy") else 1
-
-
-def _short_labels(paths: Sequence[str]) -> dict[str, str]:
-    """The shortest tail of each path that no other path ends in; `.policy` and `.params` are left out."""
-    words = {path: [word for word in path.split(".") if word not in ("policy", "params")] or [path] for path in paths}
-    labels = {}
-    for path, own in words.items():
-        others = [other for name, other in words.items() if name != path]
-        length = next((n for n in range(1, len(own) + 1) if all(own[-n:] != other[-n:] for other in others)), len(own))
-        labels[path] = ".".join(own[-length:]).replace("_", " ")
-    return labels
 
 
 def natural(text: str) -> tuple[tuple[int, float, str], ...]:
