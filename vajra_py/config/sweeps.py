@@ -199,7 +199,7 @@ def _point(row: Row, names: Mapping[str, str]) -> SweepPoint:
 
 def values_of_label(label: str) -> str:
     """A point's label without its paths, for places where every point sets the same ones."""
-    return " ".join(part.partition("=")[2] or part for part in label.split())
+    return re.sub(r"(^| )[^\s=(]+=(?![^(]*\))", r"\1", label)  # what stands in parentheses belongs to a value
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
