@@ -28,7 +28,7 @@ from vajra_kernels.config import TileConfig  # noqa: E402
 from vajra_kernels.decode import decode_launches  # noqa: E402
 from vajra_kernels.gpu import attention_launches  # noqa: E402
 from vajra_kernels.launch import Launch, device_facts  # noqa: E402
-from vajra_kernels.ragged import ragged_launch  # noqa: E402
+from vajra_kernels.ragged import ragged_launches  # noqa: E402
 
 DECODES = [(1, 8192), (8, 4096), (32, 2048), (64, 8192), (128, 4096), (256, 1024)]
 CHUNKS = [(512, 512), (2048, 2048), (2048, 10240), (8192, 8192)]
@@ -180,7 +180,7 @@ def sweep(device: str) -> list[dict[str, Any]]:
             record: dict[str, Any] = asdict(shape) | {"tile": asdict(tile)}
             try:
                 is_decode = shape.query_len == 1
-                launches = decode_launches(call, facts, tile) if is_decode else [ragged_launch(call, facts, tile)]
+                launches = decode_launches(call, facts, tile) if is_decode else ragged_launches(call, facts, tile)
                 record["ms"] = timed(launches)
             except Exception as problem:
                 record["left_out"] = repr(problem)[:200]

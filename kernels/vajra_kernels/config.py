@@ -12,18 +12,16 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from vajra_kernels.metadata import AttentionMetadata
 
 MIN_SPLIT_TOKENS = 128
 """A decode split shorter than this costs more in start-up and merging than its parallelism gains."""
 SPLITS_PER_SM = 8
 """Aimed-at number of decode programs per multiprocessor: enough that the last, partial wave is a small part."""
-MAX_SPLITS = 128
-MAX_PARTIAL_ROWS = 16384
-"""Bound on num_seqs * num_splits, which sizes the float32 partial results."""
+MAX_PIECES = 2048
+"""Bound on a batch's pieces beyond one for each sequence, on any chip up to 256 multiprocessors."""
+MIN_CHUNK_SPLIT_TOKENS = 512
+"""A part of a chunk's KV shorter than this costs more in start-up and merging than its parallelism gains."""
+MAX_CHUNK_SPLITS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +58,8 @@ def decode_config(group: int, head_pad: int, element_bytes: int, device: DeviceF
     """The tile of a decode: ``group`` query heads per KV head are its rows, at least 16 (a product's minimum)."""
     if element_bytes == 4:
         return _float32_config(group, head_pad)
+    if head_pad > 256:
+        return _widest_config(group, device)
     if group <= 16:
         return TileConfig(16, 64 if head_pad <= 128 else 32, 4, 5)
     if group <= 32:
@@ -76,6 +76,8 @@ def ragged_config(group: int, max_query_len: int, head_pad: int, element_bytes: 
     rows = group * max_query_len
     if element_bytes == 4:
         return _float32_config(rows, head_pad)
+    if head_pad > 256:
+        return _widest_config(rows, device)
     if rows <= 16:
         return decode_config(1, head_pad, element_bytes, device)
     if rows <= 64:
@@ -99,10 +101,19 @@ def _rows64_config(head_pad: int, device: DeviceFacts) -> TileConfig:
     return TileConfig(64, 32 if device.shared_limit_bytes > 110 * 1024 else 16, 8, 5)
 
 
+def _widest_config(rows: int, device: DeviceFacts) -> TileConfig:
+    """Head dimension 512: what two buffers of K and V leave of the shared memory holds few rows of queries."""
+    if rows > 16 and device.shared_limit_bytes > 150 * 1024:
+        return TileConfig(64, 16, 8, 5)
+    return TileConfig(16, 16, 4, 5)
+
+
 def _float32_config(rows: int, head_pad: int) -> TileConfig:
     """float32 is multiplied exactly, on the scalar units: small tiles, which the registers can hold."""
     if rows <= 16 and head_pad <= 128:
         return TileConfig(16, 32, 4, 3)
+    if head_pad > 256:
+        return TileConfig(16, 16, 8, 2)
     return TileConfig(32, 16, 8, 3)
 
 
@@ -112,20 +123,12 @@ def merge_config(num_parts: int) -> TileConfig:
     return TileConfig(max(1, 16 // parts), parts, 4, 1)
 
 
-def decode_splits(
-    metadata: AttentionMetadata, num_head_tiles: int, tile_n: int, window: int | None, device: DeviceFacts
-) -> tuple[int, int]:
-    """(KV positions per split, number of splits) for a decode batch with ``num_head_tiles`` programs per sequence.
+def chunk_splits(num_programs: int, longest: int, tile_n: int, device: DeviceFacts) -> tuple[int, int]:
+    """(KV positions per split, number of splits) of chunks that start ``num_programs`` programs without splits.
 
-    Splits have one length for all sequences, so that a batch of uneven lengths still yields programs of even work; the
-    length spreads the batch's KV tokens over ``SPLITS_PER_SM`` programs per multiprocessor.
+    A few tokens behind a long context are a few programs; splits make them two for each multiprocessor.
     """
-    longest, total = metadata.max_kv_len, metadata.num_kv_tokens
-    if window is not None:
-        longest = min(longest, window + tile_n)
-        total = min(total, longest * metadata.num_seqs)
-    num_tiles = -(-total // tile_n) * num_head_tiles
-    tiles_per_split = max(MIN_SPLIT_TOKENS // tile_n, -(-num_tiles // (SPLITS_PER_SM * device.num_sms)), 1)
-    max_splits = max(1, min(MAX_SPLITS, MAX_PARTIAL_ROWS // max(metadata.num_seqs, 1)))
-    tiles_per_split = max(tiles_per_split, -(-longest // (tile_n * max_splits)))
-    return tiles_per_split * tile_n, max(1, -(-longest // (tiles_per_split * tile_n)))
+    wanted = 2 * device.num_sms // max(num_programs, 1) if num_programs < device.num_sms else 1
+    num_splits = max(1, min(wanted, longest // MIN_CHUNK_SPLIT_TOKENS, MAX_CHUNK_SPLITS))
+    split_tokens = -(-longest // (num_splits * tile_n)) * tile_n
+    return split_tokens, max(1, -(-longest // max(split_tokens, 1)))

@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-call,untyped-decorator,misc"
 """Decode attention: single-token queries over long paged sequences, bound by memory bandwidth.
 
-One program handles one sequence, one KV head and one split of the KV length: the query heads that share the KV head
-are the rows of one 16-row tile, so K and V are read once for all of them. The splits' results are merged by
-log-sum-exp (``merge``).
+One program handles one piece of one sequence's KV length and one KV head: the query heads that share the KV head are the
+rows of one 16-row tile, so K and V are read once for all of them. Pieces are planned on the device (``decode_plan``), once
+a step; their results are merged by log-sum-exp (``merge``).
 
 Invariants:
-    - Split s of a sequence covers ``split_tokens`` positions from the (window's) start; the grid depends on host-side
-      bounds only, so a launch can be captured in a CUDA graph and replayed with other lengths.
-    - A split without positions writes lse = -inf and leaves its output row as it was.
+    - The grid depends on host-side bounds only, so that a launch can be captured in a CUDA graph and replayed with other
+      lengths.
+    - A sequence of one piece writes its result itself, and merging leaves it alone.
 """
 
 from __future__ import annotations
@@ -19,19 +19,23 @@ import torch
 import triton
 import triton.language as tl
 
-from vajra_kernels.config import DeviceFacts, TileConfig, decode_config, decode_splits
+from vajra_kernels.config import DeviceFacts, TileConfig, decode_config
+from vajra_kernels.decode_plan import is_split, max_pieces, plan_launch
 from vajra_kernels.launch import Launch
-from vajra_kernels.merge import merge_launch
-from vajra_kernels.tiles import attend_tiles, finish_softmax
+from vajra_kernels.merge import merge_pieces_launch
+from vajra_kernels.tiles import attend_tiles, finish_softmax, load_queries
 
 if TYPE_CHECKING:
     from vajra_kernels.call import AttentionCall
 
 
-@triton.jit(do_not_specialize=["window", "split_tokens"])
+@triton.jit(do_not_specialize=["window", "num_pieces", "num_seqs"])
 def decode_kernel(
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
+    parts_ptr: tl.tensor,
+    part_lses_ptr: tl.tensor,
+    plan_ptr: tl.tensor,
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
@@ -40,12 +44,14 @@ def decode_kernel(
     scale: tl.tensor,
     softcap: tl.tensor,
     window: tl.tensor,
-    split_tokens: tl.tensor,
-    stride_out_split: tl.tensor,
+    num_pieces: tl.tensor,
+    num_seqs: tl.tensor,
     stride_out_row: tl.tensor,
     stride_out_head: tl.tensor,
-    stride_lse_split: tl.tensor,
     stride_lse_row: tl.tensor,
+    stride_part: tl.tensor,
+    stride_part_head: tl.tensor,
+    stride_part_lse: tl.tensor,
     stride_q_row: tl.tensor,
     stride_q_head: tl.tensor,
     stride_k_block: tl.tensor,
@@ -71,33 +77,35 @@ def decode_kernel(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Grid (num_kv_heads * HEAD_TILES, num_splits, num_seqs).
+    """Grid (num_kv_heads * HEAD_TILES, num_pieces with SPLIT, else num_seqs).
 
-    q [B, Hq, K_DIM]; out [B, Hq, V_DIM], or with SPLIT float32 [num_splits, B, Hq, V_DIM]; lse float32, likewise without
-    the last dimension. Caches [num_blocks, KV_BLOCK, Hkv, dim] by strides, the last dimension dense.
+    q [B, Hq, K_DIM]; out [B, Hq, V_DIM]; lse float32 [B, Hq]; with SPLIT, parts float32 [num_pieces, Hq, V_DIM] and
+    part_lses float32 [num_pieces, Hq] take what sequences of several pieces give. Caches [num_blocks, KV_BLOCK, Hkv, dim] by strides, the last dimension dense.
     """
     kv_head = tl.program_id(0) // HEAD_TILES
     head_in_group = (tl.program_id(0) % HEAD_TILES) * TILE_M + tl.arange(0, TILE_M)
-    split = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
+    piece = tl.program_id(1).to(tl.int64)
+    row = piece
+    start = 0
+    is_alone = True
+    if SPLIT:
+        row = tl.load(plan_ptr + piece).to(tl.int64)
+        if row < 0:
+            return
+        start = tl.load(plan_ptr + num_pieces + piece)
+        first_piece = plan_ptr + 2 * num_pieces + row
+        is_alone = tl.load(first_piece + 1) - tl.load(first_piece) == 1
     heads = kv_head * GROUP + head_in_group
     head_ok = head_in_group < GROUP
     kv_len = tl.load(kv_lens_ptr + row)
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(kv_len - window, 0) // TILE_N * TILE_N
-    begin = first + split * split_tokens
-    end = tl.minimum(kv_len, begin + split_tokens)
-    lse_ptrs = lse_ptr + split.to(tl.int64) * stride_lse_split + row * stride_lse_row + heads
-    if SPLIT:  # noqa: SIM102 - a compile-time condition around a run-time one
-        if begin >= kv_len:
-            tl.store(lse_ptrs, tl.full([TILE_M], float("-inf"), tl.float32), mask=head_ok)
-            return
-    k_dims = tl.arange(0, K_PAD)
-    q_ptrs = q_ptr + row * stride_q_row + heads[:, None] * stride_q_head + k_dims[None, :]
-    q = tl.load(q_ptrs, mask=head_ok[:, None] & (k_dims < K_DIM)[None, :], other=0.0)
-    if UPCAST:
-        q = q.to(tl.float32)
+    begin = first + start
+    end = kv_len
+    if SPLIT:
+        end = tl.minimum(kv_len, begin + tl.load(plan_ptr + 2 * num_pieces + num_seqs + 1))
+    q = load_queries(q_ptr, row, heads, head_ok, stride_q_row, stride_q_head, K_DIM, K_PAD, UPCAST)
     k_base = k_ptr + kv_head.to(tl.int64) * stride_k_head
     v_base = v_ptr + kv_head.to(tl.int64) * stride_v_head
     table_row = table_ptr + row * stride_table
@@ -120,50 +128,69 @@ def decode_kernel(
     )  # fmt: skip
     out, lse = finish_softmax(acc, row_max, row_sum)
     v_dims = tl.arange(0, V_PAD)
-    out_ptrs = out_ptr + split.to(tl.int64) * stride_out_split + row * stride_out_row
-    out_ptrs = out_ptrs + heads[:, None] * stride_out_head + v_dims[None, :]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=head_ok[:, None] & (v_dims < V_DIM)[None, :])
-    if WRITE_LSE:
-        tl.store(lse_ptrs, lse, mask=head_ok)
+    ok = head_ok[:, None] & (v_dims < V_DIM)[None, :]
+    if is_alone:
+        out_ptrs = out_ptr + row * stride_out_row + heads[:, None] * stride_out_head + v_dims[None, :]
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=ok)
+        if WRITE_LSE:
+            tl.store(lse_ptr + row * stride_lse_row + heads, lse, mask=head_ok)
+    else:
+        tl.store(parts_ptr + piece * stride_part + heads[:, None] * stride_part_head + v_dims[None, :], out, mask=ok)
+        tl.store(part_lses_ptr + piece * stride_part_lse + heads, lse, mask=head_ok)
 
 
 def decode_launches(call: AttentionCall, device: DeviceFacts, tile: TileConfig | None = None) -> list[Launch]:
     """The kernel launches for a batch in which every sequence has one query token.
 
-    One launch when the KV length is not split, else the split launch and the merge. ``tile`` overrides the built-in
-    choice (for benchmarks).
+    One launch when no sequence is split, else the plan's (at its first use in a step), the pieces' and the merge. ``tile``
+    overrides the built-in choice (for benchmarks).
     """
+    metadata = call.metadata
     num_seqs, num_heads, _ = call.q.shape
     num_kv_heads, v_dim = call.v_cache.shape[2:]
     group = num_heads // num_kv_heads
     config = tile or decode_config(group, call.head_pad, call.q.element_size(), device)
     head_tiles = triton.cdiv(group, config.tile_m)
-    split_tokens, num_splits = decode_splits(
-        call.metadata, num_kv_heads * head_tiles, config.tile_n, call.window, device
-    )
-    if num_splits > 1:
-        out = torch.empty((num_splits, num_seqs, num_heads, v_dim), dtype=torch.float32, device=call.q.device)
-        lse = torch.empty((num_splits, num_seqs, num_heads), dtype=torch.float32, device=call.q.device)
-    else:
-        out = call.out[None]
-        lse = (call.lse if call.lse is not None else call.metadata.kv_lens[:, None])[None]
+    launches = []
+    shape = (num_kv_heads * head_tiles, config.tile_n, call.window)
+    splits = is_split(metadata, *shape, device)
+    num_pieces = max_pieces(metadata, *shape[:2], device) if splits else num_seqs
+    lse = call.lse if call.lse is not None else metadata.kv_lens[:, None]
+    plan, parts, part_lses = metadata.kv_lens, call.out, lse
+    if splits:
+        known = metadata.memo.decode_plans.get(shape)
+        if known is None:
+            known = torch.empty(2 * num_pieces + num_seqs + 2, dtype=torch.int32, device=call.q.device)
+            metadata.memo.decode_plans[shape] = known
+            launches.append(plan_launch(known, metadata, num_pieces, *shape, device))
+        plan = known
+        parts = torch.empty((num_pieces, num_heads, v_dim), dtype=torch.float32, device=call.q.device)
+        part_lses = torch.empty((num_pieces, num_heads), dtype=torch.float32, device=call.q.device)
     arguments = call.arguments() | {
-        "out_ptr": out,
+        "out_ptr": call.out,
         "lse_ptr": lse,
-        "split_tokens": split_tokens,
-        "stride_out_split": out.stride(0),
-        "stride_out_row": out.stride(1),
-        "stride_out_head": out.stride(2),
-        "stride_lse_split": lse.stride(0),
-        "stride_lse_row": lse.stride(1),
+        "parts_ptr": parts,
+        "part_lses_ptr": part_lses,
+        "plan_ptr": plan,
+        "num_pieces": num_pieces,
+        "num_seqs": num_seqs,
+        "stride_out_row": call.out.stride(0),
+        "stride_out_head": call.out.stride(1),
+        "stride_lse_row": lse.stride(0),
+        "stride_part": parts.stride(0),
+        "stride_part_head": parts.stride(1),
+        "stride_part_lse": part_lses.stride(0),
     }
     constants = call.constants() | {
         "GROUP": group,
         "HEAD_TILES": head_tiles,
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,
-        "SPLIT": num_splits > 1,
-        "WRITE_LSE": num_splits > 1 or call.lse is not None,
+        "SPLIT": splits,
+        "WRITE_LSE": call.lse is not None,
     }
-    launch = Launch(decode_kernel, (num_kv_heads * head_tiles, num_splits, num_seqs), arguments, constants, config)
-    return [launch, merge_launch(out, lse, call.out, call.lse)] if num_splits > 1 else [launch]
+    launches.append(Launch(decode_kernel, (shape[0], num_pieces, 1), arguments, constants, config))
+    if splits:
+        starts = plan[2 * num_pieces :]
+        launches.append(merge_pieces_launch(parts, part_lses, starts, call.out, call.lse))
+    return launches

@@ -14,7 +14,7 @@ from vajra_kernels.call import AttentionCall
 from vajra_kernels.config import DeviceFacts
 from vajra_kernels.decode import decode_launches
 from vajra_kernels.launch import Launch, device_facts
-from vajra_kernels.ragged import ragged_launch
+from vajra_kernels.ragged import ragged_launches
 
 ONE_LAUNCH_KV_TOKENS = 1024
 """Longest KV sequence of a mixed batch that is attended in one launch."""
@@ -26,7 +26,7 @@ def attention_launches(call: AttentionCall, device: DeviceFacts) -> list[Launch]
     if metadata.num_decodes == metadata.num_seqs:
         return decode_launches(call, device)
     if metadata.num_decodes == 0 or metadata.max_kv_len <= ONE_LAUNCH_KV_TOKENS:
-        return [ragged_launch(call, device)]
+        return ragged_launches(call, device)
     decodes, chunks = metadata.parts()
     n = metadata.num_decodes
     front = replace(
@@ -36,7 +36,7 @@ def attention_launches(call: AttentionCall, device: DeviceFacts) -> list[Launch]
         lse=None if call.lse is None else call.lse[:n],
         metadata=decodes,
     )
-    return [*decode_launches(front, device), ragged_launch(replace(call, metadata=chunks), device)]
+    return [*decode_launches(front, device), *ragged_launches(replace(call, metadata=chunks), device)]
 
 
 def run_attention(call: AttentionCall) -> None:

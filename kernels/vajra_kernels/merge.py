@@ -25,6 +25,7 @@ def merge_kernel(
     lse_ptr: tl.tensor,
     parts_ptr: tl.tensor,
     part_lses_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
     num_parts: tl.tensor,
     num_rows: tl.tensor,
     num_heads: tl.tensor,
@@ -40,32 +41,47 @@ def merge_kernel(
     DIM_PAD: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
 ) -> None:
-    """Grid (ceil(num_rows * num_heads / ROWS),): one program merges ROWS (token, head) pairs, PARTS parts at a time."""
+    """Grid (ceil(num_rows * num_heads / ROWS),): one program merges ROWS (token, head) pairs, PARTS parts at a time.
+
+    With HAS_STARTS, row r has the parts from ``starts[r]`` up to ``starts[r + 1]``, and one of a single part is left alone.
+    """
     pairs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pair_ok = pairs < num_rows * num_heads
     row = (pairs // num_heads).to(tl.int64)
     head = pairs % num_heads
     part_lane = tl.arange(0, PARTS)
+    begin = tl.zeros([ROWS], tl.int32)
+    count = tl.zeros([ROWS], tl.int32) + num_parts
+    most = num_parts
+    if HAS_STARTS:
+        begin = tl.load(starts_ptr + row, mask=pair_ok, other=0)
+        count = tl.load(starts_ptr + row + 1, mask=pair_ok, other=0) - begin
+        pair_ok = pair_ok & (count > 1)
+        count = tl.where(pair_ok, count, 0)
+        most = tl.max(count, 0)
     dims = tl.arange(0, DIM_PAD)
     lse_base = part_lses_ptr + row * stride_part_lse_row + head
     top = tl.full([ROWS], float("-inf"), tl.float32)
-    for first in tl.range(0, num_parts, PARTS):
-        parts = (first + part_lane).to(tl.int64)
-        ok = (parts < num_parts)[:, None] & pair_ok[None, :]
-        lses = tl.load(lse_base[None, :] + parts[:, None] * stride_part_lse, mask=ok, other=float("-inf"))
+    for first in tl.range(0, most, PARTS):
+        part = (first + part_lane)[:, None]
+        ok = (part < count[None, :]) & pair_ok[None, :]
+        parts = (part + begin[None, :]).to(tl.int64)
+        lses = tl.load(lse_base[None, :] + parts * stride_part_lse, mask=ok, other=float("-inf"))
         top = tl.maximum(top, tl.max(lses, 0))
     shift = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     base = parts_ptr + row * stride_part_row + head * stride_part_head
-    for first in tl.range(0, num_parts, PARTS):
-        parts = (first + part_lane).to(tl.int64)
-        ok = (parts < num_parts)[:, None] & pair_ok[None, :]
-        lses = tl.load(lse_base[None, :] + parts[:, None] * stride_part_lse, mask=ok, other=float("-inf"))
+    for first in tl.range(0, most, PARTS):
+        part = (first + part_lane)[:, None]
+        ok = (part < count[None, :]) & pair_ok[None, :]
+        parts = (part + begin[None, :]).to(tl.int64)
+        lses = tl.load(lse_base[None, :] + parts * stride_part_lse, mask=ok, other=float("-inf"))
         weights = tl.exp2((lses - shift[None, :]) * 1.4426950408889634)
-        pointers = base[None, :, None] + parts[:, None, None] * stride_part + dims[None, None, :]
+        pointers = base[None, :, None] + parts[:, :, None] * stride_part + dims[None, None, :]
         used = (lses > float("-inf"))[:, :, None] & (dims < DIM)[None, None, :]
         values = tl.load(pointers, mask=used, other=0.0).to(tl.float32)
         total += tl.sum(weights, 0)
@@ -92,14 +108,40 @@ def merge_launch(
     The last dimension of every operand is dense. ``tile.tile_n`` is the number of parts read at a time, ``tile_m`` the
     number of (token, head) pairs per program.
     """
+    return _launch(parts, part_lses, None, out, lse, tile or merge_config(parts.shape[0]))
+
+
+def merge_pieces_launch(
+    parts: torch.Tensor, part_lses: torch.Tensor, starts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
+) -> Launch:
+    """The launch that merges the pieces of each row into ``out`` [T, H, D] and ``lse``, leaving rows of one piece alone.
+
+    ``parts`` [P, H, D] and ``part_lses`` [P, H] (float32) have the pieces of all rows; those of row t are ``starts[t]`` up to
+    ``starts[t + 1]`` (int32 [T + 1 or more]).
+    """
+    num_rows = out.shape[0]
+    config = merge_config(-(-parts.shape[0] // max(num_rows, 1)))
+    shape = (parts.shape[0], num_rows, *parts.shape[1:])
+    rows, row_lses = parts[:, None].expand(shape), part_lses[:, None].expand(shape[:3])
+    return _launch(rows, row_lses, starts, out, lse, config)
+
+
+def _launch(
+    parts: torch.Tensor,
+    part_lses: torch.Tensor,
+    starts: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    config: TileConfig,
+) -> Launch:
     num_parts, num_rows, num_heads, dim = parts.shape
-    config = tile or merge_config(num_parts)
     lse_out = part_lses[0] if lse is None else lse
     arguments = {
         "out_ptr": out,
         "lse_ptr": lse_out,
         "parts_ptr": parts,
         "part_lses_ptr": part_lses,
+        "starts_ptr": part_lses if starts is None else starts,
         "num_parts": num_parts,
         "num_rows": num_rows,
         "num_heads": num_heads,
@@ -117,6 +159,7 @@ def merge_launch(
         "DIM_PAD": next_power_of_2(dim),
         "PARTS": config.tile_n,
         "ROWS": config.tile_m,
+        "HAS_STARTS": starts is not None,
         "WRITE_LSE": lse is not None,
     }
     grid = (triton.cdiv(num_rows * num_heads, config.tile_m), 1, 1)

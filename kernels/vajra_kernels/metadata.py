@@ -57,6 +57,11 @@ class AttentionMetadata:
         """Number of sequences, B."""
         return self.kv_lens.shape[0]
 
+    @property
+    def knows_lengths(self) -> bool:
+        """Whether the host knows every sequence's length, and not bounds alone."""
+        return self.memo.cpu_plans.kv_lens is not None
+
     def parts(self) -> tuple[AttentionMetadata, AttentionMetadata]:
         """(the leading decodes, the rest) as batches of their own: views, made once.
 
@@ -85,14 +90,17 @@ class AttentionMetadata:
             max_kv_len=self.max_kv_len if lens is None else max(lens, default=0),
             num_kv_tokens=self.num_kv_tokens if lens is None else sum(lens),
             causal=self.causal,
+            memo=StepMemo(CpuPlans(None, lens)) if is_decodes else StepMemo(),
         )
 
 
 @dataclass(slots=True)
 class StepMemo:
-    """Derived once per step and read by every layer: the CPU path's plans, the two parts of a mixed batch."""
+    """Derived once per step and read by every layer: plans of both paths, the two parts of a mixed batch."""
 
     cpu_plans: CpuPlans = field(default_factory=CpuPlans)
+    decode_plans: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
+    """By programs a sequence, tile and window; to be cleared where the tensors' contents change."""
     parts: tuple[AttentionMetadata, AttentionMetadata] | None = None
 
 

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 
-from vajra_kernels.config import DeviceFacts, TileConfig, ragged_config
+from vajra_kernels.config import DeviceFacts, TileConfig, chunk_splits, ragged_config
 from vajra_kernels.launch import Launch
-from vajra_kernels.tiles import attend_tiles, finish_softmax
+from vajra_kernels.merge import merge_launch
+from vajra_kernels.tiles import attend_tiles, finish_softmax, load_queries
 
 if TYPE_CHECKING:
     from vajra_kernels.call import AttentionCall
@@ -46,7 +48,24 @@ def find_sequence(
     return low, (tl.load(query_start_ptr + low) - origin) // TOKENS + low
 
 
-@triton.jit(do_not_specialize=["window", "num_seqs"])
+@triton.jit
+def seen_by(
+    token: tl.tensor,
+    first_token: tl.tensor,
+    query_len: tl.tensor,
+    kv_len: tl.tensor,
+    TOKENS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(last position that each row's token sees, that of the tile's first token, end of what any of them sees)."""
+    if CAUSAL:
+        first_position = kv_len - query_len + first_token
+        return kv_len - query_len + token, first_position, tl.minimum(first_position + TOKENS, kv_len)
+    else:
+        return kv_len - 1 + token * 0, kv_len - 1, kv_len
+
+
+@triton.jit(do_not_specialize=["window", "num_seqs", "split_tokens"])
 def ragged_kernel(
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
@@ -60,6 +79,9 @@ def ragged_kernel(
     softcap: tl.tensor,
     window: tl.tensor,
     num_seqs: tl.tensor,
+    split_tokens: tl.tensor,
+    stride_out_split: tl.tensor,
+    stride_lse_split: tl.tensor,
     stride_out_row: tl.tensor,
     stride_out_head: tl.tensor,
     stride_lse_row: tl.tensor,
@@ -81,6 +103,7 @@ def ragged_kernel(
     KV_BLOCK: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    SPLIT: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -88,9 +111,10 @@ def ragged_kernel(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Grid (num_query_tokens // TOKENS + num_seqs, num_kv_heads * ceil(GROUP / HEADS)), TOKENS = TILE_M // HEADS.
+    """Grid (num_query_tokens // TOKENS + num_seqs, num_kv_heads * ceil(GROUP / HEADS), splits), TOKENS = TILE_M // HEADS.
 
-    q [T, Hq, K_DIM]; out [T, Hq, V_DIM]; lse float32 [T, Hq]. ``query_start`` [num_seqs + 1] holds rows of q and may
+    q [T, Hq, K_DIM]; out [T, Hq, V_DIM]; lse float32 [T, Hq]; with SPLIT both have a leading dimension of splits, of
+    ``split_tokens`` KV positions each, and one without positions writes lse = -inf alone. ``query_start`` [num_seqs + 1] holds rows of q and may
     start above 0. HEADS is the number of a group's query heads that one tile holds.
     """
     TOKENS: tl.constexpr = TILE_M // HEADS
@@ -108,20 +132,20 @@ def ragged_kernel(
     row_ok = (rows < TOKENS * HEADS) & (token < query_len) & (head_in_group < GROUP)
     heads = kv_head * GROUP + head_in_group
     kv_len = tl.load(kv_lens_ptr + seq)
-    if CAUSAL:
-        positions = kv_len - query_len + token
-        first_position = kv_len - query_len + tile_in_seq * TOKENS
-        end = tl.minimum(first_position + TOKENS, kv_len)
-    else:
-        positions = kv_len - 1 + tl.zeros([TILE_M], tl.int32)
-        first_position = kv_len - 1
-        end = kv_len
+    positions, first_position, end = seen_by(token, tile_in_seq * TOKENS, query_len, kv_len, TOKENS, CAUSAL)
     tokens = (query_begin + token).to(tl.int64)
-    k_dims = tl.arange(0, K_PAD)
-    q_ptrs = q_ptr + tokens[:, None] * stride_q_row + heads[:, None] * stride_q_head + k_dims[None, :]
-    q = tl.load(q_ptrs, mask=row_ok[:, None] & (k_dims < K_DIM)[None, :], other=0.0)
-    if UPCAST:
-        q = q.to(tl.float32)
+    begin = 0
+    if SPLIT:
+        split = tl.program_id(2).to(tl.int64)
+        out_ptr += split * stride_out_split
+        lse_ptr += split * stride_lse_split
+        begin = tl.program_id(2) * split_tokens
+        if begin >= end:
+            empty = tl.full([TILE_M], float("-inf"), tl.float32)
+            tl.store(lse_ptr + tokens * stride_lse_row + heads, empty, mask=row_ok)
+            return
+        end = tl.minimum(end, begin + split_tokens)
+    q = load_queries(q_ptr, tokens, heads, row_ok, stride_q_row, stride_q_head, K_DIM, K_PAD, UPCAST)
     k_base = k_ptr + kv_head.to(tl.int64) * stride_k_head
     v_base = v_ptr + kv_head.to(tl.int64) * stride_v_head
     table_row = table_ptr + seq.to(tl.int64) * stride_table
@@ -132,8 +156,10 @@ def ragged_kernel(
         masked_from = tl.maximum(first_position - window + 1, 0) // TILE_N * TILE_N
     else:
         masked_from = (first_position + 1) // TILE_N * TILE_N
+        if SPLIT:
+            masked_from = tl.maximum(tl.minimum(masked_from, end // TILE_N * TILE_N), begin)
         acc, row_max, row_sum = attend_tiles(
-            acc, row_max, row_sum, q, positions, 0, masked_from, k_base, v_base, table_row, scale, softcap, window,
+            acc, row_max, row_sum, q, positions, begin, masked_from, k_base, v_base, table_row, scale, softcap, window,
             stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, K_DIM, V_DIM, K_PAD, V_PAD, KV_BLOCK, TILE_N,
             False, HAS_WINDOW, HAS_SOFTCAP, UPCAST, PRECISION,
         )  # fmt: skip
@@ -150,32 +176,51 @@ def ragged_kernel(
         tl.store(lse_ptr + tokens * stride_lse_row + heads, lse, mask=row_ok)
 
 
-def ragged_launch(call: AttentionCall, device: DeviceFacts, tile: TileConfig | None = None) -> Launch:
-    """The launch for sequences of any query length (0 included); ``tile`` overrides the built-in choice."""
+def ragged_launches(call: AttentionCall, device: DeviceFacts, tile: TileConfig | None = None) -> list[Launch]:
+    """The launches for sequences of any query length (0 included); ``tile`` overrides the built-in choice.
+
+    One launch, or where few programs would read a long context one whose programs share it, and the merge.
+    """
     metadata = call.metadata
     num_heads = call.q.shape[1]
     num_kv_heads = call.k_cache.shape[2]
     group = num_heads // num_kv_heads
     config = tile or ragged_config(group, metadata.max_query_len, call.head_pad, call.q.element_size(), device)
     heads = min(group, config.tile_m)
-    lse = call.lse if call.lse is not None else metadata.kv_lens[:, None]
+    num_tiles = metadata.num_query_tokens // (config.tile_m // heads) + metadata.num_seqs if metadata.num_seqs else 0
+    grid = (num_tiles, num_kv_heads * triton.cdiv(group, heads))
+    split_tokens, num_splits = 0, 1
+    if call.window is None:
+        split_tokens, num_splits = chunk_splits(grid[0] * grid[1], metadata.max_kv_len, config.tile_n, device)
+    out = call.out[None]
+    lse = (call.lse if call.lse is not None else metadata.kv_lens[:, None])[None]
+    if num_splits > 1:
+        out = torch.empty((num_splits, *call.out.shape), dtype=torch.float32, device=call.q.device)
+        lse = torch.empty((num_splits, *call.out.shape[:2]), dtype=torch.float32, device=call.q.device)
     arguments = call.arguments() | {
-        "out_ptr": call.out,
+        "out_ptr": out,
         "lse_ptr": lse,
         "query_start_ptr": metadata.query_start,
         "num_seqs": metadata.num_seqs,
-        "stride_out_row": call.out.stride(0),
-        "stride_out_head": call.out.stride(1),
-        "stride_lse_row": lse.stride(0),
+        "split_tokens": split_tokens,
+        "stride_out_split": out.stride(0),
+        "stride_lse_split": lse.stride(0),
+        "stride_out_row": out.stride(1),
+        "stride_out_head": out.stride(2),
+        "stride_lse_row": lse.stride(1),
     }
     constants = call.constants() | {
         "GROUP": group,
         "HEADS": heads,
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,
-        "WRITE_LSE": call.lse is not None,
+        "SPLIT": num_splits > 1,
+        "WRITE_LSE": num_splits > 1 or call.lse is not None,
         "CAUSAL": metadata.causal,
     }
-    num_tiles = metadata.num_query_tokens // (config.tile_m // heads) + metadata.num_seqs
-    grid = (num_tiles if metadata.num_seqs else 0, num_kv_heads * triton.cdiv(group, heads), 1)
-    return Launch(ragged_kernel, grid, arguments, constants, config)
+    launch = Launch(ragged_kernel, (*grid, num_splits), arguments, constants, config)
+    if num_splits == 1:
+        return [launch]
+    own = slice(call.q.shape[0] - metadata.num_query_tokens, None)  # rows before are the decodes of a mixed batch
+    merged = None if call.lse is None else call.lse[own]
+    return [launch, merge_launch(out[:, own], lse[:, own], call.out[own], merged)]

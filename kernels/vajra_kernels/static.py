@@ -5,7 +5,8 @@ docs/kernels.md; the tests hold the same cases to their bounds.
 
 Invariants:
     - Launches come from the launchers that run, on small stand-in tensors with the shapes' strides and alignment.
-    - No case spills registers (but for 8 bytes in one of them), and every one fits the shared memory of its device.
+    - No case spills registers (but for 8 bytes in one of them, and a little at head dimension 512), and every one fits the
+      shared memory of its device.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from vajra_kernels.block_copy import copy_blocks_launch
 from vajra_kernels.cache import allocate_kv_cache
 from vajra_kernels.call import AttentionCall
 from vajra_kernels.config import A100, H200, L4, DeviceFacts
+from vajra_kernels.decode_plan import plan_launch
 from vajra_kernels.gpu import attention_launches
 from vajra_kernels.kv_write import kv_write_launch
 from vajra_kernels.launch import Launch
-from vajra_kernels.merge import merge_launch
+from vajra_kernels.merge import merge_launch, merge_pieces_launch
 from vajra_kernels.metadata import build_metadata
 from vajra_kernels.norm import norm_launch
 from vajra_kernels.rotate import Rotation, rotate_launch
@@ -46,7 +48,7 @@ class StaticCase:
         max_shared_bytes: per program.
         wants_wgmma: the products must be Hopper's warp-group instructions.
         wants_overlap: loads of a later K/V tile must be in flight while a tile is multiplied.
-        max_stack_bytes: per thread; above 0 only where one Triton version keeps an address on the stack.
+        max_stack_bytes: per thread; above 0 where one Triton version keeps an address on the stack, and at head dimension 512.
     """
 
     name: str
@@ -88,7 +90,7 @@ class AttentionShape:
     softcap: float | None = None
 
     def launch(self, device: DeviceFacts) -> Launch:
-        """The first launch of a batch of this shape with 4096 positions of context (a decode's splits, or the chunk)."""
+        """The attention of a batch of this shape with 4096 positions of context (a decode's pieces, or the chunk)."""
         kv_len = 4096 + self.query_len
         num_blocks = -(-kv_len // self.block_size)
         metadata = build_metadata([self.query_len], [kv_len], [[0] * num_blocks], self.block_size)
@@ -97,7 +99,8 @@ class AttentionShape:
         call = AttentionCall(
             q, cache, cache, metadata, self.head_dim**-0.5, self.window, self.softcap, torch.empty_like(q), None
         )
-        return attention_launches(call, device)[0]
+        launches = attention_launches(call, device)
+        return next(one for one in launches if one.kernel.__name__ in ("decode_kernel", "ragged_kernel"))
 
 
 _KIB = 1024
@@ -126,6 +129,12 @@ def _decode_cases() -> Iterator[StaticCase]:
         shape = AttentionShape(1, 256, (8, 4), 32, window=1024, softcap=50.0)
         yield StaticCase("decode bf16 d256 window softcap", device, shape.launch(device), wants_overlap=True)
     yield StaticCase("decode bf16 d128 MQA32", H200, AttentionShape(1, 128, (32, 1)).launch(H200), wants_overlap=True)
+    for device in (H200, L4):
+        yield StaticCase(
+            "decode bf16 d512", device, AttentionShape(1, 512, (8, 2), 32).launch(device), wants_overlap=True
+        )
+        launch = AttentionShape(1, 512, (8, 2), 32, torch.float32).launch(device)
+        yield StaticCase("decode fp32 d512", device, launch, max_stack_bytes=16)
     yield StaticCase("decode fp32 d128", H200, AttentionShape(1, dtype=torch.float32).launch(H200), 128)
 
 
@@ -144,6 +153,14 @@ def _ragged_cases() -> Iterator[StaticCase]:
     shape = AttentionShape(512, window=1024)
     yield StaticCase("prefill bf16 d128 window", H200, shape.launch(H200), 255, 163 * _KIB, True, True)
     yield StaticCase("chunk of 16 bf16 d128", H200, AttentionShape(16).launch(H200), 255, 115 * _KIB, True, True)
+    for device in (H200, A100, L4):
+        launch = AttentionShape(512, 512, (8, 2), 32).launch(device)
+        wgmma = device is H200
+        yield StaticCase(
+            "prefill bf16 d512", device, launch, wants_wgmma=wgmma, wants_overlap=True, max_stack_bytes=128
+        )
+        launch = AttentionShape(512, 512, (8, 2), 32, torch.float32).launch(device)
+        yield StaticCase("prefill fp32 d512", device, launch, max_stack_bytes=16)
     yield StaticCase("prefill fp32 d128", H200, AttentionShape(512, dtype=torch.float32).launch(H200), 128)
 
 
@@ -157,6 +174,12 @@ def _memory_cases() -> Iterator[StaticCase]:
     parts = torch.empty((16, 32, 32, 128))
     out = torch.empty((32, 32, 128), dtype=torch.bfloat16)
     yield StaticCase("merge 16 parts", H200, merge_launch(parts, parts[..., 0].contiguous(), out, None), 128)
+    starts = torch.zeros(33, dtype=torch.int32)
+    pieces = parts.view(-1, 32, 128)[:164]
+    merged = merge_pieces_launch(pieces, pieces[..., 0].contiguous(), starts, out, None)
+    yield StaticCase("merge pieces of 32 sequences", H200, merged, 128)
+    metadata = build_metadata([1] * 32, [4096] * 32, [[0] * 64] * 32, 64)
+    yield StaticCase("plan of 32 sequences", H200, plan_launch(starts, metadata, 164, 8, 64, None, H200), 128)
 
 
 def _layer_cases() -> Iterator[StaticCase]:

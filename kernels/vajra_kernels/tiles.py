@@ -46,6 +46,25 @@ def tile_pointers(
 
 
 @triton.jit
+def load_queries(
+    q_ptr: tl.tensor,
+    rows: tl.tensor,
+    heads: tl.tensor,
+    ok: tl.tensor,
+    stride_row: tl.tensor,
+    stride_head: tl.tensor,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> tl.tensor:
+    """[TILE_M, DIM_PAD] queries of (row, head) pairs, zero where not ``ok`` and in padded dimensions."""
+    dims = tl.arange(0, DIM_PAD)
+    pointers = q_ptr + (rows * stride_row + heads * stride_head)[:, None] + dims[None, :]
+    q = tl.load(pointers, mask=ok[:, None] & (dims < DIM)[None, :], other=0.0)
+    return q.to(tl.float32) if UPCAST else q
+
+
+@triton.jit
 def load_tile(
     pointers: tl.tensor,
     start: tl.tensor,

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from vajra_kernels.aot import compile_launch
-from vajra_kernels.config import A100, H200, L4, DeviceFacts, TileConfig, decode_config, decode_splits, ragged_config
-from vajra_kernels.metadata import build_metadata
+from vajra_kernels.config import A100, H200, L4, DeviceFacts, TileConfig, chunk_splits, decode_config, ragged_config
+from vajra_kernels.decode_plan import is_split, max_pieces
+from vajra_kernels.metadata import AttentionMetadata, StepMemo, build_metadata
 from vajra_kernels.static import AttentionShape, StaticCase, main, static_cases
 
 CASES = list(static_cases())
@@ -39,7 +40,14 @@ def test_too_few_stages_are_seen() -> None:
 
 def test_cases_cover_what_is_built_in() -> None:
     kernels = {case.launch.kernel.__name__ for case in CASES}
-    attention = {"decode_kernel", "ragged_kernel", "kv_write_kernel", "copy_blocks_kernel", "merge_kernel"}
+    attention = {
+        "decode_kernel",
+        "ragged_kernel",
+        "kv_write_kernel",
+        "copy_blocks_kernel",
+        "merge_kernel",
+        "plan_kernel",
+    }
     assert kernels == attention | {"norm_kernel", "rotate_kernel", "gated_kernel"}
     assert {case.device for case in CASES} == {A100, H200, L4}
     for case in CASES:
@@ -78,29 +86,28 @@ def test_configurations_are_shapes_the_kernels_take(
             assert buffers + config.tile_m * head_pad * element_bytes <= device.shared_limit_bytes
 
 
-@pytest.mark.parametrize("kv_lens", [[1], [5, 0, 3], [4096] * 8, [100_000], [100_000, *[900] * 255], [2048] * 256])
-@pytest.mark.parametrize("window", [None, 1, 300])
-@pytest.mark.parametrize("tile_n", [16, 64])
-def test_splits_cover_every_sequence(kv_lens: list[int], window: int | None, tile_n: int) -> None:
-    tables = torch.zeros((len(kv_lens), -(-max(kv_lens) // 16)), dtype=torch.int32)
-    metadata = build_metadata([1] * len(kv_lens), kv_lens, tables, 16)
-    split_tokens, num_splits = decode_splits(metadata, 8, tile_n, window, H200)
-    assert split_tokens % tile_n == 0
-    longest = max(kv_lens)
-    first = 0 if window is None else max(longest - window, 0) // tile_n * tile_n
-    assert first + split_tokens * num_splits >= longest
-    assert 1 <= num_splits <= 128
-    assert num_splits * len(kv_lens) <= max(16384, len(kv_lens))
+@pytest.mark.parametrize("num_programs", [1, 8, 32, 131, 132, 4000])
+@pytest.mark.parametrize("longest", [1, 511, 1024, 5000, 131072])
+def test_splits_of_chunks_cover_the_longest_context(num_programs: int, longest: int) -> None:
+    split_tokens, num_splits = chunk_splits(num_programs, longest, 64, H200)
+    assert split_tokens % 64 == 0
+    assert split_tokens * num_splits >= longest > split_tokens * (num_splits - 1)
+    assert num_splits == 1 or (num_programs < H200.num_sms and split_tokens >= 512)
+    if longest == 131072 and 8 < num_programs < H200.num_sms:
+        assert num_programs * num_splits >= H200.num_sms
 
 
 def test_large_even_batches_are_not_split_and_small_ones_fill_the_chip() -> None:
-    def splits(num_seqs: int, kv_len: int) -> int:
+    def batch(num_seqs: int, kv_len: int) -> AttentionMetadata:
         tables = torch.zeros((num_seqs, kv_len // 64), dtype=torch.int32)
-        metadata = build_metadata([1] * num_seqs, [kv_len] * num_seqs, tables, 64)
-        return decode_splits(metadata, 8, 64, None, H200)[1]
+        return build_metadata([1] * num_seqs, [kv_len] * num_seqs, tables, 64)
 
-    assert splits(256, 1024) == 1
-    assert splits(1, 65536) * 8 >= 4 * H200.num_sms
+    assert not is_split(batch(256, 1024), 8, 64, None, H200)
+    assert is_split(batch(256, 1024).parts()[0], 8, 64, None, H200) is False
+    assert is_split(batch(1, 65536), 8, 64, None, H200)
+    assert max_pieces(batch(1, 65536), 8, 64, H200) * 8 >= 4 * H200.num_sms
+    assert not is_split(batch(1, 65536), 8, 64, 64, H200)  # a window of one tile
+    assert not is_split(replace(batch(3, 128), memo=StepMemo()), 8, 64, None, H200)
 
 
 def test_prefill_and_decode_have_their_own_shapes() -> None:

@@ -69,23 +69,21 @@ def test_sizes_reach_the_largest_and_pad_little(largest: int) -> None:
         assert padded - num_rows <= max(7, num_rows / 4)
 
 
-def test_captured_splits_reach_the_longest_sequence_and_fill_the_chip() -> None:
-    from vajra_kernels.config import H200, decode_splits
-    from vajra_kernels.metadata import build_metadata
+def test_captured_grids_follow_the_chip_and_not_the_longest_sequence() -> None:
+    from vajra_kernels.config import H200, MAX_PIECES
+    from vajra_kernels.decode_plan import is_split, max_pieces
     from vajra_py.engine.compute.batch import BatchState
     from vajra_py.engine.compute.graphs import DecodeGraphs, ladder
 
+    found = {}
     for longest in (512, 8192, 131072):
         state = BatchState(256, longest, 16, torch.device("cpu"))
         graphs = DecodeGraphs(lambda *_: torch.zeros(1), [], state, 8, 256)  # type: ignore[arg-type]
         assert graphs.sizes == ladder(256)
-        for size in graphs.sizes:
-            captured = graphs.metadata(size)
-            split_tokens, num_splits = decode_splits(captured, 8, 64, None, H200)
-            assert split_tokens * num_splits >= longest
-            assert num_splits * size <= 16384
-            # As parallel as a batch of usual lengths is without a graph, or bounded by the number of splits.
-            usual = build_metadata([1] * size, [min(longest, 2048)] * size, torch.zeros((size, 128)), 16)
-            assert split_tokens == decode_splits(usual, 8, 64, None, H200)[0] or 2 * num_splits >= min(
-                128, 16384 // size
-            )
+        assert all(is_split(graphs.metadata(size), 8, 64, None, H200) for size in graphs.sizes)
+        found[longest] = [max_pieces(graphs.metadata(size), 8, 64, H200) for size in graphs.sizes]
+    most = [size + 8 * H200.num_sms // 8 for size in ladder(256)]
+    assert found[131072] == most
+    for shorter in (512, 8192):
+        assert all(one <= other for one, other in zip(found[shorter], most, strict=True))
+    assert most[-1] <= 256 + MAX_PIECES

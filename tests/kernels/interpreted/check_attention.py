@@ -20,13 +20,20 @@ from vajra_kernels.checks import (
     run_case,
     worst_errors,
 )
-from vajra_kernels.config import A100, H200, TileConfig
+from vajra_kernels.config import A100, H200, DeviceFacts, TileConfig
 from vajra_kernels.decode import decode_launches
-from vajra_kernels.launch import interpreted
-from vajra_kernels.ragged import ragged_launch
+from vajra_kernels.decode_plan import is_split, max_pieces, plan_launch
+from vajra_kernels.launch import Launch, interpreted
+from vajra_kernels.metadata import AttentionMetadata, StepMemo, build_metadata
+from vajra_kernels.ragged import ragged_launches
 
 CASES = interpreter_cases()
 T = TypeVar("T")
+
+
+def run_all(launches: Sequence[Launch]) -> None:
+    for launch in launches:
+        launch.run()
 
 
 def test_kernels_are_interpreted() -> None:
@@ -75,7 +82,7 @@ def test_result_does_not_depend_on_the_tile(tile_n: int, generator: torch.Genera
     case = AttentionCase((4, 2), (64, 64), 32, ((1, 70), (9, 150), (20, 20)), window=70)
     inputs = make_inputs(case, generator, "cpu")
     call = poisoned_call(case, inputs)
-    ragged_launch(call, H200, TileConfig(32, tile_n, 4, 2)).run()
+    run_all(ragged_launches(call, H200, TileConfig(32, tile_n, 4, 2)))
     assert max(worst_errors(call.out, call.lse, expected(case, inputs))) < LSE_TOLERANCES[case.dtype]
 
 
@@ -89,22 +96,67 @@ def test_a_wrong_block_or_window_is_seen(case: AttentionCase, generator: torch.G
     table[1, column] = table[3, column]
     wrong = replace(inputs.metadata, block_table=table)
     call = poisoned_call(case, replace(inputs, metadata=wrong))
-    ragged_launch(call, H200).run()
+    run_all(ragged_launches(call, H200))
     assert worst_errors(call.out, call.lse, wanted)[0] > 10 * TOLERANCES[case.dtype]
     if case.window is not None:
         longer = replace(case, window=case.window + 1)
         assert run_case(longer, inputs, H200)[0] < TOLERANCES[case.dtype]
         assert worst_errors(poisoned_call(case, inputs).out, None, wanted)[0] == float("inf")
         call = poisoned_call(longer, inputs)
-        ragged_launch(call, H200).run()
+        run_all(ragged_launches(call, H200))
         assert worst_errors(call.out, call.lse, wanted)[0] > 10 * TOLERANCES[case.dtype]
 
 
 def test_every_sequence_may_be_split_differently(generator: torch.Generator) -> None:
-    """Splits are sized for the batch: a short sequence leaves most of them empty, a padding row all."""
+    """A long sequence has several pieces, a short one and a padding row one each, which they write themselves."""
     case = AttentionCase((4, 1), (64, 64), 16, ((1, 700), (1, 3), (1, 0), (1, 257)), torch.float16)
     error, lse_error, launches = run_case(case, make_inputs(case, generator, "cpu"), H200)
-    assert launches[0].grid[1] > 3
+    assert [launch.kernel.__name__ for launch in launches] == ["plan_kernel", "decode_kernel", "merge_kernel"]
+    assert error < TOLERANCES[case.dtype]
+    assert lse_error < LSE_TOLERANCES[case.dtype]
+
+
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("device", [H200, replace(H200, num_sms=1)], ids=["large", "small"])
+def test_plans_cover_every_position_once(window: int | None, device: DeviceFacts, generator: torch.Generator) -> None:
+    """Planned for bounds of 5,000 tokens a sequence, as a captured launch is, and read with other lengths."""
+    for num_seqs in (1, 5, 40):
+        bounds = metadata_of_bounds(num_seqs, 5000)
+        lens = torch.randint(0, 900, (num_seqs,), generator=generator, dtype=torch.int32)
+        lens[0] = 5000
+        bounds.kv_lens.copy_(lens)
+        assert is_split(bounds, 2, 64, window, device)
+        num_pieces = max_pieces(bounds, 2, 64, device)
+        assert num_pieces <= num_seqs + 8 * device.num_sms // 2
+        plan = torch.full((2 * num_pieces + num_seqs + 2,), -7, dtype=torch.int32)
+        plan_launch(plan, bounds, num_pieces, 2, 64, window, device).run()
+        seqs, begins = plan[:num_pieces].tolist(), plan[num_pieces : 2 * num_pieces].tolist()
+        starts, size = plan[2 * num_pieces : -1].tolist(), int(plan[-1])
+        assert size % 64 == 0
+        assert seqs[starts[-1] :] == [-1] * (num_pieces - starts[-1])
+        for seq, length in enumerate(lens.tolist()):
+            visible = length if window is None else length - max(length - window, 0) // 64 * 64
+            pieces = range(starts[seq], starts[seq + 1])
+            assert [seqs[piece] for piece in pieces] == [seq] * len(pieces)
+            assert [begins[piece] for piece in pieces] == [size * k for k in range(len(pieces))]
+            assert len(pieces) == max(1, -(-visible // size))
+        assert size >= 128
+
+
+def metadata_of_bounds(num_seqs: int, longest: int) -> AttentionMetadata:
+    """Metadata whose host-side integers are bounds alone."""
+    made = build_metadata([1] * num_seqs, [longest] * num_seqs, torch.zeros((num_seqs, longest // 10)), 16)
+    return replace(made, memo=StepMemo())
+
+
+@pytest.mark.parametrize("lens", [((9, 1800),), ((1, 1500), (1, 40), (5, 1700), (3, 3))])
+def test_few_tokens_behind_a_long_context_share_it_among_programs(
+    lens: tuple[tuple[int, int], ...], generator: torch.Generator
+) -> None:
+    case = AttentionCase((4, 2), (64, 64), 16, lens)
+    error, lse_error, launches = run_case(case, make_inputs(case, generator, "cpu"), H200)
+    (ragged,) = [launch for launch in launches if launch.kernel.__name__ == "ragged_kernel"]
+    assert ragged.grid[2] == 3
     assert error < TOLERANCES[case.dtype]
     assert lse_error < LSE_TOLERANCES[case.dtype]
 
@@ -114,7 +166,6 @@ def test_lse_is_optional(generator: torch.Generator) -> None:
         case = AttentionCase((4, 2), (64, 64), 16, lens)
         inputs = make_inputs(case, generator, "cpu")
         call = poisoned_call(case, inputs, with_lse=False)
-        launches = decode_launches(call, H200) if all(new == 1 for new, _ in lens) else [ragged_launch(call, H200)]
-        for launch in launches:
-            launch.run()
+        launches = decode_launches(call, H200) if all(new == 1 for new, _ in lens) else ragged_launches(call, H200)
+        run_all(launches)
         assert worst_errors(call.out, None, expected(case, inputs))[0] < TOLERANCES[case.dtype]

@@ -8,7 +8,8 @@ Invariants:
     - A captured pass reads and writes tensors of this module, weights and KV memory, whose addresses never change.
     - A padding row has KV length 0 and write slot -1: it reads and writes no KV, and takes its token from, and leaves it in,
       the place of `last_tokens` that belongs to no slot.
-    - Launches are chosen from bounds that are the same for every batch of a size, never from a batch's lengths.
+    - Launches are chosen from bounds that are the same for every batch of a size; attention's work is divided by a batch's
+      lengths on the device.
     - When capturing fails, there are no graphs: the reason is logged, and nothing else changes.
 """
 
@@ -32,8 +33,6 @@ _log = logging.getLogger(__name__)
 
 WARM_UPS = 2
 """Passes before a capture: kernels are compiled and libraries make their workspaces then, which must not be captured."""
-TYPICAL_KV_TOKENS = 2048
-"""KV length for which a captured decode's splits are chosen; longer ones take more splits of the same length."""
 
 
 def ladder(largest: int) -> tuple[int, ...]:
@@ -182,11 +181,12 @@ class DecodeGraphs:
             num_query_tokens=size,
             max_query_len=1,
             max_kv_len=longest,
-            num_kv_tokens=size * min(longest, TYPICAL_KV_TOKENS),
+            num_kv_tokens=size * longest,
         )
         return DecodeGraph(longs, kv_lens, metadata)
 
     def _run(self, graph: DecodeGraph) -> None:
+        graph.metadata.memo.decode_plans.clear()  # a plan belongs to the lengths of one replay
         positions, _, places = graph.longs
         size, last_tokens = graph.kv_lens.shape[0], self._state.last_tokens
         token_ids = last_tokens.index_select(0, places)

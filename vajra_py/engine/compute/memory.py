@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vajra_kernels.config import MAX_PARTIAL_ROWS
+from vajra_kernels.config import MAX_PIECES
 from vajra_py.engine.compute.inspect import free_host_bytes
 from vajra_py.engine.compute.interface import ModelFacts, RunnerOptions
 
@@ -40,7 +40,7 @@ def step_bytes(facts: ModelFacts, config: Any, options: RunnerOptions, device: t
     if device.type == "cpu":
         return activations + logits
     # Attention's partial results, and what graphs keep apart from all that: their own memory of the same kind, and logits.
-    partial_results = MAX_PARTIAL_ROWS * facts.num_query_heads * (facts.head_dim + 1) * 4
+    partial_results = (MAX_PIECES + options.max_requests) * facts.num_query_heads * (facts.head_dim + 1) * 4
     graph_rows = min(options.max_graph_rows, options.max_requests)
     graphs = graph_rows * (_token_bytes(facts, config) + facts.vocab_size * 2 * 4)
     return activations + logits + graphs + partial_results * (2 if graph_rows else 1)
