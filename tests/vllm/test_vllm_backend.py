@@ -147,7 +147,7 @@ def test_steps_above_vllms_buffers_are_computed_in_parts(
         "prompt_tokens": {"type": "constant", "value": 75},
         "output_tokens": {"type": "constant", "value": 5},
     }
-    mapping = settings(tiny_model, layers("fcfs", "round_robin", "orca"), workload)
+    mapping = settings(tiny_model, layers("fcfs", "round_robin", "minivllm"), workload)
     before = workers.num_steps
     run = run_on(workers, mapping, tmp_path / "run")
     steps = run.steps()

@@ -218,7 +218,8 @@ class TorchRunner:
         self._memory = self._graphs = self._ahead = None
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
-        leave_ranks()
+        if self._options.num_ranks > 1:  # groups of this process that are not its own are left alone
+            leave_ranks()
 
     def _submitted(self, step: StepInput, memory: KvMemory) -> PendingStep:
         on_cuda = self._model.device.type == "cuda"
