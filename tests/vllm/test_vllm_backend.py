@@ -11,11 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.shared import MAX_STEP_TOKENS, SharedWorkers, run_on, settings
+from tests.vllm.shared import BLOCK_SIZE, MAX_STEP_TOKENS, SharedWorkers, run_on, settings
 from vajra_py.contract import Layer
+from vajra_py.engine.compute import StepInput
+from vajra_py.errors import ConfigError, ExecutorError
 from vajra_py.experiment.replay import replay
 from vajra_py.metrics.run_data import RunData
 from vajra_py.plugins import build_registry, load_registry
+from vajra_py.runtime.kv import BlockCopy, CopyDirection
+from vajra_py.vllm.config import VllmOptions
+from vajra_py.vllm.loading import load_vllm
 
 ROOT = Path(__file__).parents[2]
 LATENCY = {"type": "affine", "base_s": 0.004, "per_token_s": 1e-4, "per_prefill_pair_s": 1e-7}
@@ -154,3 +159,28 @@ def test_steps_above_vllms_buffers_are_computed_in_parts(
     assert max(steps.column("prefill_tokens").to_pylist()) > MAX_STEP_TOKENS
     assert workers.num_steps - before > steps.num_rows
     assert replay(tmp_path / "run").is_equal
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"device": "cuda"}, r"backend\.vllm\.device: the vLLM that is installed is built for a CPU \(got cuda\)"),
+        ({"engine_args": {"data_parallel_size": 2}}, "--data-parallel-size"),
+        ({"engine_args": {"quantization": "nonsense"}}, r"backend\.vllm: vLLM does not take these settings"),
+        ({"max_model_len": 1 << 20}, r"backend\.vllm: vLLM does not take these settings"),
+    ],
+)
+def test_what_vllm_does_not_take_is_refused_before_its_model_is_loaded(
+    options: dict[str, Any], said: str, tiny_model: str
+) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_vllm(VllmOptions(model=tiny_model, block_size=BLOCK_SIZE, **options))
+    assert str(caught.value).count("\n") == 0
+
+
+def test_a_run_that_is_told_to_swap_is_refused(workers: SharedWorkers, tiny_model: str) -> None:
+    runner = workers.load(VllmOptions(model=tiny_model, block_size=BLOCK_SIZE, max_batch_size=4))
+    with pytest.raises(ExecutorError, match="host memory"):
+        runner.allocate(4, 2)
+    with pytest.raises(ExecutorError, match="Preemption recomputes"):
+        runner.run(StepInput(copies=[BlockCopy(0, 0, CopyDirection.TO_HOST)]))

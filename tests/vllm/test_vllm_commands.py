@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from vajra_py.config import load_config
 from vajra_py.experiment.replay import replay
@@ -156,20 +155,10 @@ def test_a_profile_predicts_what_validation_compares(tiny_model: str, tmp_path: 
     assert load_config(run / "config.yaml").backend.settings.latency.type == "profiled"
 
 
-@pytest.mark.parametrize(
-    ("vllm", "said"),
-    [
-        (
-            {"engine_args": {"enforce_eagre": True}},
-            "backend.vllm.engine_args.enforce_eagre: vLLM has none of that name",
-        ),
-        ({"device": "cuda"}, "backend.vllm.device: the vLLM that is installed is built for a CPU (got cuda)"),
-        ({"engine_args": {"data_parallel_size": 2}}, "--data-parallel-size"),
-    ],
-)
-def test_what_vllm_does_not_take_is_one_line(vllm: dict[str, Any], said: str, tiny_model: str, tmp_path: Path) -> None:
-    done = vajra("run", str(experiment(tmp_path, tiny_model, **vllm)), "-q")
+def test_what_vllm_does_not_take_is_one_line(tiny_model: str, tmp_path: Path) -> None:
+    done = vajra("run", str(experiment(tmp_path, tiny_model, engine_args={"enforce_eagre": True})), "-q")
     assert done.returncode == 2, done.stderr
+    said = "backend.vllm.engine_args.enforce_eagre: vLLM has none of that name. Did you mean 'enforce_eager'?"
     lines = [line for line in done.stderr.splitlines() if said in line]
     assert len(lines) == 1, done.stderr
     assert "Traceback" not in done.stderr
