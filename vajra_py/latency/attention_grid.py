@@ -161,8 +161,8 @@ def filled(grid: Grid, axes: tuple[Array, ...]) -> Grid:
             lines = moved.reshape(-1, moved.shape[-1])
             known = np.isfinite(lines)
             # Lines with the same holes are filled together.
-            for pattern in np.unique(known, axis=0):
-                if not pattern.all() and pattern.sum() >= 2:
+            for pattern in np.unique(known[~known.all(axis=1)], axis=0):
+                if pattern.sum() >= 2:
                     _fill_lines(lines, (known == pattern).all(axis=1), pattern, axes[axis], beyond=beyond)
             moved[...] = lines.reshape(moved.shape)
     smallest = float(np.nanmin(grid))

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,8 +44,7 @@ class Samples:
     times_us: Array
 
 
-@dataclass(frozen=True, slots=True)
-class SkewSample:
+class SkewSample(NamedTuple):
     """How much longer one attention call takes for unequal decode contexts than for equal ones of the same mean."""
 
     num_decodes: float
