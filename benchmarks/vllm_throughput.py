@@ -90,10 +90,12 @@ def main() -> None:
                     schedule_by(core, cls)
                     each.append(timed(llm, asked))
             own, ours = ([statistics.median(column) for column in zip(*each, strict=True)] for each in found.values())
-            ratio = statistics.median(b[0] / a[0] for a, b in zip(*found.values(), strict=True))
+            pairs = list(zip(*found.values(), strict=True))
+            ratios = [statistics.median(b[place] / a[place] for a, b in pairs) for place in range(2)]
             print(
                 f"{NUM_REQUESTS} requests, {'ragged' if kind else 'equal'}: vLLM {own[0]:.0f} tokens/s, {own[1]:.0f} CPU us a token; "
-                f"here {ours[0]:.0f} tokens/s, {ours[1]:.0f} CPU us a token; ratio {ratio:.3f} (median of {num_rounds} pairs)"
+                f"here {ours[0]:.0f} tokens/s, {ours[1]:.0f} CPU us a token; "
+                f"ratios {ratios[0]:.3f} and {ratios[1]:.3f} (medians of {num_rounds} pairs)"
             )
 
 
