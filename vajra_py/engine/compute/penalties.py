@@ -27,9 +27,9 @@ class History:
         self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self.output_counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
         if prompt_token_ids:
-            self.in_prompt[torch.tensor(prompt_token_ids, device=device)] = True
+            self.in_prompt.index_fill_(0, to_device(np.array(prompt_token_ids, np.int64), device), True)
         if output_token_ids:
-            outputs = torch.tensor(output_token_ids, device=device)
+            outputs = to_device(np.array(output_token_ids, np.int64), device)
             self.output_counts.index_add_(0, outputs, torch.ones(len(output_token_ids), device=device))
 
     def add(self, token: torch.Tensor) -> None:

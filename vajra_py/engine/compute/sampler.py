@@ -69,7 +69,7 @@ class Sampler:
         ending = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self._eos))
         state = RowState(sampling, None, None)
         if sampling.min_tokens and ending:
-            state.ending_tokens = torch.tensor(sorted(ending), device=self._device)
+            state.ending_tokens = to_device(np.array(sorted(ending), np.int64), self._device)
         if needs_history(sampling):
             state.history = History(new.prompt_token_ids, new.output_token_ids, self._vocab_size, self._device)
         self._rows[slot] = state
@@ -160,7 +160,7 @@ class Sampler:
         """Log-probabilities of given tokens [N] under logits [N, vocab], as the slot's `prompt_logprobs` asks for them."""
         row = self._rows[slot]
         count = 0 if row is None or row.sampling.prompt_logprobs is None else row.sampling.prompt_logprobs
-        chosen = torch.tensor(tokens, device=logits.device)
+        chosen = to_device(np.array(tokens, np.int64), logits.device)
         return _token_logprobs(logits.float(), chosen, [min(count, self._vocab_size)] * len(tokens))
 
     def _logprobs(self, raw: torch.Tensor, tokens: torch.Tensor, slots: Ints) -> dict[int, TokenLogprobs]:
@@ -171,7 +171,7 @@ class Sampler:
                 asked[place] = min(row.sampling.logprobs, self._vocab_size)
         if not asked:
             return {}
-        places = torch.tensor(list(asked), device=raw.device)
+        places = to_device(np.array(list(asked), np.int64), raw.device)
         found = _token_logprobs(raw[places], tokens[places], list(asked.values()))
         return {int(slots[place]): one for place, one in zip(asked, found, strict=True)}
 
