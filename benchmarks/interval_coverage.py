@@ -25,8 +25,8 @@ from vajra_py.metrics.intervals import (
     Interval,
     batch_means_interval,
     is_long_enough,
+    latency_interval,
     quantile_interval,
-    replication_interval,
 )
 from vajra_py.metrics.recorder import Recorder
 from vajra_py.plugins import Registry, load_registry
@@ -135,7 +135,7 @@ class Replications:
             is_long = self.num_long[metric] > 0.5 * len(values)
             judge, target = ("long run", truth[metric]) if is_long else ("this length", float(np.mean(values)))
             named = (self.system, self.num_requests, f"{SEEDS_EACH} replications", metric, judge)
-            yield _row(named, [replication_interval(group) for group in groups], target)
+            yield _row(named, [latency_interval(group) for group in groups], target)
 
 
 def _row(named: tuple[str, int, str, str, str], found: list[Interval | None], truth: float) -> Row:

@@ -10,6 +10,7 @@ from vajra_py.metrics.intervals import (
     batch_means_interval,
     effective_size,
     is_long_enough,
+    latency_interval,
     mser5,
     quantile_interval,
     replication_interval,
@@ -105,6 +106,21 @@ def test_replications_get_students_interval() -> None:
     assert found is not None
     assert (found.low, found.high) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-3)
     assert replication_interval([1.0]) is None
+
+
+def test_replications_of_a_latency_get_a_longer_upper_end() -> None:
+    values = [1.0, 1.2, 2.0]
+    plain, found = replication_interval(values), latency_interval(values)
+    assert plain is not None
+    assert found is not None
+    assert found.low == plain.low
+    assert found.high > plain.high
+    assert latency_interval([2.0, 2.0]) == replication_interval([2.0, 2.0])
+    assert latency_interval([0.0, 0.0]) == replication_interval([0.0, 0.0])
+    wide = latency_interval([0.1, 5.0])
+    assert wide is not None
+    assert np.isfinite(wide.high)
+    assert latency_interval([1.0]) is None
 
 
 @pytest.mark.parametrize("warm", [200, 500])

@@ -12,7 +12,7 @@ import pytest
 
 from vajra_py.metrics import plots
 from vajra_py.metrics.comparison import compare
-from vajra_py.metrics.intervals import replication_interval
+from vajra_py.metrics.intervals import latency_interval
 from vajra_py.metrics.replications import group_replications
 from vajra_py.metrics.report import render_report
 from vajra_py.metrics.run_data import RunData
@@ -58,7 +58,7 @@ def test_lines_over_the_load_have_a_point_for_each_configured_rate(make_run: Mak
     assert lines[0].get_xdata()[0] == pytest.approx(np.mean(offered))
     p50 = [run.summary.value("overall.ttft_s.p50") for run in runs[:4]]
     assert lines[0].get_ydata()[0] == pytest.approx(np.mean(p50))
-    interval = replication_interval(p50)
+    interval = latency_interval(p50)
     assert interval is not None
     segments = figure.axes[0].collections[0].get_segments()
     assert segments[0][1][1] == pytest.approx(interval.high)
@@ -76,7 +76,7 @@ def test_a_setting_is_the_mean_of_its_replications_with_its_interval(make_run: M
     p99 = [run.summary.value("overall.ttft_s.p99") for run in runs[:4]]
     assert comparison.replications == (4, 4, 4, 4)
     assert comparison.values["overall"]["ttft_p99_s"][0] == pytest.approx(np.mean(p99))
-    assert comparison.interval("ttft_p99_s", 0) == replication_interval(p99)
+    assert comparison.interval("ttft_p99_s", 0) == latency_interval(p99)
     frame = comparison.frame("overall")
     assert list(frame.replications) == [4] * 4
     assert frame.ttft_p99_s_low[0] < frame.ttft_p99_s[0] < frame.ttft_p99_s_high[0]

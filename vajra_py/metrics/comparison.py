@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vajra_py.errors import RunError, did_you_mean
 from vajra_py.metrics.comparison_metrics import BY_KEY, METRICS, Metric, metric_text
 from vajra_py.metrics.differences import natural
-from vajra_py.metrics.intervals import Interval, floats, replication_interval
+from vajra_py.metrics.intervals import Interval, floats, latency_interval, replication_interval
 from vajra_py.metrics.pairs import SIGNIFICANT_P, Difference, difference, holm
 from vajra_py.metrics.replications import Setting, group_replications, load_labels
 from vajra_py.metrics.run_data import RunData
@@ -86,7 +86,8 @@ class Comparison:
         samples = self._samples(key, scope)
         found: Interval | None = None
         if samples and len(samples[position]) > 1:
-            found = replication_interval(list(samples[position].values()))
+            make = latency_interval if BY_KEY[key].is_latency else replication_interval
+            found = make(list(samples[position].values()))
         elif scope in self.within:
             found = self.within[scope][position].get(key)
         if found is None:

@@ -25,6 +25,11 @@ class Metric:
     level: int = 1
     """0: shown even when there are many runs; 1: shown when there are few; 2: in data frames, CSV and full tables only."""
 
+    @property
+    def is_latency(self) -> bool:
+        """Whether its values are durations of requests."""
+        return self.unit in ("s", "ms")
+
 
 def _latency(key: str, label: str, section: str, unit: str, main: Iterable[str]) -> list[Metric]:
     levels = {"mean": 1, "p50": 1, "p90": 1, "p99": 1} | dict.fromkeys(main, 0)

@@ -41,6 +41,19 @@ def replication_interval(values: Sequence[float]) -> Interval | None:
     return Interval(mean - half, mean + half)
 
 
+def latency_interval(values: Sequence[float]) -> Interval | None:
+    """Student's t interval for the mean of independent replications of a latency, its upper end as if the error were one of the reciprocal.
+
+    Latencies of a few replications are skewed: those that met no burst are low and close together (`benchmarks/interval_coverage.py`).
+    """
+    found = replication_interval(values)
+    if found is None:
+        return None
+    mean = float(np.mean(values))
+    above = min((found.high - mean) / mean, _WIDEST) if mean > 0 else 0.0
+    return Interval(found.low, mean / (1 - above)) if above else found
+
+
 def floats(values: Sequence[float | None]) -> Floats:
     """The values that are known."""
     return np.array([value for value in values if value is not None], dtype=np.float64)
@@ -58,7 +71,7 @@ _LENGTH_BATCHES = 32
 """Batches by which it is told how many independent values a sequence is worth: many, since 10 of them would not tell it well."""
 HIGH_QUANTILE = 0.9
 _WIDEST = 0.9
-"""Part of a quantile that its interval may reach above it."""
+"""Part of a value that its interval may reach above it before that is stretched."""
 
 
 def mser5(values: Floats) -> int:

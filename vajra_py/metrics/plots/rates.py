@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vajra_py.metrics.intervals import Interval, floats, replication_interval
+from vajra_py.metrics.intervals import Interval, floats, latency_interval, replication_interval
 from vajra_py.metrics.plots.layout import Arrangement, Series, arrange_runs, series_by_system
 from vajra_py.metrics.plots.style import (
     GRID,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _Reader = Callable[[RunData], "float | None"]
+_MakeInterval = Callable[[Sequence[float]], Interval | None]
 _MAX_CLASSES = 4
 _ATTAINMENT = "overall.slo.overall.attainment_fraction"
 _OFFERED_LABEL = "offered load (requests/s)"
@@ -65,7 +66,7 @@ def latency_by_rate(runs: Sequence[RunData]) -> Figure:
     for row, stat in enumerate(("p50", "p99")):
         for column, (name, label, scale, unit) in enumerate(columns):
             own = axes[row, column]
-            drawn = _draw(own, series, merged, _at(f"overall.{name}.{stat}"), scale)
+            drawn = _draw(own, series, merged, _at(f"overall.{name}.{stat}"), scale, latency_interval)
             own.set_ylabel(f"{label} {stat.upper()} ({unit})")
             if drawn:
                 plain_log(own.yaxis, most=6)
@@ -89,7 +90,7 @@ def class_latency_by_rate(runs: Sequence[RunData], classes: Sequence[str] | None
     columns = (("ttft_s", "p50", "TTFT P50"), ("ttft_s", "p99", "TTFT P99"), ("e2e_s", "p99", "E2E P99"))
     for row, name in enumerate(names):
         for own, (latency, statistic, label) in zip(axes[row], columns, strict=True):
-            if _draw(own, series, _one_panel(arrangement), _of_class(name, latency, statistic), 1.0):
+            if _draw(own, series, _one_panel(arrangement), _of_class(name, latency, statistic), 1.0, latency_interval):
                 plain_log(own.yaxis, most=6)
             own.set_ylabel(f"{label} (s)")
             own.set_title(f"class {name}")
@@ -173,11 +174,18 @@ def delivery_bars(runs: Sequence[RunData]) -> Figure:
     return figure
 
 
-def _draw(axes: Any, series: Sequence[Series], arrangement: Arrangement, read: _Reader, scale: float) -> bool:
+def _draw(
+    axes: Any,
+    series: Sequence[Series],
+    arrangement: Arrangement,
+    read: _Reader,
+    scale: float,
+    make: _MakeInterval = replication_interval,
+) -> bool:
     """Draw one line per series; says so and returns False when there is nothing to draw."""
     drawn = False
     for i in arrangement.members(0):
-        points = _points(series[i], read, scale)
+        points = _points(series[i], read, scale, make)
         if not points:
             continue
         drawn = True
@@ -203,17 +211,13 @@ def _draw(axes: Any, series: Sequence[Series], arrangement: Arrangement, read: _
     return drawn
 
 
-def _points(series: Series, read: _Reader, scale: float) -> list[_Point]:
+def _points(series: Series, read: _Reader, scale: float, make: _MakeInterval = replication_interval) -> list[_Point]:
     """One for each setting of the series, by rising rate."""
     points = []
     for setting in series.settings:
         rates, values = (floats([own(run) for run in setting.runs]) for own in (_offered, read))
         if rates.size and values.size:
-            points.append(
-                _Point(
-                    float(rates.mean()), float(values.mean()) * scale, replication_interval((values * scale).tolist())
-                )
-            )
+            points.append(_Point(float(rates.mean()), float(values.mean()) * scale, make((values * scale).tolist())))
     return sorted(points, key=lambda point: point.rate)
 
 
