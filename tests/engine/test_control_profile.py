@@ -168,7 +168,7 @@ def test_the_model_of_a_profile_is_the_experiments_own(hollow_model: Path, tmp_p
     file = hollow_model.parent / "own.yaml"
     file.write_text(json.dumps({"version": 1, **named}))  # JSON is YAML
     assert Path(profile_config(None, file).backend.settings.model) == hollow_model
-    with pytest.raises(ConfigError, match=r"model: is missing.*a `--config` whose backend\.engine names one"):
+    with pytest.raises(ConfigError, match=r"model: is missing.*a `--config` whose backend names one"):
         profile_config(None, {**SIZES, "backend": {"simulator": {}}})
 
 
