@@ -244,10 +244,40 @@ class LeastServedOfAll(ByArrival):
         self._seen += 1 + sum(one.num_output_tokens + one.num_computed_tokens for one in self._alive)
 
 
+class LooksOnAdmission(ByArrival):
+    """Told of admissions alone, it reads the counters of everything that was admitted anywhere, whenever one is."""
+
+    key_motion = KeyMotion.ARBITRARY
+
+    def __init__(self) -> None:
+        self._admitted: dict[Any, None] = {}
+        self._seen = 0
+
+    def on_admission(self, request: Any, replica_id: int, now: float) -> None:
+        self._admitted[request] = None
+        self._seen += self._sum()
+
+    def key(self, request: Any, now: float) -> float:
+        return float(request.index * self._seen % 7)
+
+    def _sum(self) -> int:
+        return sum(one.num_output_tokens + one.num_computed_tokens for one in self._admitted)
+
+
+class LooksAtOthers(LooksOnAdmission):
+    """Its keys read the counters of everything that was admitted anywhere, whenever they are read."""
+
+    def key(self, request: Any, now: float) -> float:
+        return float(request.index * self._sum() % 7)
+
+
 @pytest.mark.parametrize("scenario", [LIGHT, OVERLOADED, STARVED, LEAVING, ALL_AT_ONCE], ids=lambda one: one.name)
 @pytest.mark.parametrize("num_replicas", [1, 3])
-def test_policies_told_of_arrivals_and_ends_see_the_same_figures(scenario: Scenario, num_replicas: int) -> None:
-    policies = Policies(lambda context: LeastServedOfAll(), InTurn(), lambda context: PlainChunks())
+@pytest.mark.parametrize("prioritizer", [LeastServedOfAll, LooksOnAdmission, LooksAtOthers])
+def test_policies_that_hold_requests_see_the_same_figures(
+    prioritizer: type[Any], scenario: Scenario, num_replicas: int
+) -> None:
+    policies = Policies(lambda context: prioritizer(), InTurn(), lambda context: PlainChunks())
     both_ways(scenario, policies, num_replicas)
 
 

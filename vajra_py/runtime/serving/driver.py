@@ -30,6 +30,7 @@ from vajra_py.runtime.records.input_log import (
     Restart,
     Swap,
 )
+from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.backend import Backend, FastForward, R
 from vajra_py.runtime.serving.controller import ABORTED, EXPIRED, Controller
@@ -111,6 +112,7 @@ class Driver(Generic[R]):
     def use(self, fast_forward: FastForward[R]) -> None:
         """Let the backend launch several steps at once: what they changed is applied before somebody looks."""
         self.fast_forward = fast_forward
+        self._read_declarations()
         self.controller.call_before_reading(fast_forward.sync_all)
 
     # Time
@@ -269,7 +271,7 @@ class Driver(Generic[R]):
         if one.form_pending or one.free_at > self.now or one.replica.num_in_flight >= one.num_stages:
             return
         heap = self.events.heap
-        if at_once and (not heap or heap[0][0] > self.now):  # nothing else happens before
+        if at_once and not self._syncs_forming and (not heap or heap[0][0] > self.now):  # nothing else happens before
             self._start(one)
             return
         one.form_pending = True
@@ -281,6 +283,13 @@ class Driver(Generic[R]):
             self.events.push(self.now, _FORM, replicaset.name, self._num_replicas)  # after the replicas of this tick
 
     def _form(self, what: R | str) -> None:
+        if self._syncs_forming and self.fast_forward is not None:
+            self.fast_forward.sync_all()  # such a policy may look at requests that run elsewhere
+            rank = self._num_replicas if isinstance(what, str) else what.rank
+            heap = self.events.heap
+            if heap and heap[0][:3] < (self.now, _FORM, rank):  # a replica before this one has just become free
+                self.events.push(self.now, _FORM, what, rank)
+                return
         if not isinstance(what, str):
             what.form_pending = False
             self._start(what)
@@ -395,6 +404,8 @@ class Driver(Generic[R]):
         replicasets = self.controller.replicasets.values()
         self._looks_at_arrivals = any(map(_looks_at_arrivals, replicasets))
         self._looks_at_departures = any(one.listeners.departures for one in replicasets)
+        self._syncs_forming = self.fast_forward is not None and any(one.listeners != NOBODY for one in replicasets)
+        """Whether every replica is brought up to date before one forms a step: a policy that listens may hold any request."""
 
 
 def _looks_at_arrivals(replicaset: Replicaset) -> bool:
