@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -224,3 +225,22 @@ def test_an_interrupted_run_is_run_again(vajra: Vajra, small: Path, monkeypatch:
         assert vajra("run", small, "-q").code == 130
     assert vajra("run", small, "-q").code == 0
     assert status(Path("runs/small")) == "finished"
+
+
+def test_a_single_run_is_divided_among_workers_or_says_why_not(vajra: Vajra, small: Path) -> None:
+    whole = vajra("run", small, "--workers", "2", "--set", "num_replicas=2", "--set", "output.dir=whole")
+    assert whole.code == 0
+    assert "not divided among 2 workers: its decision log is one sequence over all replicas" in whole.err
+    settings = ("--set", "num_replicas=2", "--set", "output.decision_log=false")
+    for name, more in (("one", ()), ("two", ("--workers", "2"))):
+        (small.parent / name).mkdir()
+        os.chdir(small.parent / name)
+        said = vajra("run", small, *settings, *more)
+        assert said.code == 0
+        assert "not divided" not in said.err
+    one, two = (
+        {path.name: path.read_bytes() for path in Path(small.parent, name, "runs/small").iterdir()}
+        for name in ("one", "two")
+    )
+    del one["environment.json"], two["environment.json"]
+    assert one == two

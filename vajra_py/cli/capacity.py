@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vajra_py.cli.options import new_progress, overrides_option
+from vajra_py.cli.options import new_progress, on_option, overrides_option
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 @click.command(no_args_is_help=True)
 @click.argument("file", type=click.Path(path_type=Path))
 @overrides_option
-@click.option("--workers", type=click.IntRange(min=1), help="Runs to make at once. Default: one a core.")
+@on_option
+@click.option("--workers", type=click.IntRange(min=1), help="Runs to make at once. Default: one for each core there.")
 @click.option("--overwrite", is_flag=True, help="Run again, over results that are there.")
 @click.option(
     "--format",
@@ -31,20 +32,29 @@ if TYPE_CHECKING:
     help="Of the curve; may be repeated.",
 )
 @click.option("--quiet", "-q", is_flag=True, help="No progress and no table; only the answers.")
-def capacity(
-    file: Path, overrides: tuple[str, ...], workers: int | None, overwrite: bool, formats: tuple[str, ...], quiet: bool
+def capacity(  # noqa: PLR0913 - one argument for each option
+    file: Path,
+    overrides: tuple[str, ...],
+    on: str,
+    workers: int | None,
+    overwrite: bool,
+    formats: tuple[str, ...],
+    quiet: bool,
 ) -> int:
     """Find the highest rate, or the cheapest replicas, at which the SLO in FILE's `capacity` section holds.
 
     Answers come last, one for each setting of the sweep. Runs that are there are not made again, so an interrupted search continues.
     """
+    from vajra_py.cluster.connect import ray_cluster
+    from vajra_py.cluster.places import pool_on
     from vajra_py.config import load_config
     from vajra_py.experiment.capacity import find_capacity
 
     config = load_config(file, overrides)
     display = _Display(quiet)
-    with display:
-        answers = find_capacity(config, workers=workers, overwrite=overwrite, progress=display.update)
+    with ray_cluster(on) as cluster, display:
+        pool = None if cluster is None else pool_on(cluster, config, workers)
+        answers = find_capacity(config, workers=workers, overwrite=overwrite, progress=display.update, pool=pool)
     folder = config.output_dir / config.name
     asked = config.capacity
     assert asked is not None  # else there was no answer

@@ -27,6 +27,14 @@ overrides_option = click.option(
     help="Override one setting, such as `--set workload.rate=8`; the value is YAML. May be repeated.",
 )
 
+on_option = click.option(
+    "--on",
+    default="local",
+    show_default=True,
+    metavar="PLACE",
+    help="Where to compute: local, auto (the Ray cluster of this machine), HOST:PORT or ray://HOST:PORT (a Ray cluster).",
+)
+
 engine_option = click.option(
     "--engine",
     "engine",

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from vajra_py.cli.options import new_progress, overrides_option
+from vajra_py.cli.options import new_progress, on_option, overrides_option
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from vajra_py.config import ExperimentConfig
+    from vajra_py.experiment.pool import MakePool
     from vajra_py.experiment.sweep import PointStatus
     from vajra_py.metrics.run_data import RunData
 
@@ -32,7 +35,12 @@ TURNED_AWAY = ("the queue is full", "every replica has failed")
 @click.option(
     "--preset", help="Run a whole system's policies in place of FILE's, and its replica options where FILE gives none."
 )
-@click.option("--workers", type=click.IntRange(min=1), help="Points of a sweep to run at once. Default: one a core.")
+@on_option
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    help="Points of a sweep to run at once, by default one for each core there; a single run is divided among so many, where that is exact.",
+)
 @click.option("--overwrite", is_flag=True, help="Run again, over results that are there.")
 @click.option("--report", type=click.Path(path_type=Path), help="Write the HTML report of the runs here.")
 @click.option(
@@ -48,6 +56,7 @@ def run(  # noqa: PLR0913 - one argument for each option
     file: Path,
     overrides: tuple[str, ...],
     preset: str | None,
+    on: str,
     workers: int | None,
     overwrite: bool,
     report: Path | None,
@@ -58,6 +67,8 @@ def run(  # noqa: PLR0913 - one argument for each option
 
     What is finished already is not run again, so a broken sweep resumes where it stopped.
     """
+    from vajra_py.cluster.connect import ray_cluster
+    from vajra_py.cluster.places import pool_on
     from vajra_py.config import expand_sweep, load_config
     from vajra_py.experiment.sweep import sweep
 
@@ -73,11 +84,12 @@ def run(  # noqa: PLR0913 - one argument for each option
         report.parent.mkdir(parents=True, exist_ok=True)
     display = _Display(len(expand_sweep(config)), quiet, is_simulated=config.backend.kind == "simulator")
     failures: list[tuple[str, str]] = []
-    with display:
+    with ray_cluster(on) as cluster, display:
+        pool = None if cluster is None else pool_on(cluster, config, workers)
         if config.is_single:
-            runs = [_run_one(config, overwrite, display)]
+            runs = [_run_one(config, _Asked(overwrite, quiet, workers, pool), display)]
         else:
-            result = sweep(config, workers=workers, overwrite=overwrite, progress=display.point)
+            result = sweep(config, workers=workers, overwrite=overwrite, progress=display.point, pool=pool)
             runs, failures = list(result.runs), list(result.failures)
     _show(runs, report, quiet)
     if validate:
@@ -105,16 +117,59 @@ def _warn_of_rejections(run: RunData) -> bool:
     return 2 * len(found) <= len(requests)
 
 
-def _run_one(config: ExperimentConfig, overwrite: bool, display: _Display) -> RunData:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """How a run is to be executed."""
+
+    overwrite: bool
+    quiet: bool
+    workers: int | None
+    pool: MakePool | None
+    """Where; None: on this machine."""
+
+
+def _run_one(config: ExperimentConfig, asked: _Asked, display: _Display) -> RunData:
+    from vajra_py.experiment.pool import RunTask, run_in_pool
     from vajra_py.experiment.run import run_experiment
     from vajra_py.experiment.sweep import PointStatus
 
     def progress(done: int, total: int, now: float) -> None:
         display.point(0, PointStatus(config.name, done, total, now))
 
-    run = run_experiment(config, progress=progress, overwrite=overwrite)
+    run = _run_divided(config, asked, progress) if (asked.workers or 1) > 1 else None
+    if run is None and asked.pool is None:
+        run = run_experiment(config, progress=progress, overwrite=asked.overwrite)
+    elif run is None:
+        assert asked.pool is not None
+        run = run_in_pool(asked.pool, RunTask(config, config.output_dir / config.name, asked.overwrite), progress)
     display.point(0, PointStatus(config.name, is_finished=True))
     return run
+
+
+def _run_divided(
+    config: ExperimentConfig, asked: _Asked, progress: Callable[[int, int, float], None]
+) -> RunData | None:
+    """The run by several workers; None when it is to be run whole, which is said."""
+    from vajra_py.experiment.folder import RunFolder
+    from vajra_py.experiment.parts import parts_of, run_in_parts
+    from vajra_py.experiment.pool import local_pool
+    from vajra_py.plugins import load_registry
+
+    assert asked.workers is not None
+    place, registry = RunFolder(config.output_dir / config.name), load_registry()
+    if place.is_finished(config) and not asked.overwrite:
+        return None
+    place.check(config, overwrite=asked.overwrite)
+    parts = parts_of(config, registry, asked.workers)
+    if not isinstance(parts, str):
+        pool = asked.pool or (lambda progress: local_pool(asked.workers, len(parts), registry, progress))
+        run = run_in_parts(config, registry, parts, pool, progress)
+        if not isinstance(run, str):
+            return run
+        parts = run
+    if not asked.quiet:
+        click.echo(f"not divided among {asked.workers} workers: {parts.rstrip('.')}.", err=True)
+    return None
 
 
 def _show(runs: list[RunData], report: Path | None, quiet: bool) -> None:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vajra_py.cli.options import overrides_option
+from vajra_py.cli.options import on_option, overrides_option
 from vajra_py.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
+    from vajra_py.cluster.connect import RayCluster
     from vajra_py.serve.options import ServeOptions
     from vajra_py.serve.tracing import Tracing
 
@@ -193,12 +194,14 @@ def _server_options(command: click.Command | Any) -> Any:
 @click.command(no_args_is_help=True)
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @overrides_option
+@on_option
 @_flags
 @_server_options
 @_operations
 @_limits
-def serve(file: Path | None, overrides: tuple[str, ...], **given: Any) -> None:
+def serve(file: Path | None, overrides: tuple[str, ...], on: str, **given: Any) -> None:
     """Serve the engine of FILE (or of --model DIR) over HTTP, as OpenAI's API does, under its policies."""
+    from vajra_py.cluster.connect import ray_cluster
     from vajra_py.plugins import load_registry
     from vajra_py.serve.configure import FLAG_NAMES, ModelFlags, config_of_file, config_of_flags
     from vajra_py.serve.options import LOOPBACK
@@ -221,7 +224,9 @@ def serve(file: Path | None, overrides: tuple[str, ...], **given: Any) -> None:
         given["admin_api_key"] = None
     if given["host"] not in LOOPBACK and given["uds"] is None and given["api_key"] is None:
         click.echo(f"anyone who reaches {given['host']} can use this server: there is no --api-key", err=True)
-    _run(config, registry, given)
+    with ray_cluster(on) as cluster:
+        _run(config, registry, given, cluster)
+    _leave()
 
 
 def _tracing(options: ServeOptions) -> Tracing:
@@ -233,7 +238,7 @@ def _tracing(options: ServeOptions) -> Tracing:
     return make_tracing(options.otlp_traces_endpoint)
 
 
-def _run(config: Any, registry: Any, given: dict[str, Any]) -> None:
+def _run(config: Any, registry: Any, given: dict[str, Any], cluster: RayCluster | None) -> None:
     try:
         from vajra_py.serve.app import Service
         from vajra_py.serve.server import serve as run_server
@@ -251,11 +256,15 @@ def _run(config: Any, registry: Any, given: dict[str, Any]) -> None:
     options.check()
     with logging_to_stderr(options.log_format, options.log_level):
         recording = None if options.save_run is None else RunRecording(config, registry, options.save_run)
-        session = EngineSession(SessionParts(config, registry, recording=recording))
+        replaced: dict[str, Any] = {}
+        if cluster is not None:
+            from vajra_py.cluster.replicas import workers_on
+
+            replaced["make_worker"] = workers_on(cluster, config)
+        session = EngineSession(SessionParts(config, registry, recording, replaced))
         service = Service(session, options, _tracing(options) if options.traces else None)
         names = ", ".join(service.names)
         run_server(service, lambda address: _log.info("listening on %s (models: %s)", address, names))
-    _leave()
 
 
 def _leave() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vajra_py.config.choices import register_backend
 from vajra_py.config.editor_schema import json_schema
 from vajra_py.config.load import config_from_mapping, dump_effective, expand_sweep, load_config
-from vajra_py.config.manifest import run_manifest
+from vajra_py.config.manifest import run_manifest, versions
 from vajra_py.config.schema import (
     AdmissionConfig,
     BackendConfig,
@@ -47,4 +47,5 @@ __all__ = [
     "load_config",
     "register_backend",
     "run_manifest",
+    "versions",
 ]

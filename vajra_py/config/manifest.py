@@ -34,11 +34,7 @@ def run_manifest(config: ExperimentConfig, registry: Registry) -> dict[str, Any]
         "seed": config.seed,
         "config": settings,
         "git": git_state(Path.cwd()),
-        "versions": {
-            "vajra-py": __version__,
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in LIBRARIES},
-        },
+        "versions": versions(),
         "plugins": [
             {"entry_point": each.entry_point, "package": each.package, "version": each.version}
             for each in registry.plugins
@@ -46,6 +42,12 @@ def run_manifest(config: ExperimentConfig, registry: Registry) -> dict[str, Any]
         "policies": _policies(config, registry),
         "environment": environment(),
     }
+
+
+def versions() -> dict[str, str]:
+    """The versions that decide a simulated result, those of plug-ins aside."""
+    libraries = {name: metadata.version(name) for name in LIBRARIES}
+    return {"vajra-py": __version__, "python": platform.python_version(), **libraries}
 
 
 def environment() -> dict[str, Any]:

@@ -47,6 +47,11 @@ class SharedState:
         made: T = self._objects[kind]
         return made
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody has asked for anything yet."""
+        return not self._objects
+
     def clear(self) -> None:
         """Forget everything; for the mechanism, when all policies of a replicaset are made anew."""
         self._objects.clear()

@@ -76,6 +76,33 @@ Device: TypeAlias = Annotated[str, Field(strict=True, pattern=r"^(cpu|cuda(:\d+)
 Dtype: TypeAlias = Literal["auto", "float32", "float16", "bfloat16"]
 
 
+class PlacementConfig(Section):
+    """Where the ranks of a replica go on a cluster (`--on`); read nowhere else."""
+
+    cpus_per_rank: PositiveCount = Field(
+        1,
+        description="CPUs of a node that each rank reserves; it computes with as many threads unless num_threads says.",
+    )
+    gpus_per_rank: Annotated[float, Field(strict=True, ge=0)] | None = Field(
+        None, description="GPUs that each rank reserves; null: 1 on a CUDA device, else 0."
+    )
+    strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = Field(
+        "pack",
+        description="Nodes of one replica's ranks, as Ray places them: together where possible, apart where possible, on one "
+        "node, or each on its own.",
+    )
+    timeout_s: Annotated[float, Field(strict=True, gt=0)] = Field(
+        60.0, description="How long a replica waits for room on the cluster before it counts as not started, seconds."
+    )
+
+    def resources(self, device: str) -> dict[str, float]:
+        """What a rank reserves on its node, as Ray names it."""
+        num_gpus = self.gpus_per_rank
+        if num_gpus is None:
+            num_gpus = 1.0 if device.startswith("cuda") else 0.0
+        return {"CPU": float(self.cpus_per_rank)} | ({"GPU": num_gpus} if num_gpus else {})
+
+
 class ReplicasetEngineConfig(Section):
     """What one replicaset has otherwise than the engine's section says: another model, another device. Null: the same."""
 
@@ -86,6 +113,7 @@ class ReplicasetEngineConfig(Section):
     dtype: Dtype | None = Field(None, description="Computing type.")
     num_threads: PositiveCount | None = Field(None, description="Threads of a replica's CPU computation.")
     tensor_parallel: PositiveCount | None = Field(None, description="Devices that share every layer.")
+    placement: PlacementConfig | None = Field(None, description="Where its ranks go on a cluster.")
     latency: TypedChoice | None = Field(
         None, description="Latency model of its predictions; with a `model` of its own, null: none."
     )
@@ -160,6 +188,9 @@ class ModelBackendConfig(Section):
         "in_process",
         description="Where a replica computes; with several ranks (tensor_parallel, replica.pipeline_stages, "
         "replica.kv_parallel) it is always a process for each.",
+    )
+    placement: PlacementConfig = Field(
+        default_factory=lambda: PlacementConfig(), description="Where a replica's ranks go on a cluster (`--on`)."
     )
     sampling: SamplingConfig = Field(
         default_factory=lambda: SamplingConfig(), description="How tokens are chosen, and when a request ends."

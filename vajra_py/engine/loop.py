@@ -174,13 +174,19 @@ class EngineLoop(Backend[EngineReplica]):
                 return False
             if due <= self._clock.now():
                 return True
-            if due == NEVER and not (self._num_in_flight or self._restarting or self._waits_for_others()):
+            if due == NEVER and not (self._num_in_flight or self._awaits_restart or self._waits_for_others()):
                 return False
             message = self._clock.wait(self.inbox, due)
             if message is not None:
                 self._sort(message)
                 self._receive()
         return True
+
+    @property
+    def _awaits_restart(self) -> bool:
+        """Whether a replica is being started again that may be needed: by who comes, who waits, or because there is no other."""
+        is_needed = self._options.serves or self.controller.num_alive > 0 or self.num_lost == len(self._replicas)
+        return bool(self._restarting) and is_needed
 
     @property
     def _num_in_flight(self) -> int:

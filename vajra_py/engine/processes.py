@@ -1,8 +1,6 @@
 """Replicas computed in processes of their own, one a rank.
 
-The controller sends every rank the same steps through pipes and waits for the answers of all. Of ranks that share layers the
-first one's counts, since they sample alike; of pipeline stages the last; of KV-parallel groups each, for its own requests.
-A rank that dies takes the replica with it, and nothing else.
+The controller sends every rank the same steps through pipes and waits for the answers of all (`rank_answers`). A rank that dies takes the replica with it, and nothing else.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import connection, get_context
@@ -24,18 +20,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from vajra_py.engine.compute import (
-    Foreseen,
-    LoadRunner,
-    ModelFacts,
-    ModelRunner,
-    RunnerOptions,
-    StepInput,
-    StepOutput,
-    load_runner,
-)
-from vajra_py.engine.executor import joined
-from vajra_py.engine.worker import Deliver, Finished, LeftFirstStage, ReplicaKey, calm_threads, placed, said
+from vajra_py.engine.compute import Foreseen, LoadRunner, ModelFacts, ModelRunner, RunnerOptions, StepInput, load_runner
+from vajra_py.engine.rank_answers import RankAnswers
+from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, calm_threads, placed, said
 from vajra_py.errors import ExecutorError
 from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
@@ -225,11 +212,8 @@ class ProcessWorker:
     def _receive(self) -> None:
         """Deliver steps as they come back, until a rank is lost or the worker is closed."""
         assert self._deliver is not None
-        options, pipes = self._options, list(self._pipes)
-        first_stage = [rank for rank in range(len(pipes)) if _stage_of(options, rank) == 0]
-        answers: list[deque[StepOutput]] = [deque() for _ in pipes]
-        num_answers = [0] * len(pipes)
-        num_left = 0
+        pipes = list(self._pipes)
+        answers = RankAnswers(self._replica, self._options)
         while True:
             for ready in connection.wait(pipes):
                 rank = pipes.index(ready)  # type: ignore[arg-type]
@@ -241,24 +225,5 @@ class ProcessWorker:
                     if not self._closing:
                         self._deliver(Finished(self._replica, None, said(answer)))
                     return
-                answers[rank].append(answer)
-                num_answers[rank] += 1
-                if options.pipeline_stages > 1 and min(num_answers[one] for one in first_stage) > num_left:
-                    num_left += 1
-                    self._deliver(LeftFirstStage(self._replica))
-                if all(answers):
-                    self._deliver(Finished(self._replica, self._joined([one.popleft() for one in answers])))
-
-    def _joined(self, answers: Sequence[StepOutput]) -> StepOutput:
-        """What a step gave, by the answers of all ranks; stages compute one after the other, groups side by side."""
-        options = self._options
-        stages, groups = range(options.pipeline_stages), range(options.kv_groups)
-        if len(stages) == len(groups) == 1:
-            return answers[0]
-        duration_s = sum(max(answers[options.rank_of(group, one, 0)].duration_s for group in groups) for one in stages)
-        outputs = [answers[options.rank_of(group, stages[-1], 0)] for group in groups]
-        return replace(joined(outputs), duration_s=duration_s)
-
-
-def _stage_of(options: RunnerOptions, rank: int) -> int:
-    return replace(options, rank=rank).stage
+                for news in answers.take(rank, answer):
+                    self._deliver(news)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from vajra_py.config import ExperimentConfig
-from vajra_py.engine.config import MODEL_BACKENDS
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency import StepTimes
 from vajra_py.plugins import Registry
@@ -74,6 +73,8 @@ def make_backend(run: Run) -> Backend:
         from vajra_py.experiment.simulated import SimulatedRun
 
         return SimulatedRun(run)
+    from vajra_py.engine.config import MODEL_BACKENDS  # a simulation ends without the engine
+
     if kind in MODEL_BACKENDS:
         from vajra_py.experiment.engined import EngineRun
 

@@ -30,7 +30,7 @@ from vajra_py.experiment.capacity_search import (
 )
 from vajra_py.experiment.device_figures import devices_of
 from vajra_py.experiment.folder import RunFolder
-from vajra_py.experiment.pool import RunPool, RunTask, TaskProgress, local_pool
+from vajra_py.experiment.pool import MakePool, RunTask, local_pool
 from vajra_py.metrics.run_data import RunData
 from vajra_py.metrics.summary import Summary
 from vajra_py.plugins import Registry, load_registry
@@ -85,7 +85,6 @@ class CapacityAnswer:
 
 SearchProgress: TypeAlias = Callable[[str, int, int, str], None]
 """Called with a setting's label, its runs that are finished and asked for, and what is being run."""
-MakePool: TypeAlias = Callable[[TaskProgress | None], RunPool]
 
 
 def find_capacity(

@@ -30,18 +30,22 @@ def config_digest(config: ExperimentConfig) -> str:
 
 def files_digest(config: ExperimentConfig) -> dict[str, str]:
     """The contents of the files that an experiment's settings name (traces, profiles), by path, as digests."""
-    settings = config.model_dump(
-        mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications", "capacity"}
-    )
-    names = sorted({name for name in _strings(settings) if "." in name or "/" in name})
     found: dict[str, str] = {}
-    for name in names:
+    for name in named_paths(config):
         try:
             with Path(name).open("rb") as file:
                 found[name] = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
         except (OSError, ValueError):  # no file: a folder, or a word with a dot in it
             continue
     return found
+
+
+def named_paths(config: ExperimentConfig) -> list[str]:
+    """The strings among an experiment's settings that may be paths of files or folders that it reads, sorted."""
+    settings = config.model_dump(
+        mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications", "capacity"}
+    )
+    return sorted({name for name in _strings(settings) if "." in name or "/" in name})
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -59,8 +63,13 @@ def find_runs(path: Path) -> list[Path]:
     """The run folders at a path: itself, or those below it, in order of their names."""
     if (path / "manifest.json").exists() or not path.is_dir():
         return [path]
-    found = sorted(manifest.parent for manifest in path.rglob("manifest.json"))
+    found = sorted(manifest.parent for manifest in path.rglob("manifest.json") if not _is_hidden(manifest, path))
     return found or [path]
+
+
+def _is_hidden(manifest: Path, path: Path) -> bool:
+    """Whether a run is none of its own: a part of one, or not complete yet."""
+    return any(name.startswith(".") for name in manifest.relative_to(path).parts)
 
 
 class RunFolder:

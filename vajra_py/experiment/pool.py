@@ -20,7 +20,10 @@ from typing import Any, Protocol, TypeAlias
 
 from vajra_py.config import ExperimentConfig, config_from_mapping
 from vajra_py.errors import RunError, RunInterrupted, VajraError
+from vajra_py.experiment.backend import MakeBackend, Progress, make_backend
+from vajra_py.experiment.divided import Part, PartOfRun
 from vajra_py.experiment.run import run_experiment
+from vajra_py.metrics.run_data import RunData
 from vajra_py.plugins import Registry
 
 _POLL_S = 0.2
@@ -35,6 +38,8 @@ class RunTask:
     config: ExperimentConfig
     path: Path
     overwrite: bool = False
+    part: Part | None = None
+    """The part of the run that is to be executed; None: all of it."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -46,6 +51,10 @@ TaskProgress: TypeAlias = Callable[[int, int, int, float], None]
 """Called with a task's number, requests done, requests in all, and the run's time in seconds."""
 End: TypeAlias = tuple[int, "str | None"]
 """A task's number, and why it failed."""
+
+
+MakePool: TypeAlias = Callable[["TaskProgress | None"], "RunPool"]
+"""Makes a pool elsewhere than on this machine."""
 
 
 class RunPool(Protocol):
@@ -64,9 +73,13 @@ class RunPool(Protocol):
 class InProcess:
     """Runs tasks one after the other in this process, with policies that need not be installed."""
 
-    def __init__(self, registry: Registry, progress: TaskProgress | None = None) -> None:
+    def __init__(
+        self, registry: Registry, progress: TaskProgress | None = None, backend: MakeBackend = make_backend
+    ) -> None:
+        """`backend`: makes what executes a run."""
         self._registry = registry
         self._progress = progress
+        self._backend = backend
         self._tasks: deque[tuple[int, RunTask]] = deque()
 
     def submit(self, number: int, task: RunTask) -> None:
@@ -78,8 +91,10 @@ class InProcess:
         while self._tasks:
             number, task = self._tasks.popleft()
 
-            def report(done: int, total: int, now: float, number: int = number) -> None:
-                if self._progress is not None and done % _REPORT_EVERY == 0:
+            every = _REPORT_EVERY if task.config.backend.kind == "simulator" else 1
+
+            def report(done: int, total: int, now: float, number: int = number, every: int = every) -> None:
+                if self._progress is not None and done % every == 0:
                     self._progress(number, done, total, now)
 
             try:
@@ -89,6 +104,7 @@ class InProcess:
                     registry=self._registry,
                     progress=report,
                     overwrite=task.overwrite,
+                    backend=backend_of(task.part, self._backend),
                 )
             except RunInterrupted:
                 raise
@@ -118,7 +134,7 @@ class Processes:
 
     def submit(self, number: int, task: RunTask) -> None:
         """See `RunPool`."""
-        future = self._pool.submit(_execute, number, task.settings, task.path, task.overwrite)
+        future = self._pool.submit(_execute, number, task.settings, task.path, task.overwrite, task.part)
         self._waiting[future] = number
 
     def ends(self) -> Iterator[End]:
@@ -165,28 +181,56 @@ def _set_up_worker(messages: ProcessQueue[_Message]) -> None:
     _messages = messages
 
 
-def _execute(number: int, settings: dict[str, Any], path: Path, overwrite: bool) -> str | None:
+def _execute(number: int, settings: dict[str, Any], path: Path, overwrite: bool, part: Part | None) -> str | None:
     """In a worker process: execute a task; the error's text when it fails."""
 
     def report(done: int, total: int, now: float) -> None:
         if _messages is not None and done % _REPORT_EVERY == 0:
             _messages.put((number, done, total, now))
 
-    return execute_task(settings, path, overwrite, report)
+    return execute_task(settings, path, overwrite, report, part)
 
 
 def execute_task(
-    settings: dict[str, Any], path: Path, overwrite: bool, progress: Callable[[int, int, float], None]
+    settings: dict[str, Any],
+    path: Path,
+    overwrite: bool,
+    progress: Callable[[int, int, float], None],
+    part: Part | None = None,
 ) -> str | None:
-    """Execute a run from plain settings; the error's text when it fails."""
+    """Execute a run, or a part of it, from plain settings; the error's text when it fails."""
+    config, backend = config_from_mapping(settings), backend_of(part)
     try:
-        run_experiment(config_from_mapping(settings), folder=path, progress=progress, overwrite=overwrite)
+        run_experiment(config, folder=path, progress=progress, overwrite=overwrite, backend=backend)
     except VajraError as error:
         return str(error)
     return None
+
+
+def backend_of(part: Part | None, whole: MakeBackend = make_backend) -> MakeBackend:
+    """What executes a part of a run; `whole` where it is all of it."""
+    return whole if part is None else lambda run: PartOfRun(run, part)
 
 
 def local_pool(num_workers: int | None, num_tasks: int, registry: Registry, progress: TaskProgress | None) -> RunPool:
     """A pool of this machine; one worker a core unless `num_workers` says otherwise, and no more than tasks."""
     count = min(num_workers or os.cpu_count() or 1, max(num_tasks, 1))
     return InProcess(registry, progress) if count == 1 else Processes(count, progress)
+
+
+def run_in_pool(pool: MakePool, task: RunTask, progress: Progress | None = None) -> RunData:
+    """Execute one run in a pool and open its results. Raises `RunError` when it fails."""
+
+    def report(number: int, done: int, total: int, now: float) -> None:
+        if progress is not None:
+            progress(done, total, now)
+
+    runs = pool(report)
+    try:
+        runs.submit(0, task)
+        for _, error in runs.ends():
+            if error is not None:
+                raise RunError(error)
+    finally:
+        runs.close()
+    return RunData.load(task.path)

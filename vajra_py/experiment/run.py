@@ -5,30 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract.observer import Observer
 from vajra_py.errors import ConfigError, Problem, RunInterrupted, VajraError
 from vajra_py.experiment.backend import Backend, MakeBackend, Progress, Run, make_backend
 from vajra_py.experiment.device_figures import devices_of
 from vajra_py.experiment.folder import FAILED, FINISHED, INTERRUPTED, RunFolder
+from vajra_py.experiment.results import Tables, write_results
 from vajra_py.metrics.changes import Changes
-from vajra_py.metrics.costs import cost_sections
-from vajra_py.metrics.definitions import Floats, Window
-from vajra_py.metrics.intervals import mser5
 from vajra_py.metrics.recorder import Recorder
 from vajra_py.metrics.run_data import RunData
-from vajra_py.metrics.run_warnings import rate_warnings
-from vajra_py.metrics.summary import summarise
-from vajra_py.metrics.tables import write_parquet
 from vajra_py.plugins import Registry, build_observer, load_registry
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.workload import Workload, build_workload
-
-WARMUP_OFF = (0.0, 0)
 
 
 def run_experiment(
@@ -128,41 +119,8 @@ class _Attempt:
         recorder.record_unfinished(self._backend.controller.alive())
         if self._log is not None:
             self._log.close()
-        write_parquet(recorder.requests, path / "requests.parquet")
-        write_parquet(recorder.steps, path / "steps.parquet")
-        write_parquet(recorder.tbt, path / "tbt.parquet")
-        requests, steps, tbt = recorder.requests.to_table(), recorder.steps.to_table(), recorder.tbt.to_table()
-        arrived_at, e2e_s = (requests.column(name).to_numpy() for name in ("arrived_at", "e2e_s"))
-        window = self._window(arrived_at, e2e_s, seconds)
-        summary = summarise(requests, steps, tbt, window)
-        summary = summary.with_warnings(rate_warnings(summary.data, _asked_rate(self._run.config)))
-        summary = summary.with_step_times(self._backend.step_times.to_mapping())
-        devices = devices_of(self._run.config)
-        if devices:
-            summary = summary.with_sections(cost_sections(devices, summary.data, steps))
-        (path / "summary.json").write_text(summary.to_json())
-
-    def _window(self, arrived_at: Floats, e2e_s: Floats, ended_at: float) -> Window | None:
-        settings = self._run.config.backend.settings
-        warmup_s, warmup_requests = getattr(settings, "warmup_s", 0.0), getattr(settings, "warmup_requests", 0)
-        if not len(arrived_at) or (warmup_s, warmup_requests) == WARMUP_OFF:
-            return None
-        start = float(arrived_at[0]) + warmup_s
-        if warmup_requests == "auto":
-            done = np.flatnonzero(np.isfinite(e2e_s))
-            cut = mser5(e2e_s[done])
-            warmup_requests = int(done[cut]) if cut else 0
-        if warmup_requests:
-            start = max(start, float(arrived_at[min(warmup_requests, len(arrived_at) - 1)]))
-        return Window(start, max(start, ended_at))
-
-
-def _asked_rate(config: ExperimentConfig) -> float | None:
-    """Requests per second that the workload was asked to come at: its `rate`, or that of the arrivals of single requests."""
-    asked = config.workload.rate
-    if asked is None and config.workload.type == "synthetic" and config.workload.time_scale is None:
-        asked = getattr(config.workload.arrivals, "rate", None)
-    return asked
+        tables = Tables(recorder.requests, recorder.steps, recorder.tbt)
+        write_results(path, self._run.config, tables, seconds, self._backend.step_times.to_mapping())
 
 
 def _said(error: Exception) -> str:

@@ -35,7 +35,8 @@ class SimulatedRun:
 
     def __init__(self, run: Run) -> None:
         settings = run.config.backend.settings
-        self._workload = run.workload
+        self.workload = run.workload
+        """What is simulated."""
         latency = build_latency_model(settings.latency.type, settings.latency.parameters, run.registry)
         told = _told(latency, settings.predictions, run.registry, "backend.simulator")
         latencies, models = _by_replicaset(run, latency, told)
@@ -60,7 +61,7 @@ class SimulatedRun:
         )
         self.controller = build_controller(run.config, services)
         memories = [one.replica.memory for one in run.config.effective_replicasets.values()]
-        options = SimulationOptions(
+        self.options = options = SimulationOptions(
             horizon_s=settings.horizon_s,
             drain=settings.drain,
             tenant_salt=any(one.tenant_salt for one in memories),
@@ -91,7 +92,7 @@ class SimulatedRun:
     def start(self) -> Outcome:
         """Simulate the whole workload."""
         simulator = self._simulator
-        simulator.run(self._workload)
+        simulator.run(self.workload)
         return Outcome(to_seconds(simulator.now), simulator.num_steps)
 
     def position(self) -> tuple[float, int]:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from vajra_py.config import ExperimentConfig, SweepPoint, expand_sweep
 from vajra_py.config.sweeps import values_of_label
 from vajra_py.experiment.folder import RunFolder
-from vajra_py.experiment.pool import RunPool, RunTask, TaskProgress, local_pool
+from vajra_py.experiment.pool import MakePool, RunTask, local_pool
 from vajra_py.metrics.run_data import RunData
 from vajra_py.plugins import Registry, load_registry
 
@@ -36,8 +36,6 @@ class PointStatus:
 
 SweepProgress: TypeAlias = Callable[[int, PointStatus], None]
 """Called with the point's position and how it stands."""
-MakePool: TypeAlias = Callable[[TaskProgress | None], RunPool]
-"""Makes a pool elsewhere than on this machine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,13 @@ class NameColumn:
             self.code(name)
         return list(map(self._codes.__getitem__, names))
 
+    def ranks(self) -> NDArray[np.int64]:
+        """By number, the string's place in alphabetical order."""
+        ranks = np.empty(len(self._codes), dtype=np.int64)
+        for rank, name in enumerate(sorted(self._codes)):
+            ranks[self._codes[name]] = rank
+        return ranks
+
     def take(self, codes: NDArray[Any]) -> Any:
         """The strings behind these numbers, as an Arrow array."""
         import pyarrow as pa
@@ -122,6 +129,12 @@ class GapList:
     def extend(self, gaps_s: NDArray[np.float64]) -> None:
         """Somebody saw each of these gaps, seconds; equal ones may come more than once."""
         self._single.frombytes(gaps_s.tobytes())
+        self._merge_when_due()
+
+    def extend_weighted(self, gaps_s: NDArray[np.float64], weights: NDArray[np.int64]) -> None:
+        """Take several gaps, seconds, with the weight of each."""
+        self._gaps.frombytes(gaps_s.tobytes())
+        self._weights.frombytes(weights.tobytes())
         self._merge_when_due()
 
     def _merge_when_due(self) -> None:

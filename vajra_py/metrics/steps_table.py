@@ -150,6 +150,25 @@ class StepsBuilder:
         self._ends.extend(ended_at)
         self._growth.extend(growth)
 
+    def extend(self, records: ArrowTable) -> None:
+        """Take the records of another such table."""
+        if not records.num_rows:
+            return
+        num_steps = records.column("num_steps").to_numpy().astype(np.int64)
+        bends, _ = list_parts(records.column("bends"))
+        growth, num_growths = list_parts(records.column("growth"))
+        gap, duration, drift = (
+            records.column(name).to_numpy().astype(np.int64) for name in ("gap", "duration", "drift")
+        )
+        formed, ends = PackedTimes(gap, num_steps, duration, drift, bends.astype(np.int64)).unpack()
+        given = {"replicaset", "formed", "num_growths"}
+        columns = {name: records.column(name).to_numpy() for name, _ in _FIELDS if name not in given}
+        columns["replicaset"] = self._replicasets.codes(records.column("replicaset").to_pylist())
+        columns |= {"formed": formed[np.cumsum(num_steps) - num_steps], "num_growths": num_growths}
+        self._records.extend(len(num_steps), **columns)
+        self._ends.frombytes(ends.astype(np.int64).tobytes())
+        self._growth.frombytes(growth.astype(np.int32).tobytes())
+
     layout: Mapping[str, Any] = {
         "use_dictionary": [
             *("replicaset", "replica_id", "num_steps", "num_decodes", "num_prefills", "decode_tokens", "num_running"),
@@ -177,7 +196,8 @@ class StepsBuilder:
         import pyarrow as pa
 
         records = self._records.rows(slice(None))
-        order = np.lexsort((records["step_index"], records["replica_id"], records["replicaset"]))
+        ranks = self._replicasets.ranks()[records["replicaset"]]  # by name, whoever ended the first step
+        order = np.lexsort((records["step_index"], records["replica_id"], ranks))
         ends = reordered(np.array(self._ends, dtype=np.int64), records["num_steps"], order)
         growth = reordered(np.array(self._growth, dtype=np.int32), records["num_growths"], order)
         records = records[order]

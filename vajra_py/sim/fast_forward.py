@@ -54,17 +54,15 @@ class DecodeFastForward:
         one.run_ends = None
         self._running[one.replica.replicaset].pop(one.replica.replica_id, None)
 
-    def sync_all(self) -> None:
+    def sync_all(self, replicaset: str) -> None:
         """See `FastForward`."""
-        for running in self._running.values():
-            for one in list(running.values()):
-                self._sync(one, goes_on=True)
+        for one in list(self._running[replicaset].values()):
+            self._sync(one, goes_on=True)
 
     def sync_before(self, replica: SimReplica) -> None:
         """See `FastForward`."""
-        for running in self._running.values():
-            for other in list(running.values()):
-                self._sync(other, goes_on=True, up_to_now=other.rank < replica.rank)
+        for other in list(self._running[replica.replica.replicaset].values()):
+            self._sync(other, goes_on=True, up_to_now=other.rank < replica.rank)
 
     def on_queued(self, replica: SimReplica) -> None:
         """See `FastForward`."""

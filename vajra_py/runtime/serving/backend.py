@@ -87,11 +87,11 @@ class Backend(Protocol[S]):
 class FastForward(Protocol[S]):
     """A backend's launching of several equal decode steps at once, whose results are applied when somebody asks."""
 
-    def sync_all(self) -> None:
-        """Apply every step that has ended; what was launched goes on."""
+    def sync_all(self, replicaset: str) -> None:
+        """Apply every step of a replicaset that has ended; what was launched goes on."""
 
     def sync_before(self, replica: S) -> None:
-        """Apply every step of another replica that ended before this one's, which ends now; of equal ends by rank."""
+        """Apply every step of the replicaset's other replicas that ended before this one's, which ends now; of equal ends by rank."""
 
     def on_queued(self, replica: S) -> None:
         """A request has joined the replica's own queue: apply, and end the run unless it does not depend on that."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import PolicyError, place_of_definition
@@ -41,6 +42,8 @@ class Controller:
         """Which replicaset takes a request. Raises `ConfigError` when none does."""
         self._observers = observers
         self.num_submitted = 0
+        self.index_of: Callable[[RequestFacts], int] | None = None
+        """Gives a request its index; None: they are counted. For a run of which this controller sees a part."""
         self.num_ended: Counter[EndReason] = Counter()
         self.on_ended: Callable[[Sequence[tuple[Request, EndReason]]], None] | None = None
         """Told of accepted requests that have left for good, once each, before any policy is."""
@@ -56,10 +59,10 @@ class Controller:
         """Let these observers see nothing any more; not while one of them is being told."""
         self.watch([one for one in self._observers if not any(one is other for other in observers)])
 
-    def call_before_reading(self, bring_up_to_date: Callable[[], None]) -> None:
-        """Have this called before a policy that may refuse requests reads a replica's figures, which may lag behind."""
-        for replicaset in self.replicasets.values():
-            replicaset.bring_up_to_date = bring_up_to_date
+    def call_before_reading(self, bring_up_to_date: Callable[[str], None]) -> None:
+        """Have this called with a replicaset's name before a policy that may refuse requests reads a replica's figures, which may lag behind."""
+        for name, replicaset in self.replicasets.items():
+            replicaset.bring_up_to_date = partial(bring_up_to_date, name)
 
     @property
     def num_alive(self) -> int:
@@ -101,15 +104,8 @@ class Controller:
         replicaset and the replica that it is bound to (None: shared queue, or refused).
         """
         seconds = to_seconds(now)
-        replicaset = self.replicasets[self.select(facts)]
+        request, replicaset = self.new_request(facts, seconds if arrived_at is None else arrived_at)
         replica = replicaset.replicas[0]
-        room = replica.limits.max_model_len - facts.num_prompt_tokens
-        if facts.max_tokens is not None:
-            max_tokens = min(facts.max_tokens, room)
-        else:
-            max_tokens = replica.max_request_tokens - facts.num_prompt_tokens
-        request = Request(facts, self.num_submitted, seconds if arrived_at is None else arrived_at, max_tokens)
-        request.replicaset = replicaset.name
         self.num_submitted += 1
         if facts.request_id in self._alive:
             detail: str | None = "another request with this id is being served"
@@ -131,6 +127,19 @@ class Controller:
         for tell in replicaset.listeners.arrivals:
             tell((request,), seconds)
         return request, replicaset, replicaset.accept(request, now)
+
+    def new_request(self, facts: RequestFacts, arrived_at: float) -> tuple[Request, Replicaset]:
+        """A request as it is submitted, not yet accounted for, and the replicaset that takes it."""
+        replicaset = self.replicasets[self.select(facts)]
+        replica = replicaset.replicas[0]
+        if facts.max_tokens is not None:
+            max_tokens = min(facts.max_tokens, replica.limits.max_model_len - facts.num_prompt_tokens)
+        else:
+            max_tokens = replica.max_request_tokens - facts.num_prompt_tokens
+        index = self.num_submitted if self.index_of is None else self.index_of(facts)
+        request = Request(facts, index, arrived_at, max_tokens)
+        request.replicaset = replicaset.name
+        return request, replicaset
 
     def abort(self, request_id: str, reason: EndReason, now: int, detail: str = "") -> bool:
         """Abort or expire a request; False when it is unknown, has ended, or ends with the step it is in."""

@@ -174,7 +174,9 @@ class Driver(Generic[R]):
     ) -> None:
         """Take a request in; see `Controller.submit`. `payload` is what the backend knows it by."""
         if self._looks_at_arrivals and self.fast_forward is not None:
-            self.fast_forward.sync_all()
+            name = self.controller.select(facts)
+            if name in self._looks_at_arrivals:
+                self.fast_forward.sync_all(name)
         backend = self._backend
         try:
             request, replicaset, replica = self.controller.submit(facts, make_hashes, self.now, arrived_at)
@@ -219,8 +221,8 @@ class Driver(Generic[R]):
         replica = self.controller.replica_of(request)
         one = None if replica is None else self._replicas[request.replicaset][replica.replica_id]
         if self.fast_forward is not None:
-            if self._looks_at_departures:
-                self.fast_forward.sync_all()
+            if request.replicaset in self._looks_at_departures:
+                self.fast_forward.sync_all(request.replicaset)
             if one is not None:
                 self.fast_forward.interrupt(one)
         try:
@@ -237,9 +239,9 @@ class Driver(Generic[R]):
         """A step came back now. `at_once`: see `_wake`."""
         if one.free_at == NEVER and one.num_stages == 1:
             one.free_at = self.now
-        if self._looks_at_departures and self.fast_forward is not None:
-            self.fast_forward.sync_before(one)
         replica = one.replica
+        if replica.replicaset in self._looks_at_departures and self.fast_forward is not None:
+            self.fast_forward.sync_before(one)
         try:
             ended = replica.complete_step(plan, result, self.now)
             if ended:
@@ -271,7 +273,9 @@ class Driver(Generic[R]):
         if one.form_pending or one.free_at > self.now or one.replica.num_in_flight >= one.num_stages:
             return
         heap = self.events.heap
-        if at_once and not self._syncs_forming and (not heap or heap[0][0] > self.now):  # nothing else happens before
+        if (
+            at_once and one.replica.replicaset not in self._syncs_forming and (not heap or heap[0][0] > self.now)
+        ):  # nothing else happens before
             self._start(one)
             return
         one.form_pending = True
@@ -283,8 +287,9 @@ class Driver(Generic[R]):
             self.events.push(self.now, _FORM, replicaset.name, self._num_replicas)  # after the replicas of this tick
 
     def _form(self, what: R | str) -> None:
-        if self._syncs_forming and self.fast_forward is not None:
-            self.fast_forward.sync_all()  # such a policy may look at requests that run elsewhere
+        name = what if isinstance(what, str) else what.replica.replicaset
+        if name in self._syncs_forming and self.fast_forward is not None:
+            self.fast_forward.sync_all(name)  # such a policy may look at requests that run elsewhere
             rank = self._num_replicas if isinstance(what, str) else what.rank
             heap = self.events.heap
             if heap and heap[0][:3] < (self.now, _FORM, rank):  # a replica before this one has just become free
@@ -401,11 +406,12 @@ class Driver(Generic[R]):
 
     def _read_declarations(self) -> None:
         """The policies are there, or others: read when one may look at other replicas than the one that something happens to."""
-        replicasets = self.controller.replicasets.values()
-        self._looks_at_arrivals = any(map(_looks_at_arrivals, replicasets))
-        self._looks_at_departures = any(one.listeners.departures for one in replicasets)
-        self._syncs_forming = self.fast_forward is not None and any(one.listeners != NOBODY for one in replicasets)
-        """Whether every replica is brought up to date before one forms a step: a policy that listens may hold any request."""
+        replicasets = self.controller.replicasets.items()
+        self._looks_at_arrivals = frozenset(name for name, one in replicasets if _looks_at_arrivals(one))
+        self._looks_at_departures = frozenset(name for name, one in replicasets if one.listeners.departures)
+        listening = frozenset(name for name, one in replicasets if one.listeners != NOBODY)
+        self._syncs_forming = frozenset() if self.fast_forward is None else listening
+        """Replicasets that are brought up to date before a replica forms a step: a policy that listens may hold any request of its own."""
 
 
 def _looks_at_arrivals(replicaset: Replicaset) -> bool:

@@ -104,7 +104,8 @@ class Replicaset:
         self._live: list[LiveLoad] = []
         self._views: list[LiveLoad] | list[SnapshotLoad] = []
         self._queued_by_id: dict[str, Request] = {}
-        self._may_refuse = False
+        self.may_refuse = False
+        """Whether its replica schedulers are asked before a request is taken in."""
         self.bring_up_to_date: Callable[[], None] = _do_nothing
         """To be called before a replica's figures are read at a time at which a simulator may be behind with them."""
         self.lost: set[int] = set()
@@ -143,7 +144,7 @@ class Replicaset:
 
     def replicas_refitted(self) -> None:
         """Replicas have their policy, or another one."""
-        self._may_refuse = all(isinstance(one.parts.policy, RefusesRequests) for one in self.replicas)
+        self.may_refuse = all(isinstance(one.parts.policy, RefusesRequests) for one in self.replicas)
 
     def call_through(self, around: Around) -> None:
         """Let policies be asked through what `around` makes of their methods, those that are there and those to come."""
@@ -231,7 +232,7 @@ class Replicaset:
         return None
 
     def _refused_by_policy(self, request: Request, now: float) -> str | None:
-        if not self._may_refuse:
+        if not self.may_refuse:
             return None
         name = self.replicas[0].parts.policy_name
         asked = (

@@ -1,0 +1,80 @@
+"""A Ray cluster of several nodes on this machine, and experiments that take a moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+STORE_BYTES = 80_000_000
+
+SWEEP: dict[str, Any] = {
+    "version": 1,
+    "name": "small",
+    "seed": 5,
+    "scheduling": {
+        "request_prioritizer": "fcfs",
+        "replicaset_scheduler": "round_robin",
+        "replica_scheduler": {"policy": "fixed_chunk", "params": {"chunk_size": 128}},
+    },
+    "workload": {"type": "jsonl", "path": "requests.jsonl"},
+    "backend": {"simulator": {"latency": {"type": "constant", "step_time_s": 0.01}}},
+    "replica": {"max_model_len": 4096, "memory": {"num_blocks": 400}},
+    "sweep": {"scheduling.request_prioritizer": ["fcfs", "edf"], "replica.max_batch_size": [4, 8]},
+}
+
+
+def write_requests(path: Path, count: int = 60) -> None:
+    """A trace of `count` requests."""
+    rows = [
+        f'{{"request_id": "r{index}", "arrived_at": {index * 0.02}, "num_prompt_tokens": {20 + index % 7 * 40}, '
+        f'"num_output_tokens": {2 + index % 5 * 6}}}\n'
+        for index in range(count)
+    ]
+    path.write_text("".join(rows))
+
+
+def results(folder: Path) -> dict[str, bytes]:
+    """Every file of every run below a folder, but for machine and time."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "environment.json"
+    }
+
+
+def end_node(raylet: int) -> None:
+    """End a node as when its machine fails: its raylet, then all the raylet's children."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    for process in (raylet, *(one for one, parent in parents.items() if parent == raylet)):
+        with suppress(OSError):
+            os.kill(process, signal.SIGKILL)
+
+
+class LocalCluster:
+    """A head that computes nothing, and nodes of one CPU."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.address: str = self._cluster.address
+        self.nodes = [self.add_node(), self.add_node()]
+
+    def add_node(self, **options: Any) -> Any:
+        """One more node."""
+        return self._cluster.add_node(**{"num_cpus": 1, "object_store_memory": STORE_BYTES} | options)
+
+    def kill(self, node: Any) -> None:
+        """End a node with all its processes."""
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def close(self) -> None:
+        """End every node."""
+        self._cluster.shutdown()

@@ -1,0 +1,132 @@
+"""What is wrong with a cluster is said in one line, before anything runs."""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.nodes import LocalCluster
+from vajra_py.cluster import connect
+from vajra_py.cluster.connect import ray_cluster
+from vajra_py.cluster.fingerprint import code_digest, fingerprint
+from vajra_py.errors import ConfigError, RunError
+
+
+def said_of(on: str) -> str:
+    with pytest.raises((ConfigError, RunError)) as caught, ray_cluster(on):
+        raise AssertionError("there is no such cluster")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_local_needs_no_ray() -> None:
+    with ray_cluster("local") as cluster:
+        assert cluster is None
+
+
+@pytest.mark.parametrize("on", ["lokal", "host", "http://host:1", "host:port", "", "ray://host"])
+def test_what_is_no_place_is_refused(on: str) -> None:
+    assert said_of(on).startswith(f"--on: is not a place to run on ({on!r}). Allowed: local, auto")
+
+
+def test_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert said_of(f"ray://127.0.0.1:{port}").startswith(
+        f"--on ray://127.0.0.1:{port}: the cluster cannot be reached ("
+    )
+    assert said_of(f"127.0.0.1:{port}").startswith(f"--on 127.0.0.1:{port}: the cluster cannot be reached (")
+    assert "cannot be reached" in said_of("127.0.0.1:99999")
+
+
+def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert said_of("auto") == (
+        '--on: runs on Ray, which is not installed (ray). Install the extra: pip install "vajra-py[ray]".'
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.0.0\n    Python: 3.9.1"),
+            "--on auto: the cluster has another version of Ray or Python (Version mismatch: The cluster was started with: "
+            "Ray: 2.0.0 Python: 3.9.1).",
+        ),
+        (
+            ConnectionError("Could not find any running Ray instance."),
+            "--on auto: the cluster cannot be used (Could not",
+        ),
+    ],
+)
+def test_ray_refuses(monkeypatch: pytest.MonkeyPatch, error: Exception, expected: str) -> None:
+    class Ray:
+        def init(self, **options: Any) -> None:
+            raise error
+
+    monkeypatch.setattr(connect, "_import_ray", Ray)
+    assert said_of("auto").startswith(expected)
+
+
+def test_a_fingerprint_tells_code_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "one_module.py").write_text("x = 1\n")
+    package = tmp_path / "a_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    before = [code_digest("one_module"), code_digest("a_package.inner")]
+    assert before == [code_digest("one_module"), code_digest("a_package")]
+    (tmp_path / "one_module.py").write_text("x = 2\n")
+    (package / "inner.py").write_text("")
+    importlib.invalidate_caches()
+    assert all(
+        one != other for one, other in zip(before, [code_digest("one_module"), code_digest("a_package")], strict=True)
+    )
+    found = fingerprint()
+    assert {"python", "vajra-py", "pyarrow", "code of vajra_py", "plug-in builtin of vajra-py"} <= set(found)
+
+
+@pytest.fixture
+def node_with(cluster: LocalCluster, tmp_path: Path) -> Callable[[dict[str, str]], Any]:
+    """A node on which these files are the first that Python finds."""
+
+    def add(files: dict[str, str]) -> Any:
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return cluster.add_node(env_vars={"PYTHONPATH": str(tmp_path)})
+
+    return add
+
+
+@pytest.mark.slow
+def test_a_node_without_the_package(cluster: LocalCluster, node_with: Callable[[dict[str, str]], Any]) -> None:
+    node = node_with({"vajra_py/__init__.py": "raise ModuleNotFoundError(\"No module named 'vajra_py'\")\n"})
+    text = said_of(cluster.address)
+    cluster.kill(node)
+    assert text.startswith("node ")
+    assert text.endswith(
+        ": cannot import vajra-py (No module named 'vajra_py'). Every node needs what this machine has."
+    )
+
+
+@pytest.mark.slow
+def test_a_node_with_another_version(cluster: LocalCluster, node_with: Callable[[dict[str, str]], Any]) -> None:
+    node = node_with(
+        {
+            "vajra_py/__init__.py": "",
+            "vajra_py/cluster/__init__.py": "",
+            "vajra_py/cluster/fingerprint.py": "def fingerprint():\n    return {'vajra-py': '9.9.9'}\n",
+        }
+    )
+    text = said_of(cluster.address)
+    cluster.kill(node)
+    assert ": has another vajra-py (9.9.9; here: " in text

@@ -1,0 +1,1 @@
+"""Runs and engine replicas on a Ray cluster (the extra `ray`)."""

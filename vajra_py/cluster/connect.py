@@ -1,0 +1,139 @@
+"""Connection to a Ray cluster, and checks that its nodes give the results of this machine.
+
+Ray is imported when a cluster is asked for, never before.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from vajra_py.cluster.fingerprint import fingerprint
+from vajra_py.errors import ConfigError, Problem, RunError
+
+LOCAL = "local"
+_AUTO = "auto"
+_ADDRESS = re.compile(r"(ray://)?(?P<host>[\w.\-]+|\[[0-9a-fA-F:]+\]):(?P<port>[0-9]{1,5})")
+_ALLOWED = "Allowed: local, auto (the cluster of this machine), HOST:PORT (of its head, from one of its nodes), ray://HOST:PORT"
+_REACH_S = 5.0
+_ANSWER_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class RayCluster:
+    """A cluster whose nodes were found to be like this machine."""
+
+    ray: Any
+    """The module `ray`, connected."""
+
+    @property
+    def num_cpus(self) -> int:
+        """CPUs that the cluster has at this moment."""
+        return int(self.ray.cluster_resources().get("CPU", 0))
+
+
+@contextmanager
+def ray_cluster(on: str) -> Iterator[RayCluster | None]:
+    """The cluster that `on` names; None for `local`, which is this machine without Ray.
+
+    Raises `ConfigError` for what is no place, or without the package `ray`; `RunError` when the cluster cannot be reached, or a node
+    of it differs from this machine in a version that decides results.
+    """
+    if on == LOCAL:
+        yield None
+        return
+    match = _ADDRESS.fullmatch(on)
+    if on != _AUTO and match is None:
+        raise ConfigError(Problem("--on", f"is not a place to run on ({on!r})", _ALLOWED))
+    ray = _import_ray()
+    if match is not None:
+        _check_listening(on, match["host"].strip("[]"), int(match["port"]))
+    _connect(ray, on)
+    try:
+        _check_nodes(ray)
+        yield RayCluster(ray)
+    finally:
+        ray.shutdown()
+
+
+def _import_ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ModuleNotFoundError as error:
+        message = f"runs on Ray, which is not installed ({error.name})"
+        raise ConfigError(Problem("--on", message, 'Install the extra: pip install "vajra-py[ray]"')) from None
+
+
+def _check_listening(on: str, host: str, port: int) -> None:
+    """Raise `RunError` within seconds when nobody listens there; Ray itself tries for a minute."""
+    try:
+        socket.create_connection((host, port), timeout=_REACH_S).close()
+    except (OSError, OverflowError) as error:
+        what = getattr(error, "strerror", None) or "no answer"
+        raise RunError(
+            f"--on {on}: the cluster cannot be reached ({what}). Is its head node up, and the port right?"
+        ) from None
+
+
+def _connect(ray: Any, on: str) -> None:
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of what it will do in the future
+    try:
+        ray.init(address=on, configure_logging=False, log_to_driver=False)
+    except Exception as error:  # Ray has no error of its own for this
+        said = " ".join(str(error).split())
+        if "ersion mismatch" in said:
+            raise RunError(f"--on {on}: the cluster has another version of Ray or Python ({said}).") from None
+        raise RunError(f"--on {on}: the cluster cannot be used ({said or type(error).__name__}).") from None
+
+
+def _check_nodes(ray: Any) -> None:
+    """Raise `RunError` for the first node that is not like this machine, or when there is none to compute on."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+    if not nodes:
+        raise RunError("--on: no node of the cluster has a CPU to offer. Start one: ray start --address=HEAD:PORT")
+    probe = ray.remote(num_cpus=0, max_retries=0)(_probe())
+    answers = []
+    for node in nodes:
+        where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        answers.append((node, probe.options(scheduling_strategy=where).remote()))
+    own = fingerprint()
+    for node, answer in answers:
+        name = f"node {node['NodeManagerAddress']} ({node['NodeID'][:8]})"
+        try:
+            found = ray.get(answer, timeout=_ANSWER_S)
+        except Exception as error:  # whatever it is, the node is of no use
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            raise RunError(f"{name}: does not answer ({said[-1]}). Mend it, or take it out of the cluster.") from None
+        difference = found if isinstance(found, str) else _difference(own, found)
+        if difference:
+            raise RunError(f"{name}: {difference}. Every node needs what this machine has.")
+
+
+def _probe() -> Any:
+    """The function that asks a node; within another, since Ray then sends its code, and not the name of a module."""
+
+    def probe() -> Any:
+        try:
+            from vajra_py.cluster.fingerprint import fingerprint
+        except ImportError as error:
+            return f"cannot import vajra-py ({error})"
+        return fingerprint()
+
+    return probe
+
+
+def _difference(own: Mapping[str, str], found: Mapping[str, str]) -> str:
+    """What differs first, in words; empty when nothing does."""
+    for name in dict.fromkeys([*own, *found]):
+        here, there = own.get(name, "absent"), found.get(name, "absent")
+        if here != there:
+            return f"has another {name} ({there}; here: {here})"
+    return ""

@@ -1,0 +1,152 @@
+"""Files of an experiment on their way to the nodes of a cluster, and folders of results on their way back.
+
+A file travels once: its bytes are put into the cluster's object store under their digest, and each node writes them below a
+folder of this cluster's use, under the path that they have here. So relative paths mean the same there, and settings and results name them as they
+do here. A file named by an absolute path is put at that path, unless it is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vajra_py.config import ExperimentConfig
+from vajra_py.errors import ConfigError, Problem, RunError
+from vajra_py.experiment.folder import named_paths
+
+MANIFEST = "manifest.json"
+_TEXTS = (".json", ".yaml")
+MOST_BYTES = 4 << 30
+"""Of all files that are sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShippedFile:
+    """A file that a run reads."""
+
+    path: str
+    """As the settings name it; of a folder's files, with the folder's name before it."""
+    digest: str
+    content: Any
+    """A reference to its bytes in the object store."""
+
+
+class Shipment:
+    """The files that runs read, each put into the object store once."""
+
+    def __init__(self, put: Callable[[bytes], Any]) -> None:
+        """`put` takes bytes and returns a reference to them."""
+        self._put = put
+        self._known: dict[tuple[str, int, int], ShippedFile] = {}
+        self._contents: dict[str, Any] = {}
+        self._num_bytes = 0
+
+    def files_of(self, config: ExperimentConfig) -> list[ShippedFile]:
+        """The files that this experiment names. Raises `ConfigError` when they are too large altogether."""
+        found = []
+        for name in named_paths(config):
+            path = Path(name)
+            if path.is_file():
+                found.append(self._file(name))
+            elif path.is_dir():
+                found += [self._file(str(one)) for one in sorted(path.rglob("*")) if one.is_file()]
+        return found
+
+    def _file(self, name: str) -> ShippedFile:
+        facts = os.stat(name)
+        key = (name, facts.st_mtime_ns, facts.st_size)
+        if key not in self._known:
+            self._num_bytes += facts.st_size
+            if self._num_bytes > MOST_BYTES:
+                message = (
+                    f"the files that the experiments name are too large to be sent to a cluster ({name}, and others)"
+                )
+                raise ConfigError(Problem("--on", message, f"Allowed: {MOST_BYTES >> 30} GiB altogether"))
+            content = Path(name).read_bytes()
+            digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+            if digest not in self._contents:
+                self._contents[digest] = self._put(content)
+            self._known[key] = ShippedFile(name, digest, self._contents[digest])
+        return self._known[key]
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """The folder of one use of a cluster on each of its nodes.
+
+    Attributes:
+        name: of the folder, among the node's temporary ones.
+        folder: the current one of the machine that the runs were asked for on.
+    """
+
+    name: str
+    folder: str
+
+    @property
+    def root(self) -> Path:
+        """Where it is on this node."""
+        return Path(tempfile.gettempdir()) / self.name
+
+    def enter(self, files: list[ShippedFile], fetch: Callable[[Any], bytes]) -> None:
+        """Make the files available and the asker's folder the current one, both below `root`. Raises `RunError`."""
+        here = self.root / self.folder.lstrip("/")
+        here.mkdir(parents=True, exist_ok=True)
+        os.chdir(here)
+        for one in files:
+            _place(one, fetch)
+
+    def text_as_asked(self, text: str | None) -> str | None:
+        """The text with paths as they are on the asker's machine: without the root before them."""
+        return None if text is None else text.replace(str(self.root), "")
+
+    def as_asked(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
+        """The same for the texts among a run's files."""
+        root = str(self.root).encode()
+        return {name: one.replace(root, b"") if name.endswith(_TEXTS) else one for name, one in files.items()}
+
+    def remove(self) -> None:
+        """Remove it from this node."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def _place(file: ShippedFile, fetch: Callable[[Any], bytes]) -> None:
+    path = Path(file.path)
+    try:
+        if path.exists():
+            if hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest() == file.digest:
+                return
+            if path.is_absolute():
+                raise RunError(
+                    f"{path}: a node of the cluster has another file under this name. Name it by a relative path."
+                )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as out:
+            out.write(fetch(file.content))
+        os.replace(partial, path)  # whole, whoever else writes it at the same time
+    except OSError as error:
+        message = f"cannot be written on a node of the cluster ({error.strerror or error})"
+        raise RunError(f"{path}: {message}. Name it by a relative path.") from None
+
+
+def packed(folder: Path) -> dict[str, bytes]:
+    """The files of a folder of results, by their names in it."""
+    return {str(one.relative_to(folder)): one.read_bytes() for one in sorted(folder.rglob("*")) if one.is_file()}
+
+
+def unpack(files: Mapping[str, bytes], folder: Path) -> None:
+    """Make a folder of results of these files; it appears whole, in the place of what was there."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    for name in sorted(files, key=lambda one: (one == MANIFEST, one)):  # last, as it makes a run of the folder
+        path = partial / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(files[name])
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)

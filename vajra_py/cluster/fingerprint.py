@@ -1,0 +1,40 @@
+"""Fingerprint of an installation: what must be alike on every machine for results to be alike."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from vajra_py.config import versions
+from vajra_py.plugins import load_registry
+from vajra_py.plugins.discovery import GROUP
+
+
+def fingerprint() -> dict[str, str]:
+    """By name: versions of Python, this package, libraries and plug-ins, and digests of the code of the first and the last."""
+    found = versions()
+    found["code of vajra_py"] = code_digest("vajra_py")
+    modules = {entry.name: entry.module for entry in metadata.entry_points(group=GROUP)}
+    for one in load_registry().plugins:
+        code = code_digest(modules[one.entry_point])
+        found[f"plug-in {one.entry_point} of {one.package}"] = f"version {one.version}, code {code}"
+    return found
+
+
+def code_digest(module: str) -> str:
+    """Names the Python source of a module's top package, so that two checkouts of one version can be told apart."""
+    package = module.partition(".")[0]
+    spec = find_spec(package)
+    digest = hashlib.blake2b(digest_size=6)
+    if spec is None:
+        return "none"
+    folders = [Path(one) for one in spec.submodule_search_locations or ()]
+    files = [(path.relative_to(folder), path) for folder in folders for path in folder.rglob("*.py")]
+    if not folders and spec.origin:
+        files = [(Path(spec.origin).relative_to(Path(spec.origin).parent), Path(spec.origin))]
+    for name, path in sorted(files):
+        digest.update(str(name).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,83 @@
+"""What is done on the nodes of a cluster: runs, and the collection of news about them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from vajra_py.cluster.files import ShippedFile, Workspace, packed
+from vajra_py.errors import VajraError
+from vajra_py.experiment.divided import Part
+from vajra_py.experiment.pool import execute_task
+
+_REPORT_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRun:
+    """A run for a node: its settings as plain values, and what it reads."""
+
+    number: int
+    settings: dict[str, Any]
+    files: list[ShippedFile]
+    workspace: Workspace
+    part: Part | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteResult:
+    """The files of a run's folder, and why it failed."""
+
+    files: dict[str, bytes]
+    error: str | None
+
+
+class News:
+    """Collects how runs stand; the actor that nodes tell and the asker asks."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, tuple[int, int, int, float]] = {}
+
+    def tell(self, number: int, done: int, total: int, now: float) -> None:
+        """How a run stands: requests done, requests in all, its time in seconds."""
+        self._latest[number] = number, done, total, now
+
+    def take(self) -> list[tuple[int, int, int, float]]:
+        """The latest of each run that something was told of since this was last asked."""
+        latest, self._latest = self._latest, {}
+        return list(latest.values())
+
+
+def execute_run(run: RemoteRun, news: Any) -> RemoteResult:
+    """Execute a run in a folder of its own; `news`: the `News` actor, None where nobody wants to know."""
+    told_at = 0.0
+
+    def report(done: int, total: int, now: float) -> None:
+        nonlocal told_at
+        moment = time.monotonic()
+        if news is not None and moment - told_at >= _REPORT_S:
+            told_at = moment
+            news.tell.remote(run.number, done, total, now)
+
+    try:
+        with tempfile.TemporaryDirectory(prefix="vajra-run-") as folder:
+            path = Path(folder) / "run"
+            try:
+                run.workspace.enter(run.files, ray.get)
+                error = execute_task(run.settings, path, False, report, run.part)
+            except VajraError as problem:
+                error = str(problem)
+            return RemoteResult(run.workspace.as_asked(packed(path)), run.workspace.text_as_asked(error))
+    finally:
+        os.chdir("/")  # the workspace may be removed while this process waits for another run
+
+
+def remove_workspace(workspace: Workspace) -> None:
+    """Remove what was written on this node."""
+    workspace.remove()

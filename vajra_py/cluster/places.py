@@ -1,0 +1,19 @@
+"""Pools for experiments on a cluster: simulations go to its nodes whole, an engine is led from here and computes there."""
+
+from __future__ import annotations
+
+from vajra_py.cluster.connect import RayCluster
+from vajra_py.config import ExperimentConfig
+from vajra_py.experiment.pool import InProcess, MakePool
+from vajra_py.plugins import load_registry
+
+
+def pool_on(cluster: RayCluster, config: ExperimentConfig, num_workers: int | None = None) -> MakePool:
+    """What executes the runs of this experiment there, at most `num_workers` simulations at once."""
+    if config.backend.kind == "simulator":
+        from vajra_py.cluster.pool import RayPool
+
+        return lambda progress: RayPool(cluster, num_workers, progress)
+    from vajra_py.cluster.replicas import engine_on
+
+    return lambda progress: InProcess(load_registry(), progress, engine_on(cluster))

@@ -1,0 +1,173 @@
+"""Pool of runs on a Ray cluster.
+
+Runs come back as the files of their folders, so that nodes need no disk in common, and each folder appears here whole when its run has
+ended. A run whose worker or node is lost is executed again elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vajra_py.cluster.connect import RayCluster
+from vajra_py.cluster.files import MANIFEST, Shipment, Workspace, unpack
+from vajra_py.cluster.node import News, RemoteResult, RemoteRun, execute_run, remove_workspace
+from vajra_py.config.manifest import git_state
+from vajra_py.errors import RunError, RunInterrupted, VajraError
+from vajra_py.experiment.folder import RunFolder, files_digest
+from vajra_py.experiment.pool import INTERRUPTED, End, RunTask, TaskProgress
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.2
+_EMPTY_POLLS = 300
+"""Polls in a row, about a minute, without a CPU in the cluster, after which it is given up."""
+MOST_LOSSES = 3
+"""How often a run's worker or node may be lost under it."""
+_REMOVE_S = 2.0
+
+
+class RayPool:
+    """Executes runs on a cluster, one a CPU."""
+
+    def __init__(
+        self, cluster: RayCluster, num_workers: int | None = None, progress: TaskProgress | None = None
+    ) -> None:
+        """`num_workers`: most runs at once; None: as many as the cluster has CPUs."""
+        self._cluster, self._ray = cluster, cluster.ray
+        self._most = num_workers
+        self._progress = progress
+        self._shipment = Shipment(self._ray.put)
+        job = self._ray.get_runtime_context().get_job_id()
+        self._workspace = Workspace(f"vajra-{job}-{os.getpid()}", os.getcwd())
+        self._execute = self._ray.remote(num_cpus=1, max_retries=0)(execute_run)
+        actor = self._ray.remote(num_cpus=0, max_restarts=-1)(News)
+        self._news: Any = None if progress is None else actor.remote()
+        self._asked: Any = None
+        self._tasks: dict[int, RunTask] = {}
+        self._queue: deque[int] = deque()
+        self._running: dict[Any, int] = {}
+        self._refused: deque[End] = deque()
+        self._losses: dict[int, int] = {}
+        self._git = git_state(Path.cwd())
+        self._num_empty = 0
+
+    def submit(self, number: int, task: RunTask) -> None:
+        """See `RunPool`."""
+        place = RunFolder(task.path)
+        try:
+            if place.is_finished(task.config) and not task.overwrite:
+                self._refused.append((number, None))
+                return
+            place.check(task.config, overwrite=task.overwrite)
+        except VajraError as error:
+            self._refused.append((number, str(error)))
+            return
+        self._tasks[number] = task
+        self._queue.append(number)
+
+    def ends(self) -> Iterator[End]:
+        """See `RunPool`."""
+        try:
+            while self._refused or self._queue or self._running:
+                while self._refused:
+                    yield self._refused.popleft()
+                self._launch()
+                if self._running:
+                    done, _ = self._ray.wait(list(self._running), timeout=_POLL_S)
+                    self._report()
+                    self._check_alive(is_idle=not done)
+                    for reference in done:
+                        yield from self._take(reference)
+        except KeyboardInterrupt:
+            raise RunInterrupted(INTERRUPTED) from None
+
+    def close(self) -> None:
+        """See `RunPool`: cancel what runs, and remove what lies on the nodes."""
+        for reference in self._running:
+            self._ray.cancel(reference, force=True)
+        if self._news is not None:
+            self._ray.kill(self._news)
+        try:
+            self._ray.wait(removals := self._removals(), num_returns=len(removals), timeout=_REMOVE_S)
+        except Exception:  # a cluster that is gone has nothing to be removed
+            _log.debug("files of runs stay on a node", exc_info=True)
+
+    def _removals(self) -> list[Any]:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        remove = self._ray.remote(num_cpus=0, max_retries=0)(remove_workspace)
+        nodes = [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
+        affinities = [NodeAffinitySchedulingStrategy(one, soft=False) for one in nodes]
+        return [remove.options(scheduling_strategy=one).remote(self._workspace) for one in affinities]
+
+    def _launch(self) -> None:
+        while self._queue and (self._most is None or len(self._running) < self._most):
+            number = self._queue.popleft()
+            task = self._tasks[number]
+            try:
+                files = self._shipment.files_of(task.config)
+            except VajraError as error:
+                self._refused.append((number, str(error)))
+                continue
+            run = RemoteRun(number, task.settings, files, self._workspace, task.part)
+            self._running[self._execute.remote(run, self._news)] = number
+
+    def _take(self, reference: Any) -> Iterator[End]:
+        """What came of a run; nothing when it is executed again."""
+        number = self._running.pop(reference)
+        try:
+            result: RemoteResult = self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError as error:
+            yield number, f"an error on a node: {_last_line(error)}"
+            return
+        except self._ray.exceptions.RayError as error:
+            self._losses[number] = count = self._losses.get(number, 0) + 1
+            if count <= MOST_LOSSES:
+                _log.warning("a worker or node was lost; its run is executed again (%s)", _last_line(error))
+                self._queue.append(number)
+            else:
+                yield number, f"its worker was lost {count} times ({_last_line(error)})"
+            return
+        task = self._tasks.pop(number)
+        if MANIFEST in result.files:
+            unpack(self._completed(result.files, task), task.path)
+        yield number, result.error
+
+    def _completed(self, files: dict[str, bytes], task: RunTask) -> dict[str, bytes]:
+        """The files with what only this machine knows: the state of the current folder, the contents of the files named."""
+        facts = json.loads(files[MANIFEST]) | {"git": self._git, "files": files_digest(task.config)}
+        return files | {MANIFEST: (json.dumps(facts, indent=1, sort_keys=True) + "\n").encode()}
+
+    def _report(self) -> None:
+        """Pass on what was told since, without waiting for it."""
+        if self._news is None or self._progress is None:
+            return
+        if self._asked is not None:
+            ready, _ = self._ray.wait([self._asked], timeout=0)
+            if not ready:
+                return
+            try:
+                messages = self._ray.get(self._asked)
+            except self._ray.exceptions.RayError:  # the node that collected them is lost; another goes on
+                messages = []
+            running = set(self._running.values())
+            for message in messages:
+                if message[0] in running:
+                    self._progress(*message)
+        self._asked = self._news.take.remote()
+
+    def _check_alive(self, *, is_idle: bool) -> None:
+        """Raise `RunError` when the cluster has had nothing to compute on for a while."""
+        self._num_empty = self._num_empty + 1 if is_idle and not self._cluster.num_cpus else 0
+        if self._num_empty > _EMPTY_POLLS:
+            raise RunError("--on: the cluster has no node left to compute on. Finished runs are kept.")
+
+
+def _last_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__

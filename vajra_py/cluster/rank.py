@@ -1,0 +1,62 @@
+"""One rank of a replica on a node of the cluster: an actor around a model runner."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from vajra_py.engine.compute import LoadRunner, ModelFacts, ModelRunner, RunnerOptions
+from vajra_py.engine.worker import calm_threads, placed, said
+from vajra_py.errors import ExecutorError
+
+
+class Rank:
+    """Loads a runner, and answers what is asked of it in the order in which it is asked; errors are answers."""
+
+    def __init__(self, options: RunnerOptions, load: LoadRunner) -> None:
+        calm_threads()
+        self._options = options
+        self._load = load
+        self._runner: ModelRunner | None = None
+
+    def rendezvous(self) -> str:
+        """An address of this node, at which the ranks of the replica meet."""
+        host = ray.util.get_node_ip_address()
+        with socket.create_server((host, 0)) as server:
+            return f"tcp://{host}:{server.getsockname()[1]}"
+
+    def load(self, rendezvous: str | None) -> ModelFacts | BaseException:
+        """Load; the device of what was loaded names the node too, since a device's memory is shared on its node alone."""
+        try:
+            self._runner = self._load(placed(replace(self._options, rendezvous=rendezvous), 0))
+            return replace(self._runner.facts, device=self._place(self._runner.facts.device))
+        except BaseException as error:
+            return _sendable(error)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """What this method of the runner returns, or the error that it raised."""
+        try:
+            return getattr(self._runner, name)(*arguments)
+        except Exception as error:
+            return _sendable(error)
+
+    def watch(self) -> None:
+        """Never returns, so that the end of its wait is the end of the actor."""
+        threading.Event().wait()
+
+    def _place(self, device: str) -> str:
+        gpus = ",".join(map(str, ray.get_gpu_ids()))
+        return f"{device} of node {ray.util.get_node_ip_address()}" + (f", GPU {gpus}" if gpus else "")
+
+
+def _sendable(error: BaseException) -> BaseException:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # an error that cannot be pickled
+        return ExecutorError(said(error))
+    return error

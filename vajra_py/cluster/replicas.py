@@ -1,0 +1,201 @@
+"""Engine replicas on a cluster: each rank an actor, placed by the replica's placement group.
+
+The controller stays in this process. A node that dies takes the replicas that it had ranks of; what becomes of their requests, and
+whether they are started again elsewhere, is the engine's `recovery`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any, TypeAlias
+
+from vajra_py.cluster.connect import RayCluster
+from vajra_py.cluster.rank import Rank
+from vajra_py.config import ExperimentConfig
+from vajra_py.engine.compute import Foreseen, LoadRunner, ModelFacts, RunnerOptions, StepInput
+from vajra_py.engine.config import MODEL_BACKENDS, ModelBackendConfig, PlacementConfig
+from vajra_py.engine.rank_answers import RankAnswers
+from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, Worker, said
+from vajra_py.errors import ExecutorError
+from vajra_py.experiment.backend import Backend, MakeBackend, Run, make_backend
+
+_WATCH = "watch"
+MakeWorker: TypeAlias = Callable[[ReplicaKey, RunnerOptions], Worker]
+
+
+def engine_on(cluster: RayCluster) -> MakeBackend:
+    """What executes a run on a model, with its replicas on the cluster."""
+
+    def make(run: Run) -> Backend:
+        from vajra_py.experiment.engined import EngineRun
+
+        if run.config.backend.kind not in MODEL_BACKENDS:
+            return make_backend(run)
+        return EngineRun(run, make_worker=workers_on(cluster, run.config))
+
+    return make
+
+
+def workers_on(cluster: RayCluster, config: ExperimentConfig) -> MakeWorker:
+    """Makes the workers of the experiment's replicas there."""
+    settings: ModelBackendConfig = config.backend.settings
+
+    def make(replica: ReplicaKey, options: RunnerOptions) -> Worker:
+        own = settings.of(replica[0])
+        num_threads = own.num_threads or own.placement.cpus_per_rank
+        return RayWorker(cluster, replica, replace(options, num_threads=num_threads), own.placement, settings.load)
+
+    return make
+
+
+class RayWorker:
+    """The actors of one replica."""
+
+    def __init__(
+        self,
+        cluster: RayCluster,
+        replica: ReplicaKey,
+        options: RunnerOptions,
+        placement: PlacementConfig,
+        load: LoadRunner,
+    ) -> None:
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self._ray = ray = cluster.ray
+        self._replica = replica
+        self._options = options
+        self._placement = placement
+        self._facts: list[ModelFacts] = []
+        self._answers: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
+        self._receiver: threading.Thread | None = None
+        self._closes = threading.Lock()
+        resources, ranks = placement.resources(options.device), range(options.num_ranks)
+        self._needs = f"{len(ranks)} x {resources}"
+        self._group = placement_group([resources for _ in ranks], strategy=placement.strategy.upper())
+        actor = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), concurrency_groups={_WATCH: 1})(
+            Rank
+        )
+        self._actors = [
+            actor.options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
+                max_restarts=0,
+            ).remote(replace(options, rank=rank), load)
+            for rank in ranks
+        ]
+        rendezvous = self._actors[0].rendezvous.remote() if len(ranks) > 1 else None
+        self._loading = [one.load.remote(rendezvous) for one in self._actors]
+
+    def wait_loaded(self) -> None:
+        """See `Worker`: first for room on the cluster. Raises `ExecutorError` when there is none in time."""
+        ready, _ = self._ray.wait([self._group.ready()], timeout=self._placement.timeout_s)
+        if not ready:
+            what = f"replica {self._replica[1]} of {self._replica[0]} needs {self._needs}"
+            free = {name: self._ray.available_resources().get(name, 0.0) for name in ("CPU", "GPU")}
+            raise ExecutorError(
+                f"placement: {what}, and the cluster has no such room after {self._placement.timeout_s:g} s (free: {free}). "
+                "Allowed: fewer replicas or ranks, more nodes, another backend.engine.placement."
+            )
+        self._facts = self._all(self._loading)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """See `Worker`."""
+        return self._facts[0]
+
+    def profile_num_blocks(self, memory_fraction: float) -> int:
+        """See `Worker`: the fewest that any rank has room for; ranks on one device share its memory."""
+        devices = [one.device for one in self._facts]
+        return int(
+            min(
+                self._all(
+                    [
+                        actor.call.remote("profile_num_blocks", memory_fraction / devices.count(device))
+                        for actor, device in zip(self._actors, devices, strict=True)
+                    ]
+                )
+            )
+        )
+
+    def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
+        """See `Worker`."""
+        blocks = num_blocks // self._options.kv_groups
+        self._all([one.call.remote("allocate", blocks, num_host_blocks) for one in self._actors])
+        for rank, one in enumerate(self._actors):
+            self._expect(rank, one.watch.options(concurrency_group=_WATCH).remote())
+        name = f"vajra-ray-{self._replica[1]}"
+        self._receiver = threading.Thread(target=self._receive, args=(deliver,), name=name, daemon=True)
+        self._receiver.start()
+
+    def submit(self, step: StepInput | Foreseen) -> None:
+        """See `Worker`."""
+        name = "run" if isinstance(step, StepInput) else "run_ahead"
+        for rank, one in enumerate(self._actors):
+            self._expect(rank, one.call.remote(name, step))
+
+    def close(self) -> None:
+        """See `Worker`."""
+        from ray.util.placement_group import remove_placement_group
+
+        with self._closes:
+            self._answers.put(None)
+            if self._receiver is not None:
+                self._receiver.join()
+            self._receiver = None
+            with suppress(Exception):  # of a cluster that is gone, nothing is left to be ended
+                for one in self._actors:
+                    self._ray.kill(one)
+                remove_placement_group(self._group)
+            self._actors = []
+
+    def discard(self) -> None:
+        """See `Worker`: actors are killed either way."""
+        self.close()
+
+    def _all(self, references: Sequence[Any]) -> list[Any]:
+        """One answer of each rank; raises the first error among them, as ranks may wait for one that failed for ever."""
+        waiting = list(references)
+        while waiting:
+            done, waiting = self._ray.wait(waiting)
+            for one in done:
+                self._answer(one)
+        return [self._answer(one) for one in references]
+
+    def _answer(self, reference: Any) -> Any:
+        """What an actor answered. Raises what it answered, or `ExecutorError` when it is gone."""
+        try:
+            answer = self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:
+            raise ExecutorError(_gone(error)) from None
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def _expect(self, rank: int, reference: Any) -> None:
+        """Have a rank's answer put before the receiver when it is there."""
+        reference.future().add_done_callback(lambda done: self._answers.put((rank, done)))
+
+    def _receive(self, deliver: Deliver) -> None:
+        """Deliver steps as they come back, until a rank is lost or the worker is closed."""
+        answers = RankAnswers(self._replica, self._options)
+        while (news := self._answers.get()) is not None:
+            rank, done = news
+            try:
+                answer = done.result()
+            except Exception as error:  # the actor's end
+                answer = ExecutorError(_gone(error))
+            if isinstance(answer, BaseException):
+                deliver(Finished(self._replica, None, said(answer)))
+                return
+            for one in answers.take(rank, answer):
+                deliver(one)
+
+
+def _gone(error: Exception) -> str:
+    """Why an actor gives no answer, in a line of Ray's many."""
+    lines = [one.strip() for one in str(error).splitlines() if one.strip()]
+    return f"a rank on the cluster is gone ({lines[0] if lines else type(error).__name__})"

@@ -1,0 +1,51 @@
+"""Join what the ranks of a replica answer into what its steps gave."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from vajra_py.engine.compute import RunnerOptions, StepOutput
+from vajra_py.engine.executor import joined
+from vajra_py.engine.worker import Finished, LeftFirstStage, ReplicaKey
+
+
+class RankAnswers:
+    """The answers of a replica's ranks, each rank's in the order of the steps.
+
+    Of ranks that share layers the first one's counts, since they sample alike; of pipeline stages the last; of KV-parallel
+    groups each, for its own requests.
+    """
+
+    def __init__(self, replica: ReplicaKey, options: RunnerOptions) -> None:
+        self._replica = replica
+        self._options = options
+        ranks = range(options.num_ranks)
+        self._first_stage = [rank for rank in ranks if replace(options, rank=rank).stage == 0]
+        self._answers: list[deque[StepOutput]] = [deque() for _ in ranks]
+        self._num_answers = [0] * options.num_ranks
+        self._num_left = 0
+
+    def take(self, rank: int, answer: StepOutput) -> Iterator[Finished | LeftFirstStage]:
+        """What is known with one more answer, to be delivered in this order."""
+        self._answers[rank].append(answer)
+        self._num_answers[rank] += 1
+        if (
+            self._options.pipeline_stages > 1
+            and min(self._num_answers[one] for one in self._first_stage) > self._num_left
+        ):
+            self._num_left += 1
+            yield LeftFirstStage(self._replica)
+        if all(self._answers):
+            yield Finished(self._replica, self._joined([one.popleft() for one in self._answers]))
+
+    def _joined(self, answers: Sequence[StepOutput]) -> StepOutput:
+        """What a step gave; stages compute one after the other, groups side by side."""
+        options = self._options
+        stages, groups = range(options.pipeline_stages), range(options.kv_groups)
+        if len(stages) == len(groups) == 1:
+            return answers[0]
+        duration_s = sum(max(answers[options.rank_of(group, one, 0)].duration_s for group in groups) for one in stages)
+        outputs = [answers[options.rank_of(group, stages[-1], 0)] for group in groups]
+        return replace(joined(outputs), duration_s=duration_s)

@@ -1,0 +1,75 @@
+"""Tables and summary of a run, written from what was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vajra_py.config import ExperimentConfig
+from vajra_py.experiment.device_figures import devices_of
+from vajra_py.metrics.costs import cost_sections
+from vajra_py.metrics.definitions import Floats, Window
+from vajra_py.metrics.intervals import mser5
+from vajra_py.metrics.run_warnings import rate_warnings
+from vajra_py.metrics.steps_table import StepsBuilder
+from vajra_py.metrics.summary import summarise
+from vajra_py.metrics.tables import RequestsBuilder, TbtBuilder, write_parquet
+
+_WARMUP_OFF = (0.0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What was recorded of a run."""
+
+    requests: RequestsBuilder
+    steps: StepsBuilder
+    tbt: TbtBuilder
+
+
+def write_results(
+    path: Path, config: ExperimentConfig, tables: Tables, ended_at: float, step_times: Mapping[str, Any]
+) -> None:
+    """Write a run's tables and its summary into its folder.
+
+    `ended_at`: seconds on the run's clock; `step_times`: where they come from, as the summary says it.
+    """
+    write_parquet(tables.requests, path / "requests.parquet")
+    write_parquet(tables.steps, path / "steps.parquet")
+    write_parquet(tables.tbt, path / "tbt.parquet")
+    requests, steps, tbt = tables.requests.to_table(), tables.steps.to_table(), tables.tbt.to_table()
+    arrived_at, e2e_s = (requests.column(name).to_numpy() for name in ("arrived_at", "e2e_s"))
+    summary = summarise(requests, steps, tbt, _window(config, arrived_at, e2e_s, ended_at))
+    summary = summary.with_warnings(rate_warnings(summary.data, _asked_rate(config)))
+    summary = summary.with_step_times(step_times)
+    devices = devices_of(config)
+    if devices:
+        summary = summary.with_sections(cost_sections(devices, summary.data, steps))
+    (path / "summary.json").write_text(summary.to_json())
+
+
+def _window(config: ExperimentConfig, arrived_at: Floats, e2e_s: Floats, ended_at: float) -> Window | None:
+    settings = config.backend.settings
+    warmup_s, warmup_requests = getattr(settings, "warmup_s", 0.0), getattr(settings, "warmup_requests", 0)
+    if not len(arrived_at) or (warmup_s, warmup_requests) == _WARMUP_OFF:
+        return None
+    start = float(arrived_at[0]) + warmup_s
+    if warmup_requests == "auto":
+        done = np.flatnonzero(np.isfinite(e2e_s))
+        cut = mser5(e2e_s[done])
+        warmup_requests = int(done[cut]) if cut else 0
+    if warmup_requests:
+        start = max(start, float(arrived_at[min(warmup_requests, len(arrived_at) - 1)]))
+    return Window(start, max(start, ended_at))
+
+
+def _asked_rate(config: ExperimentConfig) -> float | None:
+    """Requests per second that the workload was asked to come at: its `rate`, or that of the arrivals of single requests."""
+    asked = config.workload.rate
+    if asked is None and config.workload.type == "synthetic" and config.workload.time_scale is None:
+        asked = getattr(config.workload.arrivals, "rate", None)
+    return asked
