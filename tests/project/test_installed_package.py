@@ -52,10 +52,12 @@ def test_top_folders_are_not_packages(folder: str, repository_root: Path) -> Non
 
 def test_every_entry_point_loads() -> None:
     entry_points = importlib.metadata.distribution("vajra-py").entry_points
-    assert {(point.group, point.name) for point in entry_points} == {("console_scripts", "vajra"), ("vajra", "builtin")}
-    loaded = {point.name: point.load() for point in entry_points}
-    assert callable(loaded["vajra"])
-    assert loaded["builtin"].__name__ == "vajra_policies"
+    loaded = {(point.group, point.name): point.load() for point in entry_points}
+    command, policies, vllm = ("console_scripts", "vajra"), ("vajra", "builtin"), ("vllm.general_plugins", "vajra")
+    assert set(loaded) == {command, policies, vllm}
+    assert callable(loaded[command])
+    assert loaded[policies].__name__ == "vajra_policies"
+    assert callable(loaded[vllm])
 
 
 def test_typed_markers_ship_with_each_import_name(repository_root: Path) -> None:
