@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vajra_py.metrics import columnar, tables
-from vajra_py.metrics.steps_table import STEP_COLUMNS, StepRow, StepsBuilder
+from vajra_py.metrics.steps_table import STEP_COLUMNS, StepRow, StepsBuilder, expand_steps
 from vajra_py.metrics.tables import (
     REQUEST_COLUMNS,
     TBT_COLUMNS,
@@ -121,6 +121,31 @@ def test_builders_go_on_after_a_table_was_taken() -> None:
     first = builder.to_table()
     builder.append(dataclasses.replace(ROW, index=1, request_id="r-1"))
     assert (first.num_rows, builder.to_table().column("request_id").to_pylist()) == (1, ["r-0", "r-1"])
+
+
+def test_steps_that_come_after_a_table_was_taken_are_in_the_next_one(tmp_path: Path) -> None:
+    builder = StepsBuilder()
+    builder.append(STEP)
+    first = builder.to_table()
+    other = StepsBuilder()
+    other.append(STEP._replace(step_index=5, formed_at=STEP.formed_at + 2.0))
+    builder.append(STEP._replace(step_index=4, formed_at=STEP.formed_at + 1.0))
+    assert (first.num_rows, builder.to_table().num_rows) == (1, 2)
+    for part in other.slices(10):
+        builder.extend(part)
+    assert builder.to_table().column("step_index").to_pylist() == [STEP.step_index, 4, 5]
+    write_parquet(builder, tmp_path / "steps.parquet")
+    assert expand_steps(pq.read_table(tmp_path / "steps.parquet"), STEP_COLUMNS).equals(builder.to_table())
+
+
+def test_columns_of_steps_are_read_alone_as_together() -> None:
+    builder = StepsBuilder()
+    for i in range(3):
+        builder.append(STEP._replace(step_index=i, formed_at=STEP.formed_at + (i * 7) % 3, num_waiting=i))
+    table = builder.to_table()
+    (records,) = builder.slices(10)
+    for name in STEP_COLUMNS:
+        assert expand_steps(records, [name]).column(name).equals(table.column(name))
 
 
 def test_steps_keep_their_order() -> None:

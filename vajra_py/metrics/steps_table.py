@@ -87,6 +87,8 @@ class StepsBuilder:
     def __init__(self) -> None:
         self._records = PackedRows(_FIELDS)
         self._replicasets = NameColumn()
+        self._made: tuple[int, ArrowTable] | None = None
+        """The table of records, with how many there were when it was made."""
         self._ends = array("q")
         self._growth = array("i")
         """Members that take a block in the steps of a run, one after the other; it repeats where it is shorter than the run."""
@@ -193,8 +195,16 @@ class StepsBuilder:
 
     def slices(self, num_rows: int) -> Iterator[ArrowTable]:
         """The records, replica by replica, at most `num_rows` at a time."""
+        table = self._table()
+        for start in range(0, table.num_rows, num_rows):
+            yield table.slice(start, num_rows)
+
+    def _table(self) -> ArrowTable:
+        """All records, replica by replica; made once for who writes them and who reads them then."""
         import pyarrow as pa
 
+        if self._made is not None and self._made[0] == len(self._records):
+            return self._made[1]
         records = self._records.rows(slice(None))
         ranks = self._replicasets.ranks()[records["replicaset"]]  # by name, whoever ended the first step
         order = np.lexsort((records["step_index"], records["replica_id"], ranks))
@@ -211,15 +221,12 @@ class StepsBuilder:
         schema = self.schema()
         arrays = [pa.array(columns[field.name], type=field.type, from_pandas=False) for field in schema]
         table = pa.Table.from_arrays(arrays, schema=schema)
-        for start in range(0, len(records), num_rows):
-            yield table.slice(start, num_rows)
+        self._made = len(records), table
+        return table
 
     def to_table(self) -> ArrowTable:
         """The whole table, a row per step, in order of time."""
-        import pyarrow as pa
-
-        parts = list(self.slices(max(1, len(self._records))))
-        return expand_steps(pa.concat_tables(parts) if parts else self.schema().empty_table(), STEP_COLUMNS)
+        return expand_steps(self._table(), STEP_COLUMNS)
 
 
 def list_parts(column: Any) -> tuple[NDArray[Any], Ints]:
@@ -250,78 +257,82 @@ def expand_steps(records: ArrowTable, names: Sequence[str]) -> ArrowTable:
 
 
 class _Expansion:
-    """Columns of single steps."""
+    """Columns of single steps, in order of time: each step takes what its record says."""
 
     def __init__(self, records: ArrowTable) -> None:
         self._records = records
-        self._num_steps = self._ints("num_steps")
-        self._starts = np.cumsum(self._num_steps) - self._num_steps
+        num_steps = self._ints("num_steps")
+        starts = np.cumsum(num_steps) - num_steps
         bends, _ = list_parts(records.column("bends"))
         gap, duration, drift = map(self._ints, ("gap", "duration", "drift"))
-        times = PackedTimes(gap, self._num_steps, duration, drift, bends.astype(np.int64))
+        times = PackedTimes(gap, num_steps, duration, drift, bends.astype(np.int64))
         per_second = int((records.schema.metadata or {}).get(b"ticks_per_second", TICKS_PER_SECOND))
         formed_at, ended_at = (seconds_of(ticks, per_second) for ticks in times.unpack())
-        self._duration_s = self._given("duration_s", ended_at - formed_at)
-        self._formed_at = self._given("formed_at", formed_at)
-        self._order = np.argsort(self._formed_at, kind="stable")
+        record = np.repeat(np.arange(len(num_steps)), num_steps)
+        position = np.arange(len(record), dtype=np.int64) - starts[record]
+        duration_s = self._given("duration_s", ended_at - formed_at, record)
+        formed_at = self._given("formed_at", formed_at, record)
+        order = np.argsort(formed_at, kind="stable")
+        self._formed_at, self._duration_s = formed_at[order], duration_s[order]
+        taken = self._blocks_taken(record, position, starts)
+        self._record, self._position, self._taken = record[order], position[order], taken[order]
+        """Of each step, its record, its place in the run, and how many blocks members took since the run's first step."""
 
     def column(self, name: str) -> Any:
-        """One column, in order."""
+        """One column."""
         if name == "replicaset":
             return self._replicasets()
-        values: NDArray[Any] = self._unordered(name)[self._order]
-        return values
-
-    def _replicasets(self) -> Any:
-        """By number, since taking a million strings takes a while."""
-        import pyarrow as pa
-
-        found = self._records.column("replicaset").combine_chunks().dictionary_encode()
-        numbers = np.repeat(found.indices.to_numpy(), self._num_steps)[self._order]
-        return pa.DictionaryArray.from_arrays(pa.array(numbers), found.dictionary).cast(pa.string())
-
-    def _unordered(self, name: str) -> NDArray[Any]:
         if name == "formed_at":
             return self._formed_at
         if name == "duration_s":
             return self._duration_s
         if name == "used_fraction":
             with np.errstate(divide="ignore", invalid="ignore"):
-                used = 1.0 - self._free_blocks() / self._repeated("num_blocks")
-            return self._given(name, used)
+                used = 1.0 - (self._repeated("free_blocks") - self._taken) / self._repeated("num_blocks")
+            return self._given(name, used, self._record)
         if name == "free_blocks":
-            return self._free_blocks()
+            return self._repeated(name) - self._taken
         if name == "step_index":
-            return self._repeated(name) + self._positions()
+            return self._repeated(name) + self._position
         if name == "decode_context_tokens":
-            return self._repeated(name) + self._positions() * self._repeated("num_decodes")
+            return self._repeated(name) + self._position * self._repeated("num_decodes")
         if name == "num_waiting":
-            return np.where(self._positions() == 0, self._repeated(name), self._repeated("num_waiting_after"))
+            return np.where(self._position == 0, self._repeated(name), self._repeated("num_waiting_after"))
         return self._repeated(name)
+
+    def _replicasets(self) -> Any:
+        """By number, since taking a million strings takes a while."""
+        import pyarrow as pa
+
+        found = self._records.column("replicaset").combine_chunks().dictionary_encode()
+        numbers = found.indices.to_numpy()[self._record]
+        return pa.DictionaryArray.from_arrays(pa.array(numbers), found.dictionary).cast(pa.string())
 
     def _ints(self, name: str) -> Ints:
         values: Ints = self._records.column(name).to_numpy().astype(np.int64)
         return values
 
     def _repeated(self, name: str) -> Ints:
-        return np.repeat(self._ints(name), self._num_steps)
+        repeated: Ints = self._ints(name)[self._record]
+        return repeated
 
-    def _positions(self) -> Ints:
-        return np.arange(int(self._num_steps.sum()), dtype=np.int64) - np.repeat(self._starts, self._num_steps)
-
-    def _given(self, name: str, otherwise: NDArray[np.float64]) -> NDArray[np.float64]:
-        given = np.repeat(self._records.column(name).to_numpy(), self._num_steps)
+    def _given(self, name: str, otherwise: NDArray[np.float64], record: Ints) -> NDArray[np.float64]:
+        """What records say by themselves, and otherwise what follows from the rest."""
+        given = self._records.column(name).to_numpy()
+        if np.isnan(given).all():
+            return otherwise
+        given = given[record]
         return np.where(np.isnan(given), otherwise, given)
 
-    def _free_blocks(self) -> Ints:
+    def _blocks_taken(self, record: Ints, position: Ints, starts: Ints) -> Ints:
         """Each step after the first of a run has what is left when members took their blocks, cyclically as `growth` says."""
-        free = self._repeated("free_blocks")
         growth, periods = list_parts(self._records.column("growth"))
-        positions = self._positions()
-        later = positions > 0
-        period = np.repeat(periods, self._num_steps)[later]
-        first = np.repeat(np.cumsum(periods) - periods, self._num_steps)[later]
-        taken = np.zeros_like(free)
-        taken[later] = growth[first + (positions[later] - 1) % np.maximum(period, 1)]
+        taken = np.zeros(len(record), dtype=np.int64)
+        later = np.flatnonzero(position)
+        if not later.size:
+            return taken
+        own = record[later]
+        firsts = np.cumsum(periods) - periods
+        taken[later] = growth[firsts[own] + (position[later] - 1) % np.maximum(periods, 1)[own]]
         sums = np.cumsum(taken)
-        return free - (sums - np.repeat(sums[self._starts], self._num_steps)) if free.size else free
+        return sums - sums[starts][record]

@@ -352,20 +352,22 @@ def _fairness(columns: _Columns, tenants: tuple[Ints, list[str]], weights: Servi
 def _resources(steps: ArrowTable, window: Window) -> Section:
     """Means over the time of steps that were formed in the window."""
     formed_at, duration_s = _floats(steps, "formed_at"), _floats(steps, "duration_s")
-    inside = window.holds(formed_at)
+    held = window.holds(formed_at)
+    inside = slice(None) if held.all() else held  # all of them need no copy
     weight = duration_s[inside]
     section: Section = {
-        "num_steps": int(inside.sum()),
+        "num_steps": int(held.sum()),
         "num_preempted": int(_ints(steps, "num_preempted")[inside].sum()),
         "mean_step_s": float(weight.mean()) if weight.size else None,
     }
+    whole_s = weight.sum()
     for name in ("used_fraction", "num_running", "num_waiting", "num_decodes", "num_prefills"):
         values = _floats(steps, name)[inside]
-        section[f"mean_{name}"] = float(np.average(values, weights=weight)) if weight.sum() > 0 else None
+        section[f"mean_{name}"] = float((values * weight).sum() / whole_s) if whole_s > 0 else None
         section[f"max_{name}"] = float(values.max()) if values.size else None
     tokens = {kind: int(_ints(steps, f"{kind}_tokens")[inside].sum()) for kind in ("prefill", "decode")}
     section |= {f"{kind}_tokens_per_s": _ratio(amount, window.duration_s) for kind, amount in tokens.items()}
-    section["mean_step_tokens"] = _ratio(sum(tokens.values()), int(inside.sum()))
+    section["mean_step_tokens"] = _ratio(sum(tokens.values()), int(held.sum()))
     section["busy_fraction"] = _busy(steps, formed_at, duration_s, window)
     return section
 
