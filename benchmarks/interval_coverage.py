@@ -1,6 +1,7 @@
 """Measure how often 95 % intervals hold the long-run value: 1,000 short runs each of an M/M/1 queue and of a replica with chunked prefills.
 
-Run `python benchmarks/interval_coverage.py [--runs 1000]` (about fifteen minutes of one core); it prints a Markdown table and writes `benchmarks/results/interval_coverage.json`.
+Run `python benchmarks/interval_coverage.py` (about half an hour of one core; `--runs` and `--only` make it shorter); it prints the table of `docs/metrics.md` and writes
+`benchmarks/results/interval_coverage.json`, in which the rows of systems that were left out stay as they are.
 
 The queue's long-run values are known: time in system of M/M/1 is exponential with rate 1 - load (service rate 1). Those of the replica come from one run of 200,000 requests.
 Every run starts empty, as experiments do. Replications of runs that are too short to tell the long run say what runs of their length take: those are judged by the mean over all runs.
@@ -9,9 +10,10 @@ Every run starts empty, as experiments do. Replications of runs that are too sho
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from vajra_py.metrics.definitions import Floats, quantiles
 from vajra_py.metrics.intervals import (
     Interval,
     batch_means_interval,
+    independent_by_load,
     is_long_enough,
     latency_interval,
     quantile_interval,
@@ -58,8 +61,21 @@ class Row:
     """Median half-width over the value."""
 
 
-def mm1(load: float, num_requests: int, num_runs: int, seed: int) -> Floats:
-    """Times in system of M/M/1 queues that start empty, a row a run (Lindley's recursion); service rate 1."""
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Latencies of runs of one length, a row a run, and how many independent requests each is worth by its load."""
+
+    latencies: Floats
+    by_load: list[float]
+
+
+def worth(arrived_at: Floats, latencies: Floats) -> float:
+    """Independent requests of a run of one server."""
+    return independent_by_load(arrived_at, arrived_at + latencies, np.zeros(len(latencies), dtype=np.int64))
+
+
+def mm1(load: float, num_requests: int, num_runs: int, seed: int) -> Runs:
+    """Times in system of M/M/1 queues that start empty (Lindley's recursion); service rate 1."""
     rng = np.random.default_rng(seed)
     service, gaps = rng.exponential(1, (num_requests, num_runs)), rng.exponential(1 / load, (num_requests, num_runs))
     times = np.empty((num_requests, num_runs))
@@ -67,11 +83,12 @@ def mm1(load: float, num_requests: int, num_runs: int, seed: int) -> Floats:
     for i in range(num_requests):
         times[i] = wait + service[i]
         wait = np.maximum(times[i] - gaps[i], 0.0)
-    return times.T
+    arrived_at = np.cumsum(gaps, axis=0) - gaps
+    return Runs(times.T, [worth(arrived_at[:, i], times[:, i]) for i in range(num_runs)])
 
 
-def chunked_prefill(rate: float, num_requests: int, seed: int, registry: Registry) -> Floats:
-    """TTFTs of a replica with chunked prefills under Poisson arrivals."""
+def chunked_prefill(rate: float, num_requests: int, seed: int, registry: Registry) -> tuple[Floats, Floats]:
+    """Arrivals and TTFTs of a replica with chunked prefills under Poisson arrivals."""
     config = config_from_mapping(
         {
             "version": 1,
@@ -98,17 +115,20 @@ def chunked_prefill(rate: float, num_requests: int, seed: int, registry: Registr
     recorder = Recorder(lambda name: 1, steps=False)
     backend.controller.watch([recorder])
     backend.start()
-    found: Floats = recorder.requests.to_table().column("ttft_s").to_numpy()
-    return found
+    table = recorder.requests.to_table()
+    return table.column("arrived_at").to_numpy(), table.column("ttft_s").to_numpy()
 
 
-def within(system: str, runs: Floats, truth: dict[str, float]) -> Iterator[Row]:
+def within(system: str, runs: Runs, truth: dict[str, float]) -> Iterator[Row]:
     """Coverage of intervals of single runs."""
     for metric in WITHIN:
         found = [
-            batch_means_interval(run) if metric == "mean" else quantile_interval(run, FRACTIONS[metric]) for run in runs
+            batch_means_interval(run, by_load=by_load)
+            if metric == "mean"
+            else quantile_interval(run, FRACTIONS[metric], by_load=by_load)
+            for run, by_load in zip(runs.latencies, runs.by_load, strict=True)
         ]
-        yield _row((system, runs.shape[1], "one run", metric, "long run"), found, truth[metric])
+        yield _row((system, runs.latencies.shape[1], "one run", metric, "long run"), found, truth[metric])
 
 
 @dataclass(slots=True)
@@ -120,13 +140,16 @@ class Replications:
     values: dict[str, list[float]] = field(default_factory=lambda: {metric: [] for metric in ACROSS})
     num_long: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACROSS, 0))
 
-    def add(self, runs: Floats) -> None:
-        """Further runs, a row each."""
-        self.num_requests = runs.shape[1]
+    def add(self, runs: Runs) -> None:
+        """Further runs."""
+        self.num_requests = runs.latencies.shape[1]
         for metric in ACROSS:
             fraction = FRACTIONS.get(metric)
-            self.values[metric] += [float(run.mean()) if fraction is None else quantiles(run, (fraction,))[0] for run in runs]  # fmt: skip
-            self.num_long[metric] += sum(is_long_enough(run, fraction) for run in runs)
+            self.values[metric] += [float(run.mean()) if fraction is None else quantiles(run, (fraction,))[0] for run in runs.latencies]  # fmt: skip
+            self.num_long[metric] += sum(
+                is_long_enough(run, fraction, by_load=by_load)
+                for run, by_load in zip(runs.latencies, runs.by_load, strict=True)
+            )
 
     def rows(self, truth: dict[str, float]) -> Iterator[Row]:
         """Coverage of their intervals: of the long-run value where most runs are long enough, else of the mean over all runs."""
@@ -146,48 +169,96 @@ def _row(named: tuple[str, int, str, str, str], found: list[Interval | None], tr
     return Row(*named, len(intervals), covered, float(np.median([one.half_width for one in intervals])) / truth)
 
 
-def rows(num_runs: int) -> Iterator[Row]:
-    """Every system in turn."""
-    for load, num_requests in ((0.5, 3000), (0.7, 5000), (0.7, 10_000), (0.8, 10_000), (0.8, 20_000), (0.9, 3000)):
-        truth = {"mean": 1 / (1 - load)} | {
-            name: -math.log(1 - fraction) / (1 - load) for name, fraction in FRACTIONS.items()
-        }
-        system = f"M/M/1, load {load:g}"
-        replications = Replications(system)
-        for batch in range(SEEDS_EACH):  # as many groups as there are single runs
-            runs = mm1(load, num_requests, num_runs, 7 + batch)
-            if not batch:
-                yield from within(system, runs, truth)
-            replications.add(runs)
-        yield from replications.rows(truth)
+def mm1_rows(load: float, num_requests: int, num_runs: int) -> Iterator[Row]:
+    """An M/M/1 queue, whose long-run values are known."""
+    truth = {"mean": 1 / (1 - load)} | {
+        name: -math.log(1 - fraction) / (1 - load) for name, fraction in FRACTIONS.items()
+    }
+    system = _mm1_name(load)
+    replications = Replications(system)
+    for batch in range(SEEDS_EACH):  # as many groups as there are single runs
+        runs = mm1(load, num_requests, num_runs, 7 + batch)
+        if not batch:
+            yield from within(system, runs, truth)
+        replications.add(runs)
+    yield from replications.rows(truth)
+
+
+def chunked_prefill_rows(rate: float, lengths: Sequence[int], num_runs: int) -> Iterator[Row]:
+    """A replica with chunked prefills, whose long-run values are those of one long run."""
     registry = load_registry()
-    for rate, num_requests in ((7, 2000), (10, 1000)):
-        long_run = chunked_prefill(rate, LONG_REQUESTS, 10**6, registry)[LONG_REQUESTS // 100 :]
-        truth = {"mean": float(long_run.mean())}
-        truth |= dict(zip(FRACTIONS, quantiles(long_run, tuple(FRACTIONS.values())), strict=True))
-        runs = np.stack([chunked_prefill(rate, num_requests, seed, registry) for seed in range(num_runs)])
-        system = f"chunked prefill, {rate} requests/s, TTFT"
+    long_run = chunked_prefill(rate, LONG_REQUESTS, 10**6, registry)[1][LONG_REQUESTS // 100 :]
+    truth = {"mean": float(long_run.mean())}
+    truth |= dict(zip(FRACTIONS, quantiles(long_run, tuple(FRACTIONS.values())), strict=True))
+    for num_requests in lengths:
+        pairs = [chunked_prefill(rate, num_requests, seed, registry) for seed in range(num_runs)]
+        runs = Runs(np.stack([ttfts for _, ttfts in pairs]), [worth(*pair) for pair in pairs])
+        system = _chunked_prefill_name(rate)
         yield from within(system, runs, truth)
         replications = Replications(system)
         replications.add(runs)
         yield from replications.rows(truth)
 
 
+def _mm1_name(load: float) -> str:
+    return f"M/M/1, load {load:g}"
+
+
+def _chunked_prefill_name(rate: float) -> str:
+    return f"chunked prefill, {rate:g} requests/s, TTFT"
+
+
+MM1 = ((0.5, 3000), (0.7, 5000), (0.7, 10_000), (0.8, 6000), (0.8, 10_000), (0.8, 20_000), (0.9, 3000))
+CHUNKED_PREFILL = ((7, (2000,)), (10, (1000, 5000)))
+
+
+def rows(num_runs: int, only: str) -> Iterator[Row]:
+    """Every system whose name contains `only`, in turn."""
+    for load, num_requests in MM1:
+        if only in _mm1_name(load):
+            yield from mm1_rows(load, num_requests, num_runs)
+    for rate, lengths in CHUNKED_PREFILL:
+        if only in _chunked_prefill_name(rate):
+            yield from chunked_prefill_rows(rate, lengths, num_runs)
+
+
+def table_row(group: Sequence[Row], num_runs: int) -> str:
+    """One kind of interval of one system and length, as a row of the table in `docs/metrics.md`."""
+    shown = dict.fromkeys(("mean", *FRACTIONS), "–")
+    for row in group:
+        mark = "†" if row.judged_by == "this length" else ""
+        is_known = row.coverage is not None
+        shown[row.metric] = f"{row.coverage:.1%}{mark} (±{row.half_width:.0%})" if is_known else "too short"
+    given = group[0].intervals / num_runs if group[0].method == "one run" else 1.0
+    cells = (group[0].system, f"{group[0].requests:,}", group[0].method, f"{given:.0%}", shown.pop("mean"))
+    return "| " + " | ".join((*cells, *shown.values())) + " |"
+
+
+def write(found: Sequence[Row]) -> None:
+    """Put the rows into the results, in place of those of the same systems."""
+    measured = {row.system for row in found}
+    kept = [row for row in json.loads(RESULTS.read_text()) if row["system"] not in measured] if RESULTS.exists() else []
+    RESULTS.write_text(json.dumps([*kept, *map(asdict, found)], indent=1) + "\n")
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=1000)
-    found = []
-    print("| system | requests a run | interval | metric | judged by | given | hold the value | half-width |")
-    print("|---|--:|---|---|---|--:|--:|--:|")
-    for row in rows(parser.parse_args().runs):
-        found.append(asdict(row))
-        shown = "too short | –" if row.coverage is None else f"{row.coverage:.1%} | ±{row.half_width:.0%}"
-        print(
-            f"| {row.system} | {row.requests:,} | {row.method} | {row.metric} | {row.judged_by} | {row.intervals:,} | {shown} |",
-            flush=True,
-        )
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    parser.add_argument("--runs", type=int, default=1000, help="of each system and length (default 1,000)")
+    parser.add_argument("--only", default="", help="systems whose name contains this, such as 'chunked prefill, 10'")
+    arguments = parser.parse_args()
+    print("| system | requests a run | interval | given | mean (half-width) | P50 | P90 | P95 | P99 |")
+    print("|---|--:|---|--:|--:|--:|--:|--:|--:|", flush=True)
+    found: list[Row] = []
+    by_table_row = itertools.groupby(
+        rows(arguments.runs, arguments.only), key=lambda row: (row.system, row.requests, row.method)
+    )
+    for _, group in by_table_row:
+        found += (members := list(group))
+        print(table_row(members, arguments.runs), flush=True)
+    if not found:
+        parser.error(f"--only: no such system ({arguments.only}). Allowed: a part of a name in docs/metrics.md")
+    write(found)
 
 
 if __name__ == "__main__":

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import math
+import shutil
+from pathlib import Path
+
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from numpy.typing import NDArray
 
 from vajra_py.metrics.comparison import compare
 from vajra_py.metrics.intervals import (
+    MIN_EFFECTIVE,
     batch_means_interval,
     effective_size,
+    independent_by_load,
     is_long_enough,
     latency_interval,
     mser5,
     quantile_interval,
     replication_interval,
+    utilisation,
 )
+from vajra_py.metrics.replications import group_replications
 from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.trust import warnings_of
+from vajra_py.metrics.within_run import is_short, run_intervals
 
 
 def correlated(count: int, seed: int, phi: float = 0.9) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -60,15 +73,26 @@ def test_a_sequence_that_is_too_short_for_its_correlation_has_no_interval() -> N
     assert not is_long_enough(correlated(6_000, 1, phi=0.97), 0.99)  # too few beyond it
 
 
-def busy_queue(load: float, num_requests: int, seed: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def busy_queue(load: float, num_requests: int, seed: int) -> NDArray[np.float64]:
     """Times in system of an M/M/1 queue that starts empty."""
+    return queue_with_arrivals(load, num_requests, seed)[1]
+
+
+def queue_with_arrivals(load: float, num_requests: int, seed: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Arrivals and times in system of such a queue."""
     rng = np.random.default_rng(seed)
     service, gaps = rng.exponential(1, num_requests), rng.exponential(1 / load, num_requests)
     times, wait = np.empty(num_requests), 0.0
     for i in range(num_requests):
         times[i] = wait + service[i]
         wait = max(times[i] - gaps[i], 0.0)
-    return times
+    return np.cumsum(gaps) - gaps, times
+
+
+def worth(load: float, num_requests: int, seed: int) -> float:
+    """Independent requests that the queue is worth by its load."""
+    arrived_at, times = queue_with_arrivals(load, num_requests, seed)
+    return independent_by_load(arrived_at, arrived_at + times, np.zeros(num_requests, dtype=np.int64))
 
 
 @pytest.mark.parametrize("fraction", [None, 0.9])
@@ -89,6 +113,84 @@ def test_a_queue_gets_intervals_that_hold_as_often_as_they_say_and_a_short_one_g
     assert 0.9 <= num_held / num_given <= 0.99
     num_given, _ = held(0.9, 1500, 40)
     assert num_given <= 1
+
+
+def test_utilisation_is_the_time_in_which_a_replica_owes_a_request_its_service() -> None:
+    arrived_at = np.array([0.0, 1.0, 6.0, 10.0])
+    served_at = np.array([3.0, 2.0, 8.0, 99.0])  # the second within the first; nothing counts after the last arrival
+    one, two = np.zeros(4, dtype=np.int64), np.array([0, 1, 0, 1])
+    assert utilisation(arrived_at, served_at, one) == pytest.approx(0.5)
+    assert utilisation(arrived_at, served_at, two) == pytest.approx((0.5 + 0.1) / 2)
+    assert utilisation(arrived_at[::-1], served_at[::-1], one) == pytest.approx(0.5)  # in any order
+    assert utilisation(np.zeros(3), np.ones(3), np.zeros(3, dtype=np.int64)) == 1.0
+
+
+@pytest.mark.parametrize("load", [0.5, 0.7, 0.8, 0.9])
+def test_the_load_of_a_queue_is_found(load: float) -> None:
+    arrived_at, times = queue_with_arrivals(load, 20_000, 1)
+    found = utilisation(arrived_at, arrived_at + times, np.zeros(len(times), dtype=np.int64))
+    assert found == pytest.approx(load, rel=0.05)
+
+
+def test_what_a_run_is_worth_by_its_load_agrees_with_the_autocorrelation_of_the_queue() -> None:
+    times = busy_queue(0.7, 200_000, 2)
+    gaps = times - times.mean()
+    correlation = 1 + 2 * sum(float(gaps[lag:] @ gaps[:-lag]) for lag in range(1, 300)) / float(gaps @ gaps)
+    assert worth(0.7, 200_000, 2) == pytest.approx(len(times) / correlation, rel=0.25)
+
+
+def test_the_load_decides_where_the_variance_of_a_short_run_is_luck() -> None:
+    by_variance, by_load = [], []
+    for seed in range(60):
+        arrived_at, times = queue_with_arrivals(0.8, 2500, seed)
+        served_at, replica = arrived_at + times, np.zeros(len(times), dtype=np.int64)
+        by_variance.append(is_long_enough(times))
+        by_load.append(is_long_enough(times, by_load=independent_by_load(arrived_at, served_at, replica)))
+    assert sum(by_variance) >= 6  # runs that met no long busy period
+    assert not any(by_load)
+
+
+@pytest.mark.parametrize(("load", "num_requests"), [(0.5, 3000), (0.7, 5000), (0.8, 12_000)])
+def test_a_queue_that_is_long_enough_gets_its_intervals(load: float, num_requests: int) -> None:
+    given = 0
+    for seed in range(20):
+        arrived_at, times = queue_with_arrivals(load, num_requests, seed)
+        by_load = independent_by_load(arrived_at, arrived_at + times, np.zeros(num_requests, dtype=np.int64))
+        found = [batch_means_interval(times, by_load=by_load)]
+        found += [quantile_interval(times, fraction, by_load=by_load) for fraction in (0.5, 0.9, 0.95)]
+        given += all(found)
+    assert given >= 18
+
+
+def test_the_length_test_at_its_bounds() -> None:
+    values = np.random.default_rng(0).exponential(1, 3000)
+    assert is_long_enough(values, by_load=MIN_EFFECTIVE)
+    assert is_long_enough(values, 0.95, by_load=MIN_EFFECTIVE)
+    assert not is_long_enough(values, 0.96, by_load=MIN_EFFECTIVE)
+    assert not is_long_enough(values, by_load=MIN_EFFECTIVE - 0.01)
+    assert batch_means_interval(values, by_load=MIN_EFFECTIVE - 0.01) is None
+    assert quantile_interval(values, 0.5, by_load=MIN_EFFECTIVE - 0.01) is None
+    assert not is_long_enough(correlated(600, 1, phi=0.97), by_load=math.inf)  # the variance still has its say
+
+
+def test_the_worth_of_a_run_at_the_bounds_of_load() -> None:
+    one = np.zeros(1000, dtype=np.int64)
+    arrived_at = np.arange(1000.0)
+    assert independent_by_load(arrived_at, arrived_at, one) == 1000  # nothing waits: all are independent
+    assert independent_by_load(arrived_at, arrived_at + 5, one) == 0  # never caught up
+    assert independent_by_load(np.zeros(1000), np.ones(1000), one) == 0
+    assert independent_by_load(arrived_at[:1], arrived_at[:1], one[:1]) == 0
+    worths = [independent_by_load(arrived_at, arrived_at + wait, one) for wait in (0.2, 0.5, 0.8, 0.99)]
+    assert worths == sorted(worths, reverse=True)
+
+
+def test_bursts_of_arrivals_make_a_run_worth_less() -> None:
+    rng = np.random.default_rng(4)
+    one = np.zeros(4000, dtype=np.int64)
+    smooth, bursty = np.cumsum(rng.gamma(1, 1, 4000)), np.cumsum(rng.gamma(0.1, 10, 4000))
+    served = 1e-9
+    assert independent_by_load(smooth, smooth + served, one) == pytest.approx(4000, rel=0.1)
+    assert independent_by_load(bursty, bursty + served, one) == pytest.approx(4000 / 5.5, rel=0.2)
 
 
 def test_amounts_have_intervals_above_zero_with_the_longer_end_upwards() -> None:
@@ -152,3 +254,33 @@ def test_one_run_has_intervals_where_it_was_steady_and_none_where_it_was_not(mak
     assert comparison.interval("ttft_p99_s", 0) is None
     assert comparison.interval("e2e_p50_s", 0, "slo_class batch") is not None
     assert "ttft_mean_s_low" in comparison.frame().columns
+
+
+def test_a_busy_run_that_is_too_short_for_its_load_has_no_interval_and_the_report_names_it(make_run: object) -> None:
+    busy: RunData = make_run(name="busy", num_requests=250, rate_per_s=14.0)  # type: ignore[operator]
+    assert busy.summary.value("stability.label") == "stable"
+    assert is_long_enough(busy.measured("ttft_s")["ttft_s"])  # by its variance alone
+    assert is_short(busy)
+    assert run_intervals(busy, ["overall"]) == {"overall": {}}
+    warnings = dict(warnings_of(group_replications([busy]), compare([busy])))
+    assert [names for text, names in warnings.items() if text.startswith("Too short for intervals")] == [["busy"]]
+
+
+def test_a_closed_loop_is_judged_by_its_variance_alone(make_run: object, tmp_path: Path) -> None:
+    busy: RunData = make_run(name="busy", num_requests=250, rate_per_s=14.0)  # type: ignore[operator]
+    shutil.copytree(busy.path, tmp_path / "closed")
+    (tmp_path / "closed" / "config.yaml").write_text("workload: {arrivals: {type: closed_loop, clients: 4}}\n")
+    closed = RunData.load(tmp_path / "closed")
+    assert not is_short(closed)
+    assert "ttft_mean_s" in run_intervals(closed, ["overall"])["overall"]
+
+
+def test_replicas_of_several_sets_have_their_own_load(make_run: object, tmp_path: Path) -> None:
+    busy: RunData = make_run(name="busy", num_requests=250, rate_per_s=12.0)  # type: ignore[operator]
+    shutil.copytree(busy.path, tmp_path / "sets")
+    assert is_short(busy)
+    table = busy.requests()
+    names = [f"set{number // 2 % 2}" for number in range(table.num_rows)]
+    place = table.column_names.index("replicaset")
+    pq.write_table(table.set_column(place, "replicaset", pa.array(names)), tmp_path / "sets" / "requests.parquet")
+    assert not is_short(RunData.load(tmp_path / "sets"))  # four replicas instead of two, each less busy

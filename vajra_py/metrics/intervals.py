@@ -1,4 +1,4 @@
-"""Confidence intervals: over replications with independent seeds, and within one run by batch means and a block bootstrap.
+"""Confidence intervals: over replications with independent seeds, and within one run by batch means.
 
 Everything here works on plain arrays and knows nothing of runs; scipy is loaded when it is used.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vajra_py.metrics.definitions import Floats
+from vajra_py.metrics.definitions import Floats, Ints
 
 CONFIDENCE = 0.95
 
@@ -63,10 +63,10 @@ BATCHES = 10
 """Batches of a sequence: few and large ones, whose means are close to independent."""
 MIN_VALUES = 200
 """Values of a sequence from which on batch means are worth making."""
-MIN_EFFECTIVE = 100
-"""Independent values that a sequence must be worth for an interval; shorter ones vary more than their batches show."""
-MIN_EFFECTIVE_BEYOND = 5
-"""Of them, those beyond a quantile on its shorter side."""
+MIN_EFFECTIVE = 75
+"""Independent values that a sequence must be worth for an interval, by its load and by its variance; shorter ones vary more than their batches show."""
+MIN_EFFECTIVE_BEYOND = MIN_EFFECTIVE / 20
+"""Of them, those beyond a quantile on its shorter side: P95 is the last that has enough wherever the mean has."""
 _LENGTH_BATCHES = 32
 """Batches by which it is told how many independent values a sequence is worth: many, since 10 of them would not tell it well."""
 HIGH_QUANTILE = 0.9
@@ -99,33 +99,72 @@ def effective_size(values: Floats) -> float:
     return float(values.var(ddof=1)) / variance if variance > 0 else float(len(values))
 
 
-def is_long_enough(values: Floats, fraction: float | None = None) -> bool:
-    """Whether a sequence is long enough for an interval of its long-run mean, or of this quantile."""
-    size = effective_size(values)
+def utilisation(arrived_at: Floats, served_at: Floats, replica: Ints) -> float:
+    """Fraction of the time between the first and the last arrival in which a replica had a request that was not served yet; mean over requests of that of their replica.
+
+    With the first token for the service, it is the load of a queue for prefills: that of M/M/1 is its rate over its service rate.
+    """
+    start_at, end_at = float(arrived_at.min()), float(arrived_at.max())
+    if not end_at > start_at:
+        return 1.0
+    order = np.lexsort((arrived_at, replica))
+    waiting = 0.0
+    for own in np.split(order, np.flatnonzero(np.diff(replica[order])) + 1):
+        begins = arrived_at[own]
+        covered = np.maximum.accumulate(np.minimum(served_at[own], end_at))
+        before = np.concatenate(([start_at], covered[:-1]))
+        waiting += len(own) * float(np.maximum(covered - np.maximum(begins, before), 0.0).sum())
+    return waiting / len(order) / (end_at - start_at)
+
+
+def independent_by_load(arrived_at: Floats, served_at: Floats, replica: Ints) -> float:
+    """How many independent requests a run is worth by its load alone, whatever its latencies happened to be.
+
+    A queue forgets in a time that grows like 1 / (1 - load)^2 and like the variability of its arrivals and services (Whitt, "Planning queueing simulations", Management Science 35,
+    1989). The number of requests is divided by the sum of the autocorrelations of waiting times in M/M/1 (Daley 1968), and by (1 + squared coefficient of variation of the gaps
+    between arrivals) / 2 where these vary more than Poisson ones.
+    """
+    if len(arrived_at) < 2:
+        return 0.0
+    load = utilisation(arrived_at, served_at, replica)
+    if load >= 1:
+        return 0.0
+    gaps = np.diff(np.sort(arrived_at))
+    burstiness = max(1.0, (1 + float(gaps.var() / gaps.mean() ** 2)) / 2)
+    correlation = (2 + 5 * load - 4 * load**2 + load**3) / ((2 - load) * (1 - load) ** 2)
+    return len(arrived_at) / (correlation * burstiness)
+
+
+def is_long_enough(values: Floats, fraction: float | None = None, *, by_load: float = math.inf) -> bool:
+    """Whether a sequence is long enough for an interval of its long-run mean, or of this quantile.
+
+    By the smaller of its effective size and of what the run is worth by its load: few values of a busy system may vary little by chance.
+    """
+    size = min(effective_size(values), by_load)
     beyond = math.inf if fraction is None else size * min(fraction, 1 - fraction)
     return size >= MIN_EFFECTIVE and beyond >= MIN_EFFECTIVE_BEYOND * (1 - 1e-9)
 
 
-def batch_means_interval(values: Floats) -> Interval | None:
+def batch_means_interval(values: Floats, *, by_load: float = math.inf) -> Interval | None:
     """Interval for the long-run mean of a stationary, correlated sequence of amounts; None when it is too short.
 
     Student's t over batch means, corrected for their skewness and for what is left of their correlation as Skart does (Tafazzoli and Wilson, "Skart: A skewness- and
     autoregression-adjusted batch-means procedure for simulation analysis", IIE Transactions 43, 2011), with a fixed number of values. The error of a mean grows with the mean (a
     busier system varies more), so that a relative error is taken for one of the logarithm.
     """
-    if not is_long_enough(values):
+    if not is_long_enough(values, by_load=by_load):
         return None
     return _of_logarithm(_skewed_t(_batched(values, BATCHES)), float(values.mean()))
 
 
-def quantile_interval(values: Floats, fraction: float) -> Interval | None:
+def quantile_interval(values: Floats, fraction: float, *, by_load: float = math.inf) -> Interval | None:
     """Interval for the long-run quantile of such a sequence; None when it is too short.
 
     The share of values up to the observed quantile gets a batch-means interval; the quantiles of its two ends are those of the interval. The upper end of a
     high quantile is stretched as if the error were one of the reciprocal, since it grows faster with the quantile than that of a mean. (A bootstrap of the batches covers less:
     `benchmarks/interval_coverage.py`.)
     """
-    if not is_long_enough(values, fraction):
+    if not is_long_enough(values, fraction, by_load=by_load):
         return None
     used = values[len(values) % BATCHES :]
     ordered = np.sort(used)

@@ -20,7 +20,7 @@ _WIDE_FRACTION = 0.25
 
 _DISAGREE = f"Its seeds disagree: the 95 % interval of mean or P99 TTFT is wider than ±{_WIDE_FRACTION:.0%} of the value. More replications or longer runs narrow it."
 _WIDE = f"The 95 % interval of mean TTFT is wider than ±{_WIDE_FRACTION:.0%} of the value. `replications: 5` or a longer run narrows it."
-_WORTH = f"its requests are worth fewer than {MIN_EFFECTIVE} independent ones (they wait for each other)"
+_WORTH = f"its requests are worth fewer than {MIN_EFFECTIVE} independent ones, by its load or by how its latencies vary (they wait for each other)"
 _SHORT = f"Too short for intervals: {_WORTH}. A longer run or `replications: 5` gives some."
 _SHORT_SEEDS = (
     f"Too short to tell the long run: {_WORTH}. Intervals are those of runs of this length; longer ones may be slower."
