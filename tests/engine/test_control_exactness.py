@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.engine.oracle import Oracle
 from vajra_py.config import config_from_mapping
 from vajra_py.engine.compute import ModelRunner, RunnerOptions, StepInput, StepOutput
 from vajra_py.engine.prompts import PromptMaker
@@ -116,28 +117,6 @@ class LoadedOnce:
 
     def close(self) -> None:
         pass
-
-
-@dataclass
-class Oracle:
-    """What transformers' own `generate` puts out, each prompt by itself."""
-
-    model: Any
-    known: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-
-    def tokens(self, prompt: list[int], count: int) -> list[int]:
-        import torch
-
-        from vajra_py.engine.compute.loading import quiet
-
-        key = tuple(prompt)
-        if len(self.known.get(key, ())) < count:
-            ids = torch.tensor([prompt])
-            options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 2, "max_new_tokens": count}
-            with quiet(), torch.inference_mode():
-                out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-            self.known[key] = out[0, len(prompt) :].tolist()
-        return self.known[key][:count]
 
 
 @dataclass(frozen=True)

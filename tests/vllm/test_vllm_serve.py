@@ -169,26 +169,27 @@ if __name__ == "__main__":
 """
 
 
-def test_offline_with_processes_of_its_own_a_fallback_finishes_what_runs(tiny_model: str, tmp_path: Path) -> None:
-    script, file = tmp_path / "offline.py", tmp_path / "experiment.yaml"
+def offline(model: str, options: dict[str, Any], folder: Path, known: dict[str, str]) -> tuple[list[Any], str]:
+    """What a `vllm.LLM` in a process of its own puts out, and all that it said."""
+    script = folder / "offline.py"
     script.write_text(OFFLINE)
+    command = [sys.executable, str(script), model, json.dumps(options)]
+    done = subprocess.run(command, env=known, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = next(line for line in done.stdout.splitlines() if line.startswith("OUT "))
+    return json.loads(said[4:]), done.stderr + done.stdout
+
+
+def test_offline_with_processes_of_its_own_a_fallback_finishes_what_runs(tiny_model: str, tmp_path: Path) -> None:
+    file = tmp_path / "experiment.yaml"
     file.write_text(EXPERIMENT.replace("600", "9") + "backend: {vllm: {fallback: vllm-v1}}\n")
     ours = {"scheduler_cls": "vajra_py.vllm.Scheduler", "additional_config": {"vajra": {"experiment": str(file)}}}
-    known = environment(tmp_path)
     runs = []
     for options in (ours, {}):
-        done = subprocess.run(
-            [sys.executable, str(script), tiny_model, json.dumps(options)],
-            env=known,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        runs.append(json.loads(next(line for line in done.stdout.splitlines() if line.startswith("OUT "))[4:]))
+        outputs, log = offline(tiny_model, options, tmp_path, environment(tmp_path))
+        runs.append(outputs)
         if options:
-            assert "policy breaks" in done.stderr + done.stdout
+            assert "policy breaks" in log
     assert [reason for reason, _ in runs[0]] == ["length"] * 12
     assert runs[0] == runs[1]
 

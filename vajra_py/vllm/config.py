@@ -99,7 +99,10 @@ class VllmBackendConfig(ModelBackendConfig):
             except ConfigError as error:
                 found += error.problems
         for name, one in replicasets.items():
-            found += _problems_of(where_of(name, replicasets), one.replica, self.device)
+            where = where_of(name, replicasets)
+            found += problems_of(where, one.replica)
+            if self.device == "cpu":
+                found += _problems_of_blocks(where, one.replica.memory.block_size)
         if self.fallback is not None:
             message = (
                 f"takes over in a vLLM that schedules by this file, which this one does not (got {self.fallback!r})"
@@ -144,15 +147,9 @@ class VllmBackendConfig(ModelBackendConfig):
         return load_vllm
 
 
-def _problems_of(where: str, replica: ReplicaConfig, device: str) -> list[Problem]:
-    """What of a replica's settings vLLM's workers cannot carry out."""
+def problems_of(where: str, replica: ReplicaConfig) -> list[Problem]:
+    """What of a replica's settings no vLLM can carry out, whoever starts it."""
     found = check_replica(where, replica)
-    block_size = replica.memory.block_size
-    if device == "cpu" and block_size % CPU_BLOCK_TOKENS:
-        message = (
-            f"vLLM's attention on a CPU wants blocks of a multiple of {CPU_BLOCK_TOKENS} tokens (got {block_size})"
-        )
-        found.append(Problem(f"{where}.memory.block_size", message, "Allowed: 32, 64, 128, …"))
     if replica.memory.host_blocks:
         message = f"vLLM's workers do not copy KV blocks to host memory (got {replica.memory.host_blocks})"
         found.append(Problem(f"{where}.memory.host_blocks", message, "Allowed: 0 (preemption recomputes)"))
@@ -163,6 +160,13 @@ def _problems_of(where: str, replica: ReplicaConfig, device: str) -> list[Proble
         message = f"vLLM's workers have one KV memory (got {replica.kv_parallel.groups} groups)"
         found.append(Problem(f"{where}.kv_parallel.groups", message, "Allowed: 1"))
     return found
+
+
+def _problems_of_blocks(where: str, block_size: int) -> list[Problem]:
+    if block_size % CPU_BLOCK_TOKENS == 0:
+        return []
+    message = f"vLLM's attention on a CPU wants blocks of a multiple of {CPU_BLOCK_TOKENS} tokens (got {block_size})"
+    return [Problem(f"{where}.memory.block_size", message, "Allowed: 32, 64, 128, …")]
 
 
 register_backend("vllm", VllmBackendConfig)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from vajra_py.config.yaml_file import read_mapping
 from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 from vajra_py.plugins import Registry
+from vajra_py.vllm.config import problems_of
 from vajra_py.vllm.support import policy_options
 
 EXPERIMENT_VARIABLE = "VAJRA_VLLM_EXPERIMENT"
@@ -142,28 +143,10 @@ def _experiment_of_file(
     if not config.is_single:
         what = "replications" if config.sweep is None else "sweep"
         raise ConfigError(Problem(f"{path} {what}", "a vLLM is scheduled by one experiment", f"Leave the {what} out"))
-    problems = [Problem(f"{path} {where}", why, allowed) for where, why, allowed in _not_vllms(config)]
+    problems = problems_of(f"{path} replica", next(iter(config.effective_replicasets.values())).replica)
     if problems:
         raise ConfigError(problems)
     return config
-
-
-def _not_vllms(config: ExperimentConfig) -> Iterator[tuple[str, str, str]]:
-    """Settings of a replica that a vLLM does not carry out: where, why, what is allowed."""
-    replica = next(iter(config.effective_replicasets.values())).replica
-    if replica.memory.host_blocks:
-        yield (
-            "replica.memory.host_blocks",
-            f"vLLM computes again who is preempted (got {replica.memory.host_blocks})",
-            "0",
-        )
-    if replica.kv_parallel.groups > 1:
-        yield "replica.kv_parallel.groups", f"a vLLM is one group (got {replica.kv_parallel.groups})", "1"
-    if (replica.pipeline_stages or 1) > 1:
-        yield "replica.pipeline_stages", f"a vLLM is one stage here (got {replica.pipeline_stages})", "1"
-    if replica.memory.prefix_cache.enabled and replica.memory.prefix_cache.unscheduled == "keep":
-        message = "would let requests read KV blocks that were never computed ('keep')"
-        yield "replica.memory.prefix_cache.unscheduled", message, "withdraw"
 
 
 def _vllms_own(sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
