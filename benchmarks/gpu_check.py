@@ -25,6 +25,7 @@ import torch  # noqa: E402
 
 import vajra_kernels  # noqa: E402
 from vajra_kernels import checks, reference  # noqa: E402
+from vajra_kernels.sampling import sample_tokens  # noqa: E402
 
 FLOAT32_TOLERANCE = 3e-5  # the GPU's exponential is approximate to 2 units in the last place
 Outcome = tuple[float, float]  # (worst error, what is tolerated)
@@ -115,6 +116,13 @@ def check_copies(dtype: torch.dtype, generator: torch.Generator, device: str) ->
     return max(error, float((source.float() - before.float()).abs().max())), 0.0
 
 
+def check_sampling(dtype: torch.dtype, generator: torch.Generator, device: str) -> Outcome:
+    """Tokens of a large vocabulary with every sampling parameter, against sorting in float64: how many differ."""
+    given = checks.sampling_inputs(128_256, dtype, generator, repeats=4)
+    tokens = sample_tokens(*(tensor.to(device) for tensor in given))
+    return float(len(checks.sampling_mismatches(tokens.cpu(), *given))), 0.0
+
+
 def check_graph(dtype: torch.dtype, generator: torch.Generator, device: str) -> Outcome:
     """A decode captured in a CUDA graph at the largest lengths, replayed with other lengths and padding rows."""
     longest = checks.AttentionCase((8, 2), (128, 128), 64, ((1, 900),) * 6, dtype)
@@ -173,7 +181,13 @@ def all_checks(generator: torch.Generator, device: str) -> Iterator[tuple[str, C
     """(name, check) pairs, small ones first."""
     for case in checks.gpu_cases():
         yield f"attention {case.label}", partial(check_attention, case, generator, device)
-    per_dtype = {"write": check_write, "merge": check_merge, "copy": check_copies, "graph": check_graph}
+    per_dtype = {
+        "write": check_write,
+        "merge": check_merge,
+        "copy": check_copies,
+        "graph": check_graph,
+        "sampling": check_sampling,
+    }
     for name, check in per_dtype.items():
         for dtype in checks.TOLERANCES:
             label = f"{name} {str(dtype).removeprefix('torch.')}"

@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 from vajra_kernels.launch import Launch
 
 _POINTER_NAMES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",

@@ -19,7 +19,8 @@ from vajra_kernels.config import DeviceFacts
 from vajra_kernels.gpu import attention_launches
 from vajra_kernels.launch import Launch
 from vajra_kernels.metadata import AttentionMetadata, build_metadata
-from vajra_kernels.reference import attention_reference
+from vajra_kernels.reference import attention_reference, sample_reference
+from vajra_kernels.sampling import Column
 
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
 """Largest error of an output against float64, relative to max(1, its size); outputs are means of standard normal values."""
@@ -208,3 +209,52 @@ def gpu_cases() -> list[AttentionCase]:
                 lens = mixes[(index * 3 + number) % 4]
                 cases.append(AttentionCase(heads, (dim, dim), block_size, lens, dtype, window, softcap))
     return cases
+
+
+_SAMPLING: tuple[dict[str, float], ...] = (
+    {"TEMPERATURE": 0.0},
+    {"TEMPERATURE": 0.0, "HISTORY": 0, "REPETITION": 1.7, "FREQUENCY": 0.3, "PRESENCE": -0.5},
+    {"TEMPERATURE": 0.7},
+    {"TEMPERATURE": 2.5, "TOP_K": 7},
+    {"TOP_P": 0.8},
+    {"TOP_P": 0.05},
+    {"MIN_P": 0.1},
+    {"TEMPERATURE": 1.4, "TOP_K": 20, "TOP_P": 0.7, "MIN_P": 0.02},
+    {"TOP_P": 0.95, "HISTORY": 1, "REPETITION": 0.6, "FREQUENCY": 0.1},
+    {"TOP_K": 15, "HISTORY": 2, "PRESENCE": 1.5},
+)
+
+
+def sampling_inputs(
+    vocab_size: int, dtype: torch.dtype, generator: torch.Generator, repeats: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(logits, parameters, seen) of rows with every feature, for ``sampling.sample_tokens``."""
+    rows = _SAMPLING * repeats
+    parameters = torch.zeros((len(rows), len(Column)), dtype=torch.float64)
+    parameters[:, [Column.TEMPERATURE, Column.TOP_P, Column.REPETITION]] = 1.0
+    parameters[:, Column.TOP_K] = vocab_size
+    parameters[:, Column.HISTORY] = -1
+    parameters[:, Column.NUMBER] = torch.rand(len(rows), generator=generator, dtype=torch.float64)
+    for row, columns in zip(parameters, rows, strict=True):
+        for name, value in columns.items():
+            row[Column[name]] = value
+    # A row's first logits are the end of a longer row, as where the vocabulary was padded.
+    logits = (torch.randn((len(rows), vocab_size + 8), generator=generator) * 2.5).to(dtype)[:, :vocab_size]
+    seen = torch.randint(0, 4, (3, vocab_size), generator=generator) * torch.randint(
+        0, 2, (3, vocab_size), generator=generator
+    )
+    return logits, parameters, seen.to(torch.int32)
+
+
+def sampling_mismatches(
+    tokens: torch.Tensor, logits: torch.Tensor, parameters: torch.Tensor, seen: torch.Tensor
+) -> list[tuple[int, int]]:
+    """(Row, token) pairs that no rounding explains: other tokens than with numbers and limits that differ by 1e-5."""
+    possible = []
+    for slack in (0.0, 1e-5, -1e-5):
+        for column in (Column.NUMBER, Column.TOP_P, Column.MIN_P):
+            moved = parameters.clone()
+            moved[:, column] = torch.where(moved[:, column] % 1.0 == 0.0, moved[:, column], moved[:, column] + slack)
+            possible.append(sample_reference(logits, moved, seen))
+    rows = zip(tokens.tolist(), torch.stack(possible, 1).tolist(), strict=True)
+    return [(row, token) for row, (token, allowed) in enumerate(rows) if token not in allowed]

@@ -80,3 +80,32 @@ def copy_blocks_reference(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Ten
     taken = [(target, src[..., source, :, :, :].clone()) for source, target in pairs.tolist()]
     for target, block in taken:
         dst[..., target, :, :, :] = block.to(dst.device)
+
+
+def sample_reference(logits: torch.Tensor, parameters: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Int64 tokens [R], by sorting in float64; arguments as of ``sampling.sample_tokens``."""
+    return torch.stack(
+        [_sampled(row.double(), facts, seen) for row, facts in zip(logits, parameters.double(), strict=True)]
+    )
+
+
+def _sampled(logits: torch.Tensor, facts: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    temperature, top_p, min_p, top_k, repetition, frequency, presence, history, number = facts.tolist()
+    if history >= 0:
+        own = seen[int(history)]
+        counts = own >> 1
+        scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(own > 0, scaled, logits) - frequency * counts - presence * (counts > 0)
+    if not logits.max().isfinite():  # a NaN is the largest
+        return torch.tensor(-1)
+    if temperature == 0:
+        return logits.argmax()
+    weights = ((logits - logits.max()) / temperature).exp()
+    ranked, order = logits.sort(descending=True, stable=True)
+    kept = logits >= ranked[int(top_k) - 1]
+    in_order = (weights * kept)[order]
+    before = (in_order.cumsum(0) - in_order) / in_order.sum()
+    kept &= logits >= ranked[max(int((before < top_p).sum()), 1) - 1]
+    kept &= weights >= min_p
+    cumulated = (weights * kept).cumsum(0)
+    return torch.searchsorted(cumulated, number * cumulated[-1], right=True)

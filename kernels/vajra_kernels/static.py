@@ -5,8 +5,8 @@ docs/kernels.md; the tests hold the same cases to their bounds.
 
 Invariants:
     - Launches come from the launchers that run, on small stand-in tensors with the shapes' strides and alignment.
-    - No case spills registers (but for 8 bytes in one of them, and a little at head dimension 512), and every one fits the
-      shared memory of its device.
+    - No case spills registers (but for 8 bytes in one of them, and a little at head dimension 512 and in sampling), and every
+      one fits the shared memory of its device.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from vajra_kernels.cache import allocate_kv_cache
 from vajra_kernels.call import AttentionCall
 from vajra_kernels.config import A100, H200, L4, DeviceFacts
 from vajra_kernels.decode_plan import plan_launch
+from vajra_kernels.draw import sample_launch
 from vajra_kernels.gpu import attention_launches
 from vajra_kernels.kv_write import kv_write_launch
 from vajra_kernels.launch import Launch
@@ -34,6 +35,7 @@ from vajra_kernels.merge import merge_launch, merge_pieces_launch
 from vajra_kernels.metadata import build_metadata
 from vajra_kernels.norm import norm_launch
 from vajra_kernels.rotate import Rotation, rotate_launch
+from vajra_kernels.sampling import Column
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class StaticCase:
         max_shared_bytes: per program.
         wants_wgmma: the products must be Hopper's warp-group instructions.
         wants_overlap: loads of a later K/V tile must be in flight while a tile is multiplied.
-        max_stack_bytes: per thread; above 0 where one Triton version keeps an address on the stack, and at head dimension 512.
+        max_stack_bytes: per thread; above 0 where one Triton version keeps an address on the stack, at head dimension 512, and
+            in sampling.
     """
 
     name: str
@@ -114,6 +117,7 @@ def static_cases() -> Iterator[StaticCase]:
     yield from _ragged_cases()
     yield from _memory_cases()
     yield from _layer_cases()
+    yield from _sampling_cases()
 
 
 def _decode_cases() -> Iterator[StaticCase]:
@@ -198,6 +202,16 @@ def _layer_cases() -> Iterator[StaticCase]:
     out, gate_up = torch.empty((16, 14336), dtype=torch.bfloat16), torch.empty((16, 28672), dtype=torch.bfloat16)
     for activation in ACTIVATIONS:
         yield StaticCase(f"gated {activation}", H200, gated_launch(out, gate_up, activation), 64)
+
+
+def _sampling_cases() -> Iterator[StaticCase]:
+    """Two programs of 256 threads a multiprocessor; up to 80 bytes on the stack, outside the passes."""
+    tokens, seen = torch.zeros(16, dtype=torch.int64), torch.zeros((1, 151936), dtype=torch.int32)
+    parameters = torch.zeros((16, len(Column)), dtype=torch.float64)
+    for device, dtype in ((H200, torch.bfloat16), (H200, torch.float32), (A100, torch.bfloat16), (L4, torch.bfloat16)):
+        launch = sample_launch(tokens, torch.empty((16, 151936), dtype=dtype), parameters, seen)
+        name = f"sample of 151936 {'fp32' if dtype == torch.float32 else 'bf16'}"
+        yield StaticCase(name, device, launch, 128, 32 * _KIB, wants_overlap=True, max_stack_bytes=80)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -48,13 +48,13 @@ def test_cases_cover_what_is_built_in() -> None:
         "merge_kernel",
         "plan_kernel",
     }
-    assert kernels == attention | {"norm_kernel", "rotate_kernel", "gated_kernel"}
+    assert kernels == attention | {"norm_kernel", "rotate_kernel", "gated_kernel", "sample_kernel"}
     assert {case.device for case in CASES} == {A100, H200, L4}
     for case in CASES:
         is_half_attention = (
             any(word in case.name for word in ("decode", "prefill", "chunk")) and "fp32" not in case.name
         )
-        assert case.wants_overlap == is_half_attention
+        assert case.wants_overlap == (is_half_attention or "sample" in case.name)
         assert case.wants_wgmma == (is_half_attention and case.device is H200 and "decode" not in case.name)
 
 

@@ -20,7 +20,15 @@ def version(text: str) -> tuple[int, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["check_attention.py", "check_memory.py", "check_public.py", "check_large.py", "check_layer.py"]
+    "name",
+    [
+        "check_attention.py",
+        "check_memory.py",
+        "check_public.py",
+        "check_large.py",
+        "check_layer.py",
+        "check_sampling.py",
+    ],
 )
 def test_interpreted_kernels_equal_their_references(name: str) -> None:
     if version(triton.__version__) < (3, 9) and version(np.__version__) >= (2, 4):

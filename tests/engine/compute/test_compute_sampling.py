@@ -15,7 +15,8 @@ from vajra_py.engine.compute import Chunk, NewRow, SamplingParams, StepInput, Ta
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from vajra_py.engine.compute.sampler import Sampler, _truncate, uniform_numbers  # noqa: E402
+from vajra_py.engine.compute.penalties import apply_penalties  # noqa: E402
+from vajra_py.engine.compute.sampler import Sampler, truncate, uniform_numbers  # noqa: E402
 
 VOCAB = 40
 
@@ -145,14 +146,14 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
     )
     params = SamplingParams(temperature=0.0, repetition_penalty=1.8)
     sampler = sampler_for([params], prompt_token_ids=seen[:3], output_token_ids=seen[3:], num_output_tokens=2)
-    torch.testing.assert_close(sampler._adjust(logits, np.array([0])), expected)
+    torch.testing.assert_close(apply_penalties(logits, sampler._parameters, sampler._histories), expected)
 
 
 def test_presence_and_frequency_count_the_output_alone() -> None:
     logits = torch.zeros(1, VOCAB)
     params = SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25)
     sampler = sampler_for([params], prompt_token_ids=[2], output_token_ids=[7, 7, 7, 8], num_output_tokens=4)
-    adjusted = sampler._adjust(logits, np.array([0]))[0]
+    adjusted = apply_penalties(logits, sampler._parameters, sampler._histories)[0]
     assert adjusted[2] == 0.0
     assert adjusted[7] == pytest.approx(-0.5 - 3 * 0.25)
     assert adjusted[8] == pytest.approx(-0.5 - 0.25)
@@ -172,7 +173,8 @@ def test_logprobs_are_the_models_own() -> None:
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(8))
     params = SamplingParams(temperature=3.0, top_k=4, repetition_penalty=2.0, logprobs=3)
     sampler = sampler_for([params, SamplingParams(temperature=0.0, logprobs=0)])
-    tokens, found = sampler.sample(logits, np.arange(2))
+    tokens, (slots, pending) = sampler.sample(logits, np.arange(2))
+    found = dict(zip(slots, pending.result(), strict=True))
     expected = torch.log_softmax(logits, -1)
     best = expected[0].topk(3)
     assert found[0].logprob == pytest.approx(float(expected[0, tokens[0]]), abs=1e-5)
@@ -254,9 +256,8 @@ def test_truncation_follows_its_definition(
     """The kept tokens are those of the definition, whose thresholds are sharp to a part in ten thousand."""
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    floats = torch.tensor([[temperature, top_p, min_p]])
     scores = (logits - logits.amax(-1, keepdim=True)) / temperature
-    found = _truncate(scores, floats, floats.numpy(), np.array([params.top_k or VOCAB]))
+    found = truncate(scores, sampler_for([params])._parameters)
     certain, possible = kept_by_definition(torch.softmax(scores, -1)[0], top_k, top_p, min_p)
     tokens = set(torch.nonzero(found[0] > float("-inf")).flatten().tolist())
     assert certain <= tokens <= possible, (seed, scale, temperature, top_k, top_p, min_p, certain - tokens)

@@ -2,7 +2,7 @@
 
 Invariants:
     - The prompt counts for the repetition penalty alone; the output for all three.
-    - Counts live on the device and grow without waiting for it.
+    - Counts live on the device, all requests' in one tensor, and grow without waiting for it.
 """
 
 from __future__ import annotations
@@ -12,47 +12,76 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vajra_py.engine.compute.interface import SamplingParams
+from vajra_kernels.sampling import Column
+from vajra_py.engine.compute.batch import Ints
 from vajra_py.engine.compute.transfer import to_device
 
-
-class History:
-    """How often a request put out each token, and which ones its prompt has."""
-
-    __slots__ = ("in_prompt", "output_counts")
-
-    def __init__(
-        self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int], vocab_size: int, device: torch.device
-    ) -> None:
-        self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.output_counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
-        if prompt_token_ids:
-            self.in_prompt.index_fill_(0, to_device(np.array(prompt_token_ids, np.int64), device), True)
-        if output_token_ids:
-            outputs = to_device(np.array(output_token_ids, np.int64), device)
-            self.output_counts.index_add_(0, outputs, torch.ones(len(output_token_ids), device=device))
-
-    def add(self, token: torch.Tensor) -> None:
-        """One more output token, a scalar on the device."""
-        self.output_counts.index_add_(0, token.view(1), self.output_counts.new_ones(1))
+_LARGEST = torch.finfo(torch.float32).max
 
 
-def apply_penalties(logits: torch.Tensor, rows: Sequence[tuple[int, SamplingParams, History]]) -> torch.Tensor:
-    """Changes logits [R, vocab] in place for each (row, its parameters, its history); returns them.
+class Histories:
+    """What the requests that ask for penalties have in their prompts and outputs.
+
+    Attributes:
+        seen: int32 [H, vocab], for each history twice how often a token was put out, and 1 more where the prompt has it.
+            At least one row, so that it can be pointed at.
+    """
+
+    __slots__ = ("_free", "seen")
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.seen = torch.zeros((1, vocab_size), dtype=torch.int32, device=device)
+        self._free = [0]
+
+    def add(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> int:
+        """The row of a new history. Raises `IndexError` for a token outside the vocabulary."""
+        num_rows, vocab_size = self.seen.shape
+        prompt, outputs = (np.array(ids, np.int64) for ids in (prompt_token_ids, output_token_ids))
+        for ids in (prompt, outputs):
+            if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+                raise IndexError(f"a token of its prompt or output is not among the model's {vocab_size}")
+        if not self._free:
+            self.seen = torch.cat((self.seen, torch.zeros_like(self.seen)))
+            self._free.extend(range(num_rows, 2 * num_rows))
+        seen = self.seen[self._free[-1]].zero_()
+        if prompt.size:
+            seen.index_fill_(0, to_device(prompt, seen.device), 1)
+        if outputs.size:
+            seen.index_add_(0, to_device(outputs, seen.device), seen.new_full((outputs.size,), 2))
+        return self._free.pop()
+
+    def remove(self, history: int) -> None:
+        """Give the row back."""
+        self._free.append(history)
+
+    def count(self, histories: Ints, tokens: torch.Tensor) -> None:
+        """One more output token int64 [R] of each of these histories [R]; those of -1 keep none, and a token of -1 is none."""
+        kept = np.flatnonzero(histories >= 0)
+        if not kept.size:
+            return
+        places, rows = to_device(kept, tokens.device), to_device(histories[kept], tokens.device)
+        chosen = tokens[places]
+        flat = rows * self.seen.shape[1] + chosen.clamp_min(0)
+        self.seen.view(-1).index_add_(0, flat, (chosen >= 0).to(torch.int32) * 2)
+
+
+def apply_penalties(logits: torch.Tensor, parameters: np.ndarray, histories: Histories) -> torch.Tensor:
+    """Float32 logits [R, vocab] after the penalties of `parameters` float64 [R, len(Column)].
 
     Repetition penalty as in CTRL (Keskar et al. 2019): positive logits are divided by it, others multiplied.
     """
-    places = to_device(np.array([place for place, _, _ in rows], np.int64), logits.device)
-    factors = [(one.repetition_penalty, one.frequency_penalty, one.presence_penalty) for _, one, _ in rows]
-    is_extreme = any(not 1e-30 < one.repetition_penalty < 1e30 for _, one, _ in rows)
-    repetition, frequency, presence = to_device(np.array(factors, np.float32), logits.device).unsqueeze(-1).unbind(1)
-    counts = torch.stack([history.output_counts for _, _, history in rows])
-    put_out = counts > 0
-    seen = put_out | torch.stack([history.in_prompt for _, _, history in rows])
+    kept = np.flatnonzero(parameters[:, Column.HISTORY] >= 0)
+    if not kept.size:
+        return logits
+    penalties = parameters[kept, Column.REPETITION : Column.PRESENCE + 1].astype(np.float32)
+    repetition, frequency, presence = to_device(penalties, logits.device).unsqueeze(-1).unbind(1)
+    places = to_device(kept, logits.device)
+    seen = histories.seen[to_device(parameters[kept, Column.HISTORY].astype(np.int64), logits.device)]
+    counts = seen >> 1
     part = logits[places]
-    part = torch.where(seen, torch.where(part > 0, part / repetition, part * repetition), part)
-    if is_extreme:  # it may overflow, and infinite logits have no differences
-        part.nan_to_num_(nan=float("nan"))
-    part -= frequency * counts + presence * put_out
-    logits[places] = part
-    return logits
+    scaled = torch.where(part > 0, part / repetition, part * repetition)
+    # It may overflow, and infinite logits have no differences.
+    scaled = torch.where(part.isfinite(), scaled.clamp_(-_LARGEST, _LARGEST), part)
+    part = torch.where(seen > 0, scaled, part)
+    part -= frequency * counts + presence * (counts > 0)
+    return logits.index_copy(0, places, part)

@@ -9,18 +9,36 @@ import torch
 
 from vajra_py.engine.compute.batch import Ints
 from vajra_py.engine.compute.interface import PendingStep, StepOutput, TokenLogprobs
-from vajra_py.engine.compute.sampler import LOST_ROW, NO_TOKEN
+from vajra_py.engine.compute.logprobs import PendingLogprobs
+from vajra_py.engine.compute.sampler import LOST_ROW, NO_TOKEN, Logprobs
 from vajra_py.errors import ExecutorError
 
 
 @dataclass(slots=True)
 class Computed:
-    """A step's tokens, in the order of its sampled rows, and log-probabilities by slot."""
+    """A step's tokens, in the order of its sampled rows, and log-probabilities.
+
+    Attributes:
+        slots: of the sampled rows.
+        tokens: theirs.
+        logprobs: of the tokens of those that asked.
+        prompt_logprobs: by slot, of the prompt's tokens that this step has scored, one after another.
+    """
 
     slots: Ints
     tokens: torch.Tensor
-    logprobs: dict[int, TokenLogprobs]
-    prompt_logprobs: dict[int, list[TokenLogprobs]]
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: dict[int, list[PendingLogprobs]] = field(default_factory=dict)
+
+    def read_logprobs(self) -> tuple[dict[int, TokenLogprobs], dict[int, list[TokenLogprobs]]]:
+        """(Those of tokens, those of prompts) by slot; the device must have got there."""
+        of_tokens = {
+            slot: one for slots, found in self.logprobs for slot, one in zip(slots, found.result(), strict=True)
+        }
+        of_prompts = {
+            slot: [one for piece in pieces for one in piece.result()] for slot, pieces in self.prompt_logprobs.items()
+        }
+        return of_tokens, of_prompts
 
 
 @dataclass(slots=True)
@@ -47,7 +65,7 @@ class TorchStep:
         if NO_TOKEN in tokens:
             lost = {slot: LOST_ROW for slot, token in zip(slots, tokens, strict=True) if token == NO_TOKEN}
             faults = lost | dict(faults)
-        return StepOutput(slots, tokens, self.duration_s, computed.logprobs, computed.prompt_logprobs, faults)
+        return StepOutput(slots, tokens, self.duration_s, *computed.read_logprobs(), faults)
 
 
 @dataclass(frozen=True, slots=True)

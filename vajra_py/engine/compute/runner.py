@@ -4,7 +4,7 @@ Invariants:
     - What goes wrong with one row ends that row: it is reported among the step's faults, and the others are as ever. A step
       that fails is computed again row by row, as long as the device answers.
     - Whatever of a step depends on the host alone is done before the device is touched; nothing waits for the device
-      before `PendingStep.result`, except log-probabilities.
+      before `PendingStep.result`.
     - After an exception that reaches its caller the runner is not to be used again: device and host may disagree.
 """
 
@@ -31,20 +31,22 @@ from vajra_py.engine.compute.interface import (
     RunnerOptions,
     StepInput,
     StepOutput,
-    TokenLogprobs,
 )
 from vajra_py.engine.compute.kv_memory import KvMemory
 from vajra_py.engine.compute.loading import find_device
+from vajra_py.engine.compute.logprobs import PendingLogprobs
 from vajra_py.engine.compute.memory import step_bytes, usable_bytes
 from vajra_py.engine.compute.pending import AheadStep, Computed, JoinedStep, TorchStep
 from vajra_py.engine.compute.prepare import PreparedModel, prepare
 from vajra_py.engine.compute.ranks import Ranks, join_ranks, leave_ranks, swap_file
-from vajra_py.engine.compute.sampler import NO_TOKEN, Sampler
+from vajra_py.engine.compute.sampler import NO_TOKEN, Logprobs, Sampler
 from vajra_py.engine.compute.transfer import to_device, to_host
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.runtime.kv import BlockCopy
 
 _log = logging.getLogger(__name__)
+Scores = dict[int, list[PendingLogprobs]]
+"""Log-probabilities of prompts' tokens, by slot."""
 _ROW_ERRORS = (RuntimeError, IndexError, ValueError, OverflowError, TypeError, MemoryError)
 """What a step raises that computing its rows apart may find the row for."""
 
@@ -247,7 +249,7 @@ class TorchRunner:
 
     def _computed(self, step: StepInput, memory: KvMemory) -> Computed:
         if self._ranks.groups is not None and not step.chunks:  # other groups compute this step
-            return Computed(np.empty(0, np.int64), torch.empty(0, dtype=torch.int64), {}, {})
+            return Computed(np.empty(0, np.int64), torch.empty(0, dtype=torch.int64))
         if self._faults:
             for slot in (*step.decodes, *(chunk.slot for chunk in step.chunks)):
                 if slot in self._faults:
@@ -257,9 +259,7 @@ class TorchRunner:
         if given.size and not 0 <= given.min() <= given.max() < vocab_size:
             wrong = given[(given < 0) | (given >= vocab_size)][0]
             raise IndexError(f"token {wrong} is not among the model's {vocab_size}")
-        scores: dict[int, list[TokenLogprobs]] = {}
-        tokens, logprobs = self._compute(batch, batch.sampled_slots, memory, scores)
-        return Computed(batch.sampled_slots, tokens, logprobs, scores)
+        return self._compute(batch, batch.sampled_slots, memory)
 
     def _apart(self, step: StepInput, memory: KvMemory, error: Exception) -> Computed:
         """The step row by row, after it failed: rows that fail by themselves join the faults.
@@ -270,8 +270,8 @@ class TorchRunner:
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
         tokens: dict[int, int] = {}
-        logprobs: dict[int, TokenLogprobs] = {}
-        scores: dict[int, list[TokenLogprobs]] = {}
+        logprobs: list[Logprobs] = []
+        scores: Scores = {}
         rows = [(slot, StepInput(decodes=[slot])) for slot in step.decodes]
         rows += [(chunk.slot, StepInput([chunk])) for chunk in step.chunks]
         failed: dict[int, Exception] = {slot: error for slot, _ in rows if slot in self._faults}
@@ -292,7 +292,7 @@ class TorchRunner:
                 unwritten |= written
                 continue
             tokens |= zip(computed.slots.tolist(), computed.tokens.tolist(), strict=True)
-            logprobs |= computed.logprobs
+            logprobs += computed.logprobs
             scores |= computed.prompt_logprobs
         if len(failed) == len(rows) > num_known + 1:
             raise error
@@ -350,10 +350,9 @@ class TorchRunner:
         if not 0 <= new.slot < self._options.max_requests:
             raise ExecutorError(f"step: no such slot ({new.slot}). Slots are 0 to {self._options.max_requests - 1}.")
 
-    def _compute(
-        self, batch: HostBatch, slots: Ints, memory: KvMemory, scores: dict[int, list[TokenLogprobs]]
-    ) -> tuple[torch.Tensor, dict[int, TokenLogprobs]]:
+    def _compute(self, batch: HostBatch, slots: Ints, memory: KvMemory) -> Computed:
         state, likeliest = self._state, None
+        scores: Scores = {}
         if self._graphs is not None and self._graphs.takes(batch):
             logits, likeliest = self._graphs.run(batch)
             places = None
@@ -365,19 +364,17 @@ class TorchRunner:
             else:
                 logits = self._logits(inputs, inputs.rows, memory)
         if not slots.size:
-            return torch.empty(0, dtype=torch.int64), {}
+            return Computed(slots, torch.empty(0, dtype=torch.int64), [], scores)
         tokens, logprobs = self._sampler.sample(logits, slots, likeliest)
         if tokens is not likeliest:
             places = to_device(slots, self._model.device) if places is None else places
             state.last_tokens.index_copy_(0, places, tokens.clamp_min(0))
-        return tokens, logprobs
+        return Computed(slots, tokens, [] if logprobs is None else [logprobs], scores)
 
     def _logits(self, inputs: BatchInputs, rows: torch.Tensor, memory: KvMemory) -> torch.Tensor:
         return self._model.forward(inputs.token_ids, inputs.positions, rows, inputs.metadata, memory.caches)
 
-    def _scored(
-        self, batch: HostBatch, inputs: BatchInputs, memory: KvMemory, scores: dict[int, list[TokenLogprobs]]
-    ) -> torch.Tensor:
+    def _scored(self, batch: HostBatch, inputs: BatchInputs, memory: KvMemory, scores: Scores) -> torch.Tensor:
         """Logits of the sampled rows; prompt tokens that are to be scored get their log-probabilities besides.
 
         Logits of every token of a long chunk would not fit where only those of sampled rows were reckoned with: what is too
@@ -406,7 +403,7 @@ class TorchRunner:
                 places = to_device(np.searchsorted(rows, [row for row, _, _ in given]), self._model.device)
                 slot = int(batch.slots[sequence])
                 entries = self._sampler.score(logits[places], [token for _, _, token in given], slot)
-                scores.setdefault(slot, []).extend(entries)
+                scores.setdefault(slot, []).append(entries)
         assert found is not None
         return found
 

@@ -7,7 +7,7 @@ Invariants:
       Each draw uses one number, made from (seed, number of output tokens) by a counter-based generator on the host, so it
       is the same on every device and after a preemption.
     - Truncation keeps or drops tokens of equal probability together, so that no order of sorting shows.
-    - Nothing waits for the device, except log-probabilities.
+    - Nothing waits for the device. On a GPU all rows are sampled in one launch.
     - An exception leaves the state of every row as it was.
 """
 
@@ -20,11 +20,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vajra_kernels import uses_triton
+from vajra_kernels.sampling import Column, sample_tokens
 from vajra_py.engine.compute.batch import Ints
-from vajra_py.engine.compute.interface import NewRow, SamplingParams, TokenLogprobs, needs_history
-from vajra_py.engine.compute.penalties import History, apply_penalties
+from vajra_py.engine.compute.interface import NewRow, SamplingParams, needs_history
+from vajra_py.engine.compute.logprobs import PendingLogprobs, token_logprobs
+from vajra_py.engine.compute.penalties import Histories, apply_penalties
 from vajra_py.engine.compute.transfer import to_device
 
+Doubles = npt.NDArray[np.float64]
+Logprobs = tuple[list[int], PendingLogprobs]
+"""Slots, and the log-probabilities of their tokens."""
 _NEG_INF = float("-inf")
 NO_TOKEN = -1
 """In the place of a token of a row that cannot be sampled."""
@@ -34,19 +40,18 @@ LOST_ROW = "its logits are not finite numbers, so that no token can be sampled"
 
 @dataclass(slots=True)
 class RowState:
-    """What the sampler keeps of one slot."""
+    """What the sampler keeps of one slot, besides numbers."""
 
     sampling: SamplingParams
-    ending_tokens: torch.Tensor | None
-    """int64 ids that are not sampled before `min_tokens`, where that is asked for."""
-    history: History | None
+    ending_tokens: Ints
+    """Ids that are not sampled before `min_tokens`, where that is asked for."""
 
 
 class Sampler:
     """Samples batches of rows by slot."""
 
-    __slots__ = ("_device", "_eos", "_floats", "_greedy", "_is_plain", "_min_tokens", "_num_outputs", "_rows", "_seeds",
-                 "_top_k", "_vocab_size")  # fmt: skip
+    __slots__ = ("_device", "_eos", "_histories", "_is_plain", "_min_tokens", "_num_outputs", "_parameters", "_rows",
+                 "_seeds", "_vocab_size")  # fmt: skip
 
     def __init__(
         self, max_requests: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
@@ -55,10 +60,10 @@ class Sampler:
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._rows: list[RowState | None] = [None] * max_requests
+        self._histories = Histories(vocab_size, device)
         self._is_plain = np.ones(max_requests, bool)
-        self._greedy = np.ones(max_requests, bool)
-        self._floats = np.zeros((max_requests, 3), np.float32)  # temperature, top-p, min-p
-        self._top_k = np.zeros(max_requests, np.int64)
+        self._parameters: Doubles = np.zeros((max_requests, len(Column)))
+        self._parameters[:, Column.HISTORY] = -1
         self._seeds = np.zeros(max_requests, np.uint64)
         self._num_outputs: Ints = np.zeros(max_requests, np.int64)
         self._min_tokens: Ints = np.zeros(max_requests, np.int64)
@@ -67,27 +72,35 @@ class Sampler:
         """A request takes a slot."""
         sampling, slot = new.sampling, new.slot
         ending = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self._eos))
-        state = RowState(sampling, None, None)
-        if sampling.min_tokens and ending:
-            state.ending_tokens = to_device(np.array(sorted(ending), np.int64), self._device)
+        ids = np.array(sorted(ending) if sampling.min_tokens else [], np.int64)
+        if ids.size and not 0 <= ids[0] <= ids[-1] < self._vocab_size:
+            raise IndexError(f"a token that ends it is not among the model's {self._vocab_size}")
+        history = -1
         if needs_history(sampling):
-            state.history = History(new.prompt_token_ids, new.output_token_ids, self._vocab_size, self._device)
-        self._rows[slot] = state
-        self._greedy[slot] = sampling.temperature == 0.0
+            history = self._histories.add(new.prompt_token_ids, new.output_token_ids)
+        self._rows[slot] = RowState(sampling, ids)
         self._is_plain[slot] = (
-            sampling.temperature == 0.0
-            and state.history is None
-            and state.ending_tokens is None
-            and sampling.logprobs is None
+            sampling.temperature == 0.0 and history < 0 and not ids.size and sampling.logprobs is None
         )
-        self._floats[slot] = (sampling.temperature or 1.0, sampling.top_p, sampling.min_p)
-        self._top_k[slot] = min(sampling.top_k or self._vocab_size, self._vocab_size)
+        row = self._parameters[slot]
+        row[Column.TEMPERATURE] = sampling.temperature
+        row[Column.TOP_P] = sampling.top_p
+        row[Column.MIN_P] = sampling.min_p
+        row[Column.TOP_K] = min(sampling.top_k or self._vocab_size, self._vocab_size)
+        row[Column.REPETITION] = sampling.repetition_penalty
+        row[Column.FREQUENCY] = sampling.frequency_penalty
+        row[Column.PRESENCE] = sampling.presence_penalty
+        row[Column.HISTORY] = history
         self._seeds[slot] = new.seed & 0xFFFF_FFFF_FFFF_FFFF
         self._num_outputs[slot] = new.num_output_tokens
         self._min_tokens[slot] = sampling.min_tokens
 
     def remove(self, slot: int) -> None:
         """The request left."""
+        history = int(self._parameters[slot, Column.HISTORY])
+        if history >= 0:
+            self._histories.remove(history)
+        self._parameters[slot, Column.HISTORY] = -1
         self._rows[slot] = None
         self._is_plain[slot] = True
 
@@ -97,96 +110,69 @@ class Sampler:
 
     def sample(
         self, logits: torch.Tensor, slots: Ints, likeliest: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, dict[int, TokenLogprobs]]:
+    ) -> tuple[torch.Tensor, Logprobs | None]:
         """Tokens int64 [R] of logits [R, vocab] for these slots, and log-probabilities for those that asked.
 
         `likeliest` is `likeliest_tokens(logits)` where that is known; it is the very tensor that is returned when nobody asks for
         more.
         """
-        plain = bool(self._is_plain[slots].all())
-        if plain:
+        if self._is_plain[slots].all():
             tokens = likeliest_tokens(logits) if likeliest is None else likeliest
             self._num_outputs[slots] += 1
-            return tokens, {}
-        raw = logits.float()
-        adjusted = self._adjust(raw, slots)
-        greedy = self._greedy[slots]
-        tokens = likeliest_tokens(adjusted)
-        if not greedy.all():
-            drawn = np.flatnonzero(~greedy)
-            index = to_device(drawn, self._device)
-            lost = tokens[index] == NO_TOKEN
-            tokens[index] = self._draw(adjusted[index], slots[drawn]).masked_fill_(lost, NO_TOKEN)
-        real = tokens.clamp_min(0)
-        logprobs = self._logprobs(raw, real, slots)
+            return tokens, None
+        parameters = self._parameters[slots]
+        parameters[:, Column.NUMBER] = uniform_numbers(self._seeds[slots], self._num_outputs[slots])
+        possible = self._without_early_ends(logits, slots)
+        if uses_triton(self._device):
+            tokens = sample_tokens(possible, to_device(parameters, self._device), self._histories.seen)
+        else:
+            tokens = self._sorted_sample(possible.float(), parameters)
+        logprobs = self._logprobs(logits, tokens, slots)
         self._num_outputs[slots] += 1
-        self._remember(real, slots)
+        self._histories.count(parameters[:, Column.HISTORY].astype(np.int64), tokens)
         return tokens, logprobs
 
-    def _adjust(self, raw: torch.Tensor, slots: Ints) -> torch.Tensor:
-        """Logits after penalties and without tokens that would end a request too early; `raw` stays as it is."""
-        adjusted = raw
-        rows = [(place, self._rows[slot]) for place, slot in enumerate(slots.tolist())]
-        penalised = [(place, row.sampling, row.history) for place, row in rows if row is not None and row.history]
-        if penalised:
-            adjusted = apply_penalties(adjusted.clone(), penalised)
-        early = self._num_outputs[slots] < self._min_tokens[slots]
-        for place in np.flatnonzero(early).tolist():
-            row = rows[place][1]
-            if row is not None and row.ending_tokens is not None:
-                adjusted = adjusted.clone() if adjusted is raw else adjusted
-                adjusted[place, row.ending_tokens] = _NEG_INF
-        return adjusted
+    def _without_early_ends(self, logits: torch.Tensor, slots: Ints) -> torch.Tensor:
+        """Logits without tokens that would end a request too early; `logits` stays as it is."""
+        early = np.flatnonzero(self._num_outputs[slots] < self._min_tokens[slots]).tolist()
+        endings = [row.ending_tokens for row in (self._rows[slots[place]] for place in early) if row is not None]
+        if not any(one.size for one in endings):
+            return logits
+        places = np.repeat(np.array(early, np.int64), [one.size for one in endings])
+        index = to_device(places * self._vocab_size + np.concatenate(endings), logits.device)
+        possible = logits.clone(memory_format=torch.contiguous_format)
+        possible.view(-1).index_fill_(0, index, _NEG_INF)
+        return possible
 
-    def _draw(self, logits: torch.Tensor, slots: Ints) -> torch.Tensor:
-        """One token a row, by the inverse of the cumulated probabilities of the tokens that are kept."""
-        floats = to_device(self._floats[slots], self._device)
-        # From the largest down, so that no temperature overflows.
-        scores = (logits - logits.amax(-1, keepdim=True)) / floats[:, :1]
-        scores = _truncate(scores, floats, self._floats[slots], self._top_k[slots])
-        cumulated = torch.softmax(scores, -1).double().cumsum_(-1)
-        numbers = to_device(uniform_numbers(self._seeds[slots], self._num_outputs[slots]), self._device)
-        # `right` skips tokens of probability 0; scaling by the last entry keeps rounding from running past the end.
-        targets = (numbers.unsqueeze(-1) * cumulated[:, -1:]).minimum(cumulated[:, -1:] * (1.0 - 1e-12))
-        return torch.searchsorted(cumulated, targets, right=True).squeeze(-1).clamp_max_(self._vocab_size - 1)
+    def _sorted_sample(self, logits: torch.Tensor, parameters: Doubles) -> torch.Tensor:
+        """What `sample_tokens` does, in torch alone: tokens int64 [R] of float32 logits [R, vocab]."""
+        adjusted = apply_penalties(logits, parameters, self._histories)
+        tokens = likeliest_tokens(adjusted)
+        drawn = np.flatnonzero(parameters[:, Column.TEMPERATURE] > 0.0)
+        if drawn.size:
+            index = to_device(drawn, self._device)
+            lost = tokens[index] == NO_TOKEN
+            tokens[index] = draw(adjusted[index], parameters[drawn]).masked_fill_(lost, NO_TOKEN)
+        return tokens
 
-    def _remember(self, tokens: torch.Tensor, slots: Ints) -> None:
-        for place, slot in enumerate(slots.tolist()):
-            row = self._rows[slot]
-            if row is not None and row.history is not None:
-                row.history.add(tokens[place])
-
-    def score(self, logits: torch.Tensor, tokens: Sequence[int], slot: int) -> list[TokenLogprobs]:
+    def score(self, logits: torch.Tensor, tokens: Sequence[int], slot: int) -> PendingLogprobs:
         """Log-probabilities of given tokens [N] under logits [N, vocab], as the slot's `prompt_logprobs` asks for them."""
         row = self._rows[slot]
         count = 0 if row is None or row.sampling.prompt_logprobs is None else row.sampling.prompt_logprobs
         chosen = to_device(np.array(tokens, np.int64), logits.device)
-        return _token_logprobs(logits.float(), chosen, [min(count, self._vocab_size)] * len(tokens))
+        return token_logprobs(logits, chosen, [min(count, self._vocab_size)] * len(tokens))
 
-    def _logprobs(self, raw: torch.Tensor, tokens: torch.Tensor, slots: Ints) -> dict[int, TokenLogprobs]:
+    def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, slots: Ints) -> Logprobs | None:
         asked: dict[int, int] = {}
         for place, slot in enumerate(slots.tolist()):
             row = self._rows[slot]
             if row is not None and row.sampling.logprobs is not None:
                 asked[place] = min(row.sampling.logprobs, self._vocab_size)
         if not asked:
-            return {}
-        places = to_device(np.array(list(asked), np.int64), raw.device)
-        found = _token_logprobs(raw[places], tokens[places], list(asked.values()))
-        return {int(slots[place]): one for place, one in zip(asked, found, strict=True)}
-
-
-def _token_logprobs(raw: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of tokens [N] under float32 logits [N, vocab], with so many of the likeliest tokens each."""
-    rows = torch.log_softmax(raw, -1)
-    chosen = rows.gather(1, tokens.unsqueeze(-1))
-    ranks = (rows > chosen).sum(-1) + 1
-    values, ids = rows.topk(max(counts), -1)
-    facts = zip(counts, chosen[:, 0].tolist(), ranks.tolist(), values.tolist(), ids.tolist(), strict=True)
-    return [
-        TokenLogprobs(logprob, rank, tuple(zip(best[:count], top[:count], strict=True)))
-        for count, logprob, rank, top, best in facts
-    ]
+            return None
+        places = to_device(np.array(list(asked), np.int64), logits.device)
+        found = token_logprobs(logits[places], tokens[places].clamp_min_(0), list(asked.values()))
+        return slots[list(asked)].tolist(), found
 
 
 def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
@@ -208,25 +194,43 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def _truncate(scores: torch.Tensor, floats: torch.Tensor, host: npt.NDArray[np.float32], top_k: Ints) -> torch.Tensor:
-    """Scores [R, vocab] with -inf for tokens outside top-k, then top-p, then min-p. `host` equals `floats`."""
+def draw(logits: torch.Tensor, parameters: Doubles) -> torch.Tensor:
+    """One token a row of float32 logits [R, vocab], by the inverse of the cumulated probabilities of those that are kept."""
+    temperature = parameters[:, Column.TEMPERATURE].astype(np.float32)
+    # From the largest down, so that no temperature overflows.
+    scores = (logits - logits.amax(-1, keepdim=True)) / to_device(temperature, logits.device).unsqueeze(-1)
+    cumulated = torch.softmax(truncate(scores, parameters), -1).double().cumsum_(-1)
+    numbers = to_device(parameters[:, Column.NUMBER].copy(), logits.device)
+    # `right` skips tokens of probability 0; scaling by the last entry keeps rounding from running past the end.
+    targets = (numbers.unsqueeze(-1) * cumulated[:, -1:]).minimum(cumulated[:, -1:] * (1.0 - 1e-12))
+    return torch.searchsorted(cumulated, targets, right=True).squeeze(-1).clamp_max_(logits.shape[1] - 1)
+
+
+def truncate(scores: torch.Tensor, parameters: Doubles) -> torch.Tensor:
+    """Scores [R, vocab] with -inf for tokens outside top-k, then top-p, then min-p.
+
+    Sorted at most once, and no further than the largest top-k where every row that needs it has one.
+    """
     vocab_size = scores.shape[1]
-    if top_k.min() < vocab_size:
-        width = int(top_k[top_k < vocab_size].max())
-        best = scores.topk(width, -1).values
+    top_k = parameters[:, Column.TOP_K].astype(np.int64)
+    top_p, min_p = (parameters[:, column].astype(np.float32) for column in (Column.TOP_P, Column.MIN_P))
+    is_cut = (top_p < 1.0) | (top_k < vocab_size)
+    if is_cut.any():
+        width = int(top_k[is_cut].max())
+        ranked = scores.topk(width, -1).values if width < vocab_size else scores.sort(-1, descending=True).values
         place = to_device(np.minimum(top_k, width) - 1, scores.device)
-        threshold = best.gather(1, place.unsqueeze(-1))
+        threshold = ranked.gather(1, place.unsqueeze(-1))
         threshold.masked_fill_(to_device(top_k >= vocab_size, scores.device).unsqueeze(-1), _NEG_INF)
         scores = scores.masked_fill(scores < threshold, _NEG_INF)
-    if host[:, 1].min() < 1.0:
-        ranked = scores.sort(-1, descending=True).values
-        probabilities = torch.softmax(ranked, -1)
-        before = probabilities.cumsum(-1) - probabilities
-        num_kept = (before < floats[:, 1:2]).sum(-1, keepdim=True).clamp_(min=1)
-        threshold = ranked.gather(1, num_kept - 1)
-        threshold = threshold.masked_fill(floats[:, 1:2] >= 1.0, _NEG_INF)
-        scores = scores.masked_fill(scores < threshold, _NEG_INF)
-    if host[:, 2].max() > 0.0:
-        threshold = scores.amax(-1, keepdim=True) + floats[:, 2:3].log()
+        if top_p.min() < 1.0:
+            limits = to_device(top_p, scores.device).unsqueeze(-1)
+            ranked = ranked.masked_fill_(ranked < threshold, _NEG_INF)
+            probabilities = torch.exp(ranked - scores.logsumexp(-1, keepdim=True))
+            before = probabilities.cumsum(-1) - probabilities
+            num_kept = (before < limits).sum(-1, keepdim=True).clamp_(min=1)
+            threshold = ranked.gather(1, num_kept - 1).masked_fill_(limits >= 1.0, _NEG_INF)
+            scores = scores.masked_fill(scores < threshold, _NEG_INF)
+    if min_p.max() > 0.0:
+        threshold = scores.amax(-1, keepdim=True) + to_device(min_p, scores.device).unsqueeze(-1).log()
         scores = scores.masked_fill(scores < threshold, _NEG_INF)
     return scores

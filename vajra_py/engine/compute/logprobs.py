@@ -1,0 +1,47 @@
+"""Log-probabilities of tokens, on their way from the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vajra_py.engine.compute.interface import TokenLogprobs
+from vajra_py.engine.compute.transfer import to_host
+
+
+@dataclass(frozen=True, slots=True)
+class PendingLogprobs:
+    """Log-probabilities of N tokens, on the host once the device's stream has got there.
+
+    Attributes:
+        counts: how many of the likeliest tokens each is reported with.
+        chosen: float32 [N], of the tokens themselves.
+        ranks: int64 [N], their places among all, from 1.
+        values: float32 [N, largest count], of the likeliest tokens.
+        ids: int64 [N, largest count], those.
+    """
+
+    counts: Sequence[int]
+    chosen: torch.Tensor
+    ranks: torch.Tensor
+    values: torch.Tensor
+    ids: torch.Tensor
+
+    def result(self) -> list[TokenLogprobs]:
+        """What the tensors say; the device must have got there."""
+        columns = (self.chosen.tolist(), self.ranks.tolist(), self.values.tolist(), self.ids.tolist())
+        return [
+            TokenLogprobs(logprob, rank, tuple(zip(best[:count], top[:count], strict=True)))
+            for count, logprob, rank, top, best in zip(self.counts, *columns, strict=True)
+        ]
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int]) -> PendingLogprobs:
+    """Log-probabilities of tokens [N] under logits [N, vocab], with so many of the likeliest tokens each."""
+    rows = torch.log_softmax(logits.float(), -1)
+    chosen = rows.gather(1, tokens.unsqueeze(-1))
+    ranks = (rows > chosen).sum(-1) + 1
+    values, ids = rows.topk(max(counts), -1)
+    return PendingLogprobs(counts, *map(to_host, (chosen[:, 0], ranks, values, ids)))
