@@ -112,6 +112,34 @@ def farthest_kept(
 
 
 @triton.jit
+def find_largest(
+    logits_ptr: tl.tensor,
+    seen_ptr: tl.tensor,
+    num_seen: tl.tensor,
+    repetition: tl.tensor,
+    frequency: tl.tensor,
+    presence: tl.tensor,
+    VOCAB: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(largest adjusted logit, first token that has it, whether the row cannot be sampled)."""
+    lane = tl.arange(0, TILE)
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    place = tl.zeros([TILE], tl.int32)
+    is_nan = tl.zeros([TILE], tl.int32)
+    for start in tl.range(0, VOCAB, TILE, num_stages=4):
+        logits = load_adjusted(logits_ptr, seen_ptr, start, num_seen, repetition, frequency, presence, VOCAB, TILE)
+        is_nan = tl.where(logits == logits, is_nan, 1)
+        is_better = logits > best
+        place = tl.where(is_better, start + lane, place)
+        best = tl.where(is_better, logits, best)
+    largest = tl.max(best, 0)
+    token = tl.min(tl.where(best == largest, place, VOCAB), 0)
+    is_lost = (tl.max(is_nan, 0) > 0) | (tl.abs(largest) > _LARGEST)
+    return largest, token, is_lost
+
+
+@triton.jit
 def sample_kernel(
     tokens_ptr: tl.tensor,
     logits_ptr: tl.tensor,
@@ -138,20 +166,7 @@ def sample_kernel(
     logits_ptr += row * stride_logits_row
     seen_ptr += tl.maximum(history, 0) * stride_seen_row
 
-    lane = tl.arange(0, TILE)
-    best = tl.full([TILE], float("-inf"), tl.float32)
-    place = tl.zeros([TILE], tl.int32)
-    is_nan = tl.zeros([TILE], tl.int32)
-    for start in tl.range(0, VOCAB, TILE, num_stages=4):
-        logits = load_adjusted(logits_ptr, seen_ptr, start, num_seen, repetition, frequency, presence, VOCAB, TILE)
-        is_nan = tl.where(logits == logits, is_nan, 1)
-        is_better = logits > best
-        place = tl.where(is_better, start + lane, place)
-        best = tl.where(is_better, logits, best)
-    largest = tl.max(best, 0)
-    token = tl.min(tl.where(best == largest, place, VOCAB), 0)
-    is_lost = (tl.max(is_nan, 0) > 0) | (tl.abs(largest) > _LARGEST)
-
+    largest, token, is_lost = find_largest(logits_ptr, seen_ptr, num_seen, repetition, frequency, presence, VOCAB, TILE)
     if (temperature > 0.0) & (is_lost == 0):
         scale = tl.maximum(tl.div_rn(-1.4426950408889634, temperature), -_LARGEST)
         limit = tl.where(top_k > 0, _INFINITY_BITS, 0)
@@ -189,6 +204,7 @@ def sample_kernel(
         logits = load_adjusted(logits_ptr, seen_ptr, begin, num_seen, repetition, frequency, presence, VOCAB, TILE)
         _, weight = kept_weights(logits, largest, scale, limit, False)
         reached = before + tl.cumsum(weight.to(tl.float64), 0) > target
+        lane = tl.arange(0, TILE)
         first = tl.min(tl.where(reached & (weight > 0.0), lane, TILE), 0)
         last = tl.max(tl.where(weight > 0.0, lane, 0), 0)  # where rounding keeps the tile's sum below the target
         token = begin + tl.where(first < TILE, first, last)
