@@ -122,6 +122,7 @@ def test_a_run_of_steps_is_one_record(tmp_path: Path) -> None:
 def test_a_log_in_several_parts_is_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logs = []
     for records_at_once in (7, 1 << 20):
+        monkeypatch.setattr("vajra_py.runtime.records.step_log.RECORDS_PER_BATCH", min(3, records_at_once))
         monkeypatch.setattr("vajra_py.runtime.records.decision_log.RECORDS_AT_ONCE", records_at_once)
         log = DecisionLog(tmp_path / f"{records_at_once}.parquet")
         run(STARVED, "fixed_chunk", [log], fast_forward=True)
@@ -149,7 +150,7 @@ class Killing(DecisionLog):
             os.kill(os.getpid(), signal.SIGKILL)
 
 import vajra_py.experiment.run as module
-import vajra_py.runtime.records.decision_log as log
+import vajra_py.runtime.records.step_log as log
 log.RECORDS_PER_BATCH = 64
 module.DecisionLog = Killing
 profile = {"type": "profile", "profile": "azure2023_conv", "num_requests": 150, "rate": 10}

@@ -16,7 +16,7 @@ from vajra_py.metrics.definitions import Floats, Window
 from vajra_py.metrics.intervals import mser5
 from vajra_py.metrics.run_warnings import rate_warnings
 from vajra_py.metrics.steps_table import StepsBuilder
-from vajra_py.metrics.summary import summarise
+from vajra_py.metrics.summary import STEPS_READ, summarise
 from vajra_py.metrics.tables import RequestsBuilder, TbtBuilder, write_parquet
 
 _WARMUP_OFF = (0.0, 0)
@@ -41,7 +41,7 @@ def write_results(
     write_parquet(tables.requests, path / "requests.parquet")
     write_parquet(tables.steps, path / "steps.parquet")
     write_parquet(tables.tbt, path / "tbt.parquet")
-    requests, steps, tbt = tables.requests.to_table(), tables.steps.to_table(), tables.tbt.to_table()
+    requests, steps, tbt = tables.requests.to_table(), tables.steps.to_table(STEPS_READ), tables.tbt.to_table()
     arrived_at, e2e_s = (requests.column(name).to_numpy() for name in ("arrived_at", "e2e_s"))
     summary = summarise(requests, steps, tbt, _window(config, arrived_at, e2e_s, ended_at))
     summary = summary.with_warnings(rate_warnings(summary.data, _asked_rate(config)))

@@ -72,8 +72,9 @@ class _Attempt:
         self._backend = backend
         self._place = place
         controller = backend.controller
-        self._recorder = Recorder(_num_blocks(controller), run.config.output.steps)
-        self._log = DecisionLog(place.path / "decisions.parquet") if run.config.output.decision_log else None
+        output = run.config.output
+        self._log = DecisionLog(place.path / "decisions.parquet") if output.decision_log else None
+        self._recorder = Recorder(_num_blocks(controller), steps=output.steps, log=self._log)
         self._changes = Changes()
         self._observers: list[Observer] = [self._recorder]
         if run.config.backend.kind != "simulator":  # in which nothing is changed, and every observer costs time

@@ -45,7 +45,10 @@ class ReplicasetDevices:
         return None if price is None else price * self.num_devices
 
     def energy_j(self, steps: ArrowTable, window: Window) -> float | None:
-        """Energy over the window, joules: of its steps, and idle for the rest; None without steps or figures."""
+        """Energy over the window, joules: of its steps, and idle for the rest; None without steps or figures.
+
+        `steps`: those of this replicaset.
+        """
         power = self.costs.power
         if power is None or not steps.num_rows:
             return None
@@ -115,7 +118,11 @@ def _said(one: ReplicasetDevices) -> dict[str, Any]:
 def _of(steps: ArrowTable, replicaset: str) -> ArrowTable:
     import pyarrow.compute as pc
 
-    return steps.filter(pc.equal(steps.column("replicaset"), replicaset))
+    if not steps.num_rows:
+        return steps
+    is_own = pc.equal(steps.column("replicaset"), replicaset)
+    read = steps.select(["formed_at", "duration_s", "prefill_tokens", "decode_tokens"])
+    return read if pc.all(is_own).as_py() else read.filter(is_own)
 
 
 def _sum(values: Mapping[str, float | None]) -> float | None:

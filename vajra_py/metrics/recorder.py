@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from vajra_py.contract import RequestView
-from vajra_py.contract.observer import EndReason, Observer
+from vajra_py.contract.observer import EndReason
 from vajra_py.metrics.definitions import UNFINISHED, Floats, Ints, nearest_ranks
-from vajra_py.metrics.steps_table import StepRunRecord, StepsBuilder
+from vajra_py.metrics.steps_table import StepsBuilder
 from vajra_py.metrics.tables import RequestsBuilder, TbtBuilder
-from vajra_py.runtime.requests.running_set import PoolChanges
-from vajra_py.runtime.step.plan import StepPlan
+from vajra_py.runtime.records.step_log import StepLog
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
 if TYPE_CHECKING:
@@ -46,18 +45,26 @@ _ROWS_AT_ONCE = 512
 """Ended requests that are kept until their rows are made together."""
 
 
-class Recorder(Observer):
+class Recorder(StepLog):
     """Collects the requests, steps and gaps of one run."""
 
-    wants_step_ends = False
-
-    def __init__(self, num_blocks_of: Callable[[str], int], steps: bool = True) -> None:
-        self.steps = StepsBuilder()
-        self.wants_plans = steps
+    def __init__(self, num_blocks_of: Callable[[str], int], *, steps: bool = True, log: StepLog | None = None) -> None:
+        """`log`: another that is told of every step, so that its records are made once."""
+        super().__init__()
+        self._steps = StepsBuilder(num_blocks_of)
+        self._step_log = self if log is None else log
+        self.wants_plans = steps and log is None
+        if steps:
+            self._step_log.share(self._steps.take)
         self._requests = RequestsBuilder()
         self._tbt = TbtBuilder()
-        self._num_blocks_of = num_blocks_of
         self._ended: list[tuple[Request, str, str]] = []
+
+    @property
+    def steps(self) -> StepsBuilder:
+        """The steps that came back so far."""
+        self._step_log.hand_on()
+        return self._steps
 
     @property
     def requests(self) -> RequestsBuilder:
@@ -76,22 +83,6 @@ class Recorder(Observer):
         self._ended.append((cast("Request", request), reason.value, detail))
         if len(self._ended) >= _ROWS_AT_ONCE:
             self._flush()
-
-    def on_plan(self, replicaset: str, plan: StepPlan, changes: PoolChanges) -> None:
-        """Nothing: a step gets its row when it comes back."""
-
-    def on_plan_end(
-        self, replicaset: str, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]], now: int
-    ) -> None:
-        """One row."""
-        self.steps.append_step(replicaset, plan, now, len(finished), self._num_blocks_of(replicaset))
-
-    def on_plan_repeats(
-        self, replicaset: str, plan: StepPlan, ended_at: Sequence[int], growth: Sequence[int], following: StepPlan
-    ) -> None:
-        """A row for each step, kept as one record."""
-        run = StepRunRecord(plan, ended_at, growth, following.num_waiting)
-        self.steps.append_run(replicaset, run, self._num_blocks_of(replicaset))
 
     def record_unfinished(self, requests: Iterable[Request]) -> None:
         """The run is over; these never ended."""

@@ -7,7 +7,7 @@ take blocks say all of it. A file of records has `num_steps` among its columns; 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from vajra_py.latency.packed_times import PackedTimes, seconds_of
 from vajra_py.metrics.columnar import NameColumn, PackedRows
 from vajra_py.runtime.records.record_lists import list_array, reordered
-from vajra_py.runtime.step.plan import StepPlan
+from vajra_py.runtime.records.step_log import CAME_BACK, Batch
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds, to_ticks
 
 if TYPE_CHECKING:
@@ -69,22 +69,19 @@ _FIELDS = (
 from the ticks and blocks (rows that were made by hand)."""
 
 
-class StepRunRecord(NamedTuple):
-    """A plan of decodes and repetitions of it that came back."""
-
-    plan: StepPlan
-    ended_at: Sequence[int]
-    """Ticks."""
-    growth: Sequence[int]
-    """Members that took a block in each step after the first; it repeats where there are more steps."""
-    num_waiting_after: int
-    """Requests that waited after each step but the first was formed."""
+_OTHERWISE_CALLED = {
+    **{"step_index": "step", "num_decodes": "batch_decodes", "decode_tokens": "batch_decodes"},
+    **{"decode_context_tokens": "context_tokens", "num_growths": "num_growth"},
+}
+"""Fields that a step log has under another name."""
 
 
 class StepsBuilder:
     """The steps table: one row per step, in order of time, in whatever order they are taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks_of: Callable[[str], int] | None = None) -> None:
+        """`num_blocks_of`: KV blocks of a replica of a replicaset, for `take`."""
+        self._num_blocks_of = num_blocks_of
         self._records = PackedRows(_FIELDS)
         self._replicasets = NameColumn()
         self._made: tuple[int, ArrowTable] | None = None
@@ -111,46 +108,23 @@ class StepsBuilder:
         )
         self._ends.append(end)
 
-    def append_step(self, replicaset: str, plan: StepPlan, ended_at: int, num_finished: int, num_blocks: int) -> None:
-        """Take a step of a replica of `num_blocks` KV blocks that came back at this tick."""
-        shape = plan.shape
-        self._records.append(
-            self._replicasets.code(replicaset),
-            plan.replica_id,
-            plan.step_index,
-            1,
-            plan.formed_at,
-            shape.num_decodes,
-            shape.num_prefills,
-            shape.num_decodes,
-            shape.prefill_tokens,
-            shape.decode_context_tokens,
-            plan.num_running,
-            plan.num_waiting,
-            plan.num_waiting,
-            plan.free_blocks,
-            0,
-            num_blocks,
-            len(plan.preempted) + plan.num_preempted_before,
-            num_finished,
-            _NAN,
-            _NAN,
-            _NAN,
-        )
-        self._ends.append(ended_at)
-
-    def append_run(self, replicaset: str, run: StepRunRecord, num_blocks: int) -> None:
-        """Take a step and its repetitions, of a replica of `num_blocks` KV blocks."""
-        plan, ended_at, growth, num_waiting_after = run
-        num_decodes = plan.num_pool_decodes
-        self._records.append(
-            *(self._replicasets.code(replicaset), plan.replica_id, plan.step_index, len(ended_at), plan.formed_at),
-            *(num_decodes, 0, num_decodes, 0, plan.shape.decode_context_tokens),
-            *(plan.num_running, plan.num_waiting, num_waiting_after, plan.free_blocks, len(growth), num_blocks),
-            *(0, 0, _NAN, _NAN, _NAN),
-        )
-        self._ends.extend(ended_at)
-        self._growth.extend(growth)
+    def take(self, batch: Batch) -> None:
+        """Take the records of a step log."""
+        assert self._num_blocks_of is not None
+        given, ends = batch.columns(), np.frombuffer(batch.ends, dtype=np.int64)
+        came_back = given["status"] == CAME_BACK
+        if not came_back.all():
+            ends = ends[np.repeat(came_back, given["num_steps"])]
+            given = {name: column[came_back] for name, column in given.items()}
+        num_blocks = np.array([self._num_blocks_of(name) for name in batch.replicasets])[given["replicaset"]]
+        columns: dict[str, Any] = {name: given[name] for name, _ in _FIELDS if name in given}
+        columns |= {name: given[other] for name, other in _OTHERWISE_CALLED.items()}
+        columns["replicaset"] = np.array(self._replicasets.codes(batch.replicasets))[given["replicaset"]]
+        columns["num_preempted"] = given["num_preempted"] + given["num_preempted_before"]
+        columns |= {"num_blocks": num_blocks, **dict.fromkeys(("formed_at", "duration_s", "used_fraction"), _NAN)}
+        self._records.extend(len(num_blocks), **columns)
+        self._ends.frombytes(ends.tobytes())
+        self._growth.frombytes(np.frombuffer(batch.lists["growth"], dtype=np.int64).astype(np.int32).tobytes())
 
     def extend(self, records: ArrowTable) -> None:
         """Take the records of another such table."""
@@ -224,9 +198,9 @@ class StepsBuilder:
         self._made = len(records), table
         return table
 
-    def to_table(self) -> ArrowTable:
-        """The whole table, a row per step, in order of time."""
-        return expand_steps(self._table(), STEP_COLUMNS)
+    def to_table(self, names: Sequence[str] = STEP_COLUMNS) -> ArrowTable:
+        """These columns of the table, a row per step, in order of time."""
+        return expand_steps(self._table(), names)
 
 
 def list_parts(column: Any) -> tuple[NDArray[Any], Ints]:
@@ -269,12 +243,12 @@ class _Expansion:
         per_second = int((records.schema.metadata or {}).get(b"ticks_per_second", TICKS_PER_SECOND))
         formed_at, ended_at = (seconds_of(ticks, per_second) for ticks in times.unpack())
         record = np.repeat(np.arange(len(num_steps)), num_steps)
-        position = np.arange(len(record), dtype=np.int64) - starts[record]
+        position = np.arange(len(record), dtype=np.int64) - np.repeat(starts, num_steps)
         duration_s = self._given("duration_s", ended_at - formed_at, record)
         formed_at = self._given("formed_at", formed_at, record)
         order = np.argsort(formed_at, kind="stable")
         self._formed_at, self._duration_s = formed_at[order], duration_s[order]
-        taken = self._blocks_taken(record, position, starts)
+        taken = self._blocks_taken(num_steps, starts, position)
         self._record, self._position, self._taken = record[order], position[order], taken[order]
         """Of each step, its record, its place in the run, and how many blocks members took since the run's first step."""
 
@@ -324,15 +298,18 @@ class _Expansion:
         given = given[record]
         return np.where(np.isnan(given), otherwise, given)
 
-    def _blocks_taken(self, record: Ints, position: Ints, starts: Ints) -> Ints:
-        """Each step after the first of a run has what is left when members took their blocks, cyclically as `growth` says."""
+    def _blocks_taken(self, num_steps: Ints, starts: Ints, position: Ints) -> Ints:
+        """How many blocks members took since the run's first step: each step after it as many as `growth` says, cyclically."""
         growth, periods = list_parts(self._records.column("growth"))
-        taken = np.zeros(len(record), dtype=np.int64)
-        later = np.flatnonzero(position)
-        if not later.size:
-            return taken
-        own = record[later]
-        firsts = np.cumsum(periods) - periods
-        taken[later] = growth[firsts[own] + (position[later] - 1) % np.maximum(periods, 1)[own]]
-        sums = np.cumsum(taken)
-        return sums - sums[starts][record]
+        if not growth.size:
+            return np.zeros(len(position), dtype=np.int64)
+        firsts = np.where(periods > 0, np.cumsum(periods) - periods, len(growth))
+        places = position - 1
+        places[starts] = 0
+        places %= np.repeat(np.maximum(periods, 1), num_steps)
+        places += np.repeat(firsts, num_steps)
+        taken = np.append(growth, 0).take(places)
+        taken[starts] = 0
+        sums = np.cumsum(taken, dtype=np.int64)
+        sums -= np.repeat(sums[starts], num_steps)
+        return sums

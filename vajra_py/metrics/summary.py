@@ -52,6 +52,12 @@ OTHERS = "(others)"
 MAX_GROUPS = 100
 """Groups (tenants, classes, replicasets) that are listed, those with most requests first taken."""
 
+STEPS_READ = (
+    *("replicaset", "replica_id", "formed_at", "duration_s", "num_decodes", "num_prefills", "decode_tokens"),
+    *("prefill_tokens", "num_running", "num_waiting", "used_fraction", "num_preempted"),
+)
+"""Columns of the steps table that a summary, its costs too, is made of."""
+
 Section: TypeAlias = dict[str, Any]
 
 
@@ -377,11 +383,16 @@ def _busy(steps: ArrowTable, formed_at: Floats, duration_s: Floats, window: Wind
     if not len(formed_at) or not window.duration_s > 0:
         return None
     sets, _ = _group_codes(steps, "replicaset")
-    replicas = sets * (1 << 32) + _ints(steps, "replica_id")
+    ids = _ints(steps, "replica_id")
+    replicas = sets * (int(ids.max()) + 1) + ids
+    if replicas.max() < 1 << 16:  # such numbers are put in order many times faster
+        replicas = replicas.astype(np.uint16)
     begins = np.clip(formed_at, window.start_at, window.end_at)
     ends = np.clip(formed_at + duration_s, window.start_at, window.end_at)
-    order = np.lexsort((begins, replicas))
-    borders = np.flatnonzero(np.diff(replicas[order])) + 1
+    in_time = bool((begins[1:] >= begins[:-1]).all())
+    order = np.argsort(replicas, kind="stable") if in_time else np.lexsort((begins, replicas))
+    ordered = replicas[order]
+    borders = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
     busy = []
     for own in np.split(order, borders):
         covered = np.maximum.accumulate(ends[own])

@@ -123,8 +123,8 @@ class RunRecording:
         description = json.dumps(engine.description(), indent=1, sort_keys=True)
         (path / ENGINE_FILE).write_text(description + "\n")
         sizes = {name: one.replicas[0].memory.num_blocks for name, one in engine.controller.replicasets.items()}
-        self._recorder = Recorder(sizes.__getitem__, self._keeps_steps)
         self._decisions = DecisionLog(path / "decisions.parquet", self._open)
+        self._recorder = Recorder(sizes.__getitem__, steps=self._keeps_steps, log=self._decisions)
         self._controller = engine.controller
         self._inputs = InputLog(path / INPUTS_FILE, self._open)
         self._raw_outputs = self._open(path / OUTPUTS_FILE)

@@ -6,24 +6,11 @@ readable as soon as it is written; it goes away when the log is closed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
-RECORDS_PER_BATCH = 1_024
-"""So many records at most are lost with the process. A batch costs about a millisecond."""
-
-
-class Batch(NamedTuple):
-    """Records that were journaled together, as the log keeps them in memory."""
-
-    replicasets: Sequence[str]
-    rows: bytes
-    ends: bytes
-    notes: Sequence[str]
-    """One a record; empty when no record has any."""
-    ids: Sequence[str]
-    lists: Mapping[str, bytes]
+from vajra_py.runtime.records.step_log import Batch
 
 
 def journal_path(log: Path) -> Path:

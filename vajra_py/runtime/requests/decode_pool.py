@@ -133,8 +133,8 @@ class DecodePool:
 
     def growth_cycle(self, num_steps: int) -> list[int]:
         """How many members take a new block in each of the next `num_steps` steps, until that repeats."""
-        size, start = self._block_size, self.num_committed
-        return [len(self._growing[(start + step) % size]) for step in range(min(num_steps, size))]
+        growing, start = self._growing, self.num_committed % self._block_size
+        return list(map(len, (growing + growing)[start : start + min(num_steps, self._block_size)]))
 
     def growth_by_step(self, num_steps: int) -> list[int]:
         """How many members take a new block in each of the next `num_steps` steps."""
@@ -143,9 +143,8 @@ class DecodePool:
 
     def growth(self, num_steps: int) -> int:
         """How many blocks members take in all within the next `num_steps` steps."""
-        size, start, growing = self._block_size, self.num_committed, self._growing
-        rounds, rest = divmod(num_steps, size)
-        return rounds * len(self.members) + sum([len(growing[step % size]) for step in range(start, start + rest)])
+        rounds, rest = divmod(num_steps, self._block_size)
+        return rounds * len(self.members) + sum(self.growth_cycle(rest))
 
     def advance(self, ended_at: Sequence[int]) -> None:
         """Several steps of the whole pool came back, and as many more were put into plans; nobody ended."""
