@@ -98,12 +98,14 @@ def test_records_read_as_single_steps(scenario: Scenario, policy: str, tmp_path:
     for fast_forward in (True, False):
         recorder = Recorder(lambda name: scenario.options.num_blocks)
         log = DecisionLog(tmp_path / "decisions.parquet")
-        run(scenario, policy, [recorder, log], fast_forward=fast_forward)
+        sharing = Recorder(lambda name: scenario.options.num_blocks, log=log)
+        run(scenario, policy, [recorder, log, sharing], fast_forward=fast_forward)
         log.close()
         rows = list(read_decisions(tmp_path / "decisions.parquet"))
         assert rows == expected.all_rows()
         table = recorder.steps.to_table()
         assert table.column_names == list(STEP_COLUMNS)
+        assert sharing.steps.to_table().equals(table)
         found = [tuple(row.values()) for row in table.drop_columns("used_fraction").to_pylist()]
         assert sorted(found) == sorted(expected.table)
         assert table.column("formed_at").to_pylist() == sorted(table.column("formed_at").to_pylist())
@@ -125,11 +127,13 @@ def test_a_log_in_several_parts_is_read_as_one(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr("vajra_py.runtime.records.step_log.RECORDS_PER_BATCH", min(3, records_at_once))
         monkeypatch.setattr("vajra_py.runtime.records.decision_log.RECORDS_AT_ONCE", records_at_once)
         log = DecisionLog(tmp_path / f"{records_at_once}.parquet")
-        run(STARVED, "fixed_chunk", [log], fast_forward=True)
+        recorder = Recorder(lambda name: STARVED.options.num_blocks, log=log)
+        run(STARVED, "fixed_chunk", [log, recorder], fast_forward=True)
         log.close()
-        logs.append(list(read_decisions(tmp_path / f"{records_at_once}.parquet")))
+        rows = list(read_decisions(tmp_path / f"{records_at_once}.parquet"))
+        logs.append((rows, recorder.steps.to_table()))
     assert logs[0] == logs[1]
-    assert logs[0]
+    assert logs[0][0]
 
 
 def test_a_killed_process_leaves_its_decisions_up_to_then(tmp_path: Path) -> None:

@@ -23,13 +23,7 @@ def replay(runs: tuple[Path, ...]) -> int:
         what = f"{report.num_steps} steps, {report.num_requests} requests"
         if report.is_equal:
             click.echo(f"equal: {path} ({what})")
-            if report.ahead_skipped is not None:
-                click.echo(f"  not replayed with repeating steps worked out at once: {report.ahead_skipped}")
             continue
         different = True
-        click.echo(f"different: {path} ({what})")
-        if report.difference is not None:
-            click.echo(f"  {report.difference}")
-        if report.ahead is not None:
-            click.echo(f"  with repeating steps worked out at once: {report.ahead}")
+        click.echo(f"different: {path} ({what})\n  {report.difference}")
     return 1 if different else 0

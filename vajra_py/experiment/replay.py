@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from vajra_py.config import ExperimentConfig, load_config
-from vajra_py.contract.observer import EndReason, Observer
+from vajra_py.contract.observer import EndReason
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import Problem, RunError, VajraError
 from vajra_py.experiment.engined import ENGINE_FILE, OUTPUTS_FILE, length_predictor, predictions
-from vajra_py.metrics.recorder import Recorder
-from vajra_py.metrics.run_data import RunData
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
@@ -88,20 +84,16 @@ class ReplayReport:
         num_steps: steps in the recorded decision log.
         num_requests: requests that the run took in.
         difference: the first difference between the decision logs; None: they are equal.
-        ahead: what came of the same replay with repeating steps worked out at once: a difference, or None.
-        ahead_skipped: why that was not tried.
     """
 
     num_steps: int
     num_requests: int
     difference: str | None
-    ahead: str | None = None
-    ahead_skipped: str | None = None
 
     @property
     def is_equal(self) -> bool:
         """Whether nothing differs."""
-        return self.difference is None and self.ahead is None
+        return self.difference is None
 
 
 def read_recording(path: Path, registry: Registry | None = None) -> Recording:
@@ -174,23 +166,11 @@ def replay(path: Path, registry: Registry | None = None) -> ReplayReport:
         difference = f"the replay ended otherwise than the run: {error}"
     num_steps = sum(map(len, recording.durations.values()))
     num_requests = sum(isinstance(one, Arrival) for one in recording.inputs)
-    ahead = None
-    skipped = _why_not_ahead(recording)
-    if difference is None and skipped is None:
-        ahead = _compare_tables(recording, registry)
-    return ReplayReport(num_steps, num_requests, difference, ahead, skipped)
+    return ReplayReport(num_steps, num_requests, difference)
 
 
 def _finished(path: Path) -> bool:
     return bool(json.loads((path / "manifest.json").read_text()).get("status") == "finished")
-
-
-def _why_not_ahead(recording: Recording) -> str | None:
-    if recording.knows_tokens:
-        return "prompts are shared by their tokens, so every step may publish blocks"
-    if not recording.config.output.steps:
-        return "the run has no table of steps"
-    return None
 
 
 # The simulation
@@ -255,17 +235,15 @@ class _RecordedExecutor(SimulatedExecutor):
         return StepResult(tokens, frozenset(stopped), failed)
 
 
-def _simulator(
-    recording: Recording, registry: Registry, observers: Sequence[Observer], *, fast_forward: bool
-) -> Simulator:
+def _simulator(recording: Recording, registry: Registry, log: DecisionLog) -> Simulator:
     controller, executor = _controller(recording, registry)
-    controller.watch(observers)
+    controller.watch((log,))
     memories = [one.replica.memory for one in recording.config.effective_replicasets.values()]
     options = SimulationOptions(
         horizon_s=to_seconds(recording.ended_at) + 1.0,
         drain=False,
         tenant_salt=any(one.tenant_salt for one in memories),
-        fast_forward=fast_forward,
+        fast_forward=not recording.knows_tokens,  # by which every step may publish blocks
         expires=False,
         isolates_policies=any(isinstance(one, PolicyViolation) for one in recording.inputs),
     )
@@ -337,7 +315,7 @@ def _replay_log(
 ) -> tuple[VajraError | None, Sequence[tuple[int, str, str]]]:
     """Replay into a decision log; the error that ended it, and the violations that did not."""
     log = DecisionLog(target)
-    simulator = _simulator(recording, registry, (log,), fast_forward=False)
+    simulator = _simulator(recording, registry, log)
     try:
         simulator.run(())
     except VajraError as error:
@@ -392,46 +370,3 @@ def _difference(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) 
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 160 else text[:157] + "..."
-
-
-def _compare_tables(recording: Recording, registry: Registry) -> str | None:
-    """The first table in which the replay that works repeating steps out at once differs from the run."""
-    sizes: dict[str, int] = {}
-    recorder = Recorder(sizes.__getitem__)
-    simulator = _simulator(recording, registry, (recorder,), fast_forward=True)
-    for name, replicaset in simulator.controller.replicasets.items():
-        sizes[name] = replicaset.replicas[0].memory.num_blocks
-    try:
-        simulator.run(())
-    except VajraError as error:
-        if _finished(recording.path):
-            return f"the replay ended otherwise than the run: {error}"
-    recorder.record_unfinished(simulator.controller.alive())
-    run = RunData.load(recording.path)
-    keys = ("replicaset", "replica_id", "step_index")
-    return _compare_table("steps", run.steps(), recorder.steps.to_table(), keys) or _compare_table(
-        "requests", run.requests(), recorder.requests.to_table(), ("index",)
-    )
-
-
-def _compare_table(name: str, recorded: pa.Table, replayed: pa.Table, keys: Sequence[str]) -> str | None:
-    if recorded.num_rows != replayed.num_rows:
-        return f"table of {name}: {recorded.num_rows} rows in the run, {replayed.num_rows} in the replay"
-    order = [(key, "ascending") for key in keys]
-    recorded, replayed = recorded.sort_by(order), replayed.sort_by(order)
-    for column in recorded.column_names:
-        pairs = zip(_values(recorded, column), _values(replayed, column), strict=True)
-        for row, (one, other) in enumerate(pairs):
-            if one != other:
-                where = ", ".join(f"{key} {recorded.column(key)[row].as_py()}" for key in keys)
-                return f"table of {name}, {where}: {column} {one} in the run, {other} in the replay"
-    return None
-
-
-def _values(table: pa.Table, column: str) -> Iterator[Any]:
-    """Values to the nanosecond; NaN as None."""
-    for value in table.column(column).to_pylist():
-        if isinstance(value, float):
-            yield None if value != value else round(value, 9)
-        else:
-            yield value

@@ -20,7 +20,7 @@ from vajra_py.latency.deployment import Deployment, Parallelism
 from vajra_py.latency.devices import DeviceSpec
 from vajra_py.latency.model_spec import DTYPE_BYTES, ModelSpec
 
-_FEW_STEPS = 48
+_FEW_STEPS = 24
 """Up to here plain numbers are faster than arrays."""
 
 KERNELS_PER_LAYER = 10

@@ -43,8 +43,12 @@ def decode_run_times_s(latency: LatencyModel) -> Callable[[int, int, int], StepT
 def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> list[int]:
     """When steps end that begin now, are predicted to last so long, and have a fixed overhead each; at least one tick each."""
     if isinstance(seconds, np.ndarray):
-        ticks: npt.NDArray[np.int64] = np.rint(seconds * TICKS_PER_SECOND).astype(np.int64) + overhead_ticks
-        ends: list[int] = (np.maximum(ticks, 1).cumsum() + now).tolist()
+        ticks: npt.NDArray[np.int64] = np.rint(seconds * TICKS_PER_SECOND).astype(np.int64)
+        if overhead_ticks:
+            ticks += overhead_ticks
+        np.maximum(ticks, 1, out=ticks)
+        ticks[0] += now
+        ends: list[int] = ticks.cumsum().tolist()
         return ends
     durations = [round(time * TICKS_PER_SECOND) + overhead_ticks for time in seconds]
     if min(durations) < 1:
