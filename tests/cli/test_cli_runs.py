@@ -182,6 +182,21 @@ def test_requests_that_can_never_be_served_are_told_also_quietly(vajra: Vajra, s
     assert "requests were rejected, for instance" in few.err
 
 
+def test_the_same_rejections_of_several_runs_are_told_once(vajra: Vajra, small: Path) -> None:
+    points = "sweep={scheduling.request_prioritizer: [fcfs, edf, lrs]}"
+    all_alike = vajra("run", small, "-q", "--set", "replica.memory.num_blocks=17", "--set", points)
+    assert all_alike.code == 0
+    (line,) = all_alike.err.splitlines()
+    assert line.startswith("warning: all 3 runs: ")
+    blocks = "sweep={replica.memory.num_blocks: [4, 17, 400]}"
+    each = vajra("run", small, "-q", "--overwrite", "--set", blocks)
+    assert each.code == 5
+    assert [line.partition(": ")[2].partition(": ")[0] for line in each.err.splitlines()] == [
+        "num_blocks=4",
+        "num_blocks=17",
+    ]
+
+
 def test_a_full_queue_is_no_mistake_of_the_experiment(vajra: Vajra, small: Path) -> None:
     bounds = ("admission.max_queued_requests=1", "replica.max_batch_size=1", "workload.arrivals.rate=2000")
     said = vajra("run", small, "-q", *(part for one in bounds for part in ("--set", one)))

@@ -17,6 +17,7 @@ from vajra_py.experiment.parts import parts_of, run_in_parts
 from vajra_py.experiment.pool import InProcess, MakePool
 from vajra_py.experiment.run import run_experiment
 from vajra_py.plugins import load_registry
+from vajra_py.runtime.records import decision_log, step_log
 
 POLICIES = {
     "request_prioritizer": "fcfs",
@@ -38,7 +39,6 @@ BASE: dict[str, Any] = {
     },
     "backend": {"simulator": {"latency": {"type": "roofline", "model": "llama-3-8b", "device": "a100-80gb-sxm"}}},
     "replica": {"max_model_len": 700, "memory": {"num_blocks": 120}},
-    "output": {"decision_log": False},
 }
 TWO_KINDS = {
     "short": {"select": {"max_prompt_tokens": 200}, "num_replicas": 3, "scheduling": POLICIES},
@@ -48,7 +48,7 @@ TWO_KINDS = {
 
 def config_of(folder: Path, **changes: Any) -> ExperimentConfig:
     mapping = BASE | changes
-    output = {"decision_log": False, "dir": str(folder)} | changes.get("output", {})
+    output = {"dir": str(folder)} | changes.get("output", {})
     return config_from_mapping(
         {name: value for name, value in mapping.items() if value is not None} | {"output": output}
     )
@@ -90,6 +90,7 @@ def bytes_of_both(config: ExperimentConfig, count: int) -> tuple[dict[str, bytes
         ({"scheduling": None, "replicasets": TWO_KINDS}, 3),
         ({"replica": {"max_model_len": 400, "memory": {"num_blocks": 30, "host_blocks": 20}}}, 3),
         ({"output": {"steps": False}}, 3),
+        ({"output": {"decision_log": False}}, 3),
     ],
     ids=[
         "round robin",
@@ -98,12 +99,20 @@ def bytes_of_both(config: ExperimentConfig, count: int) -> tuple[dict[str, bytes
         "two replicasets",
         "rejected, preempted",
         "no steps",
+        "no decision log",
     ],
 )
 def test_parts_give_the_bytes_of_the_whole(changes: dict[str, Any], num_parts: int, tmp_path: Path) -> None:
     whole, combined, parts = bytes_of_both(config_of(tmp_path, **changes), 3)
     assert len(parts) == num_parts
     assert combined == whole
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few records of the decision log are written, and few journaled, together, as with many times the requests."""
+    monkeypatch.setattr(decision_log, "RECORDS_AT_ONCE", 37)
+    monkeypatch.setattr(step_log, "RECORDS_PER_BATCH", 10)
 
 
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -148,7 +157,6 @@ def test_any_division_is_exact(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"output": {"decision_log": True}}, "its decision log is one sequence over all replicas"),
         ({"num_replicas": 1}, "it has one replica"),
         ({"scheduling": POLICIES | {"replicaset_scheduler": "pull"}}, "default: pull leaves requests in a queue that"),
         (
@@ -161,7 +169,7 @@ def test_any_division_is_exact(
             "it ends with its last arrival",
         ),
     ],
-    ids=["decision log", "one replica", "pull", "load", "admission", "drain"],
+    ids=["one replica", "pull", "load", "admission", "drain"],
 )
 def test_why_a_run_stays_whole(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
     said = parts_of(config_of(tmp_path, **changes), load_registry(), 4)

@@ -307,7 +307,7 @@ def test_repeated_steps_are_the_same_one_by_one_or_at_once() -> None:
         if at_once:
             bench.replica.note_waiting()
             ticks = [bench.now + SECOND + 2 * SECOND * step for step in range(num_steps)]
-            plan = bench.replica.complete_repeats(plan, ticks)
+            plan = bench.replica.complete_repeats(plan, ticks, ticks[-1])
             bench.now = ticks[-1]
         else:
             for _ in range(num_steps):
@@ -347,8 +347,9 @@ def test_a_run_ends_before_blocks_are_lacking() -> None:
     bench.complete(bench.form())
     plan = bench.form()
     num_steps = bench.replica.num_repeats(plan)
-    bench.replica.complete_repeats(plan, [bench.now + SECOND * (step + 1) for step in range(num_steps)])
-    bench.now += SECOND * num_steps
+    ticks = [bench.now + SECOND * (step + 1) for step in range(num_steps)]
+    bench.now = ticks[-1]
+    bench.replica.complete_repeats(plan, ticks, bench.now)
     bench.complete(plan)
     victim = bench.form()
     assert [request.request_id for request, _ in victim.preempted] == ["b"], "the step after the run needs a victim"

@@ -153,10 +153,10 @@ class Killing(DecisionLog):
         if self.num_plans == int(sys.argv[2]):
             os.kill(os.getpid(), signal.SIGKILL)
 
-import vajra_py.experiment.run as module
 import vajra_py.runtime.records.step_log as log
+from vajra_py.experiment.simulated import SimulatedRun
 log.RECORDS_PER_BATCH = 64
-module.DecisionLog = Killing
+SimulatedRun.decision_log = Killing
 profile = {"type": "profile", "profile": "azure2023_conv", "num_requests": 150, "rate": 10}
 scheduling = dict(request_prioritizer="fcfs", replicaset_scheduler="round_robin", replica_scheduler="fixed_chunk")
 latency = {"type": "roofline", "model": "llama-3-8b", "device": "a100-80gb-sxm"}

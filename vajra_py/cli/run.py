@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,25 +96,35 @@ def run(  # noqa: PLR0913 - one argument for each option
         _validate(runs)
     for label, error in failures:
         click.echo(f"failed: {label}: {error}", err=True)
-    served = [_warn_of_rejections(one) for one in runs]
-    return 1 if failures else 0 if all(served) else MOSTLY_REJECTED
+    is_served = _warn_of_rejections(runs)
+    return 1 if failures else 0 if is_served else MOSTLY_REJECTED
 
 
-def _warn_of_rejections(run: RunData) -> bool:
-    """Say on standard error how many requests were rejected for themselves; False when they are more than half of all.
+def _warn_of_rejections(runs: Sequence[RunData]) -> bool:
+    """Say on standard error how many requests were rejected for themselves; False when they are more than half of a run's.
 
-    Those that a bounded queue turned away are not among them: that is what the bound is for.
+    Those that a bounded queue turned away are not among them: that is what the bound is for. What is the same in several runs is said once.
     """
     import pyarrow.compute as pc
 
-    requests = run.requests("request_id", "reason", "detail")
-    rejected = requests.filter(pc.field("reason") == "rejected").to_pylist()
-    found = [one for one in rejected if not one["detail"].startswith(TURNED_AWAY)]
-    if found:
-        first = f"{found[0]['request_id']}: {found[0]['detail']}"
-        count = f"{len(found)} of {requests.num_rows} requests were rejected"
-        click.echo(f"warning: {run.name}: {count}, for instance {first}", err=True)
-    return 2 * len(found) <= len(requests)
+    named: dict[str, list[str]] = {}
+    is_served = True
+    for run in runs:
+        requests = run.requests("request_id", "reason", "detail")
+        rejected = requests.filter(pc.field("reason") == "rejected").to_pylist()
+        found = [one for one in rejected if not one["detail"].startswith(TURNED_AWAY)]
+        if found:
+            first = f"{found[0]['request_id']}: {found[0]['detail']}"
+            count = f"{len(found)} of {requests.num_rows} requests were rejected"
+            named.setdefault(f"{count}, for instance {first}", []).append(run.name)
+        is_served = is_served and 2 * len(found) <= requests.num_rows
+    for what, names in named.items():
+        others = (
+            f" and {len(names) - 1} other runs" if len(names) > 2 else f" and {names[-1]}" if len(names) > 1 else ""
+        )
+        where = f"all {len(runs)} runs" if len(names) == len(runs) > 1 else f"{names[0]}{others}"
+        click.echo(f"warning: {where}: {what}", err=True)
+    return is_served
 
 
 @dataclass(frozen=True, slots=True)

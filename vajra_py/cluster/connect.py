@@ -37,6 +37,10 @@ class RayCluster:
         """CPUs that the cluster has at this moment."""
         return int(self.ray.cluster_resources().get("CPU", 0))
 
+    def nodes(self) -> list[Any]:
+        """What Ray says of each node that can compute."""
+        return [node for node in self.ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+
 
 @contextmanager
 def ray_cluster(on: str) -> Iterator[RayCluster | None]:
@@ -56,8 +60,9 @@ def ray_cluster(on: str) -> Iterator[RayCluster | None]:
         _check_listening(on, match["host"].strip("[]"), int(match["port"]))
     _connect(ray, on)
     try:
-        _check_nodes(ray)
-        yield RayCluster(ray)
+        cluster = RayCluster(ray)
+        _check_nodes(cluster)
+        yield cluster
     finally:
         ray.shutdown()
 
@@ -92,11 +97,11 @@ def _connect(ray: Any, on: str) -> None:
         raise RunError(f"--on {on}: the cluster cannot be used ({said or type(error).__name__}).") from None
 
 
-def _check_nodes(ray: Any) -> None:
+def _check_nodes(cluster: RayCluster) -> None:
     """Raise `RunError` for the first node that is not like this machine, or when there is none to compute on."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+    ray, nodes = cluster.ray, cluster.nodes()
     if not nodes:
         raise RunError("--on: no node of the cluster has a CPU to offer. Start one: ray start --address=HEAD:PORT")
     probe = ray.remote(num_cpus=0, max_retries=0)(_probe())

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from vajra_py.cluster.connect import RayCluster
 from vajra_py.cluster.files import MANIFEST, Shipment, Workspace, unpack
 from vajra_py.cluster.node import News, RemoteResult, RemoteRun, execute_run, remove_workspace
@@ -42,10 +44,12 @@ class RayPool:
         self._most = num_workers
         self._progress = progress
         self._shipment = Shipment(self._ray.put)
-        job = self._ray.get_runtime_context().get_job_id()
-        self._workspace = Workspace(f"vajra-{job}-{os.getpid()}", os.getcwd())
+        context = self._ray.get_runtime_context()
+        self._workspace = Workspace(f"vajra-{context.get_job_id()}-{os.getpid()}", os.getcwd())
         self._execute = self._ray.remote(num_cpus=1, max_retries=0)(execute_run)
-        actor = self._ray.remote(num_cpus=0, max_restarts=-1)(News)
+        # Not on a node that computes, where it would get the worker process that a run could have begun in.
+        beside_asker = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True)
+        actor = self._ray.remote(num_cpus=0, max_restarts=-1, scheduling_strategy=beside_asker)(News)
         self._news: Any = None if progress is None else actor.remote()
         self._asked: Any = None
         self._tasks: dict[int, RunTask] = {}
@@ -98,11 +102,8 @@ class RayPool:
             _log.debug("files of runs stay on a node", exc_info=True)
 
     def _removals(self) -> list[Any]:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         remove = self._ray.remote(num_cpus=0, max_retries=0)(remove_workspace)
-        nodes = [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
-        affinities = [NodeAffinitySchedulingStrategy(one, soft=False) for one in nodes]
+        affinities = [NodeAffinitySchedulingStrategy(one["NodeID"], soft=False) for one in self._cluster.nodes()]
         return [remove.options(scheduling_strategy=one).remote(self._workspace) for one in affinities]
 
     def _launch(self) -> None:

@@ -14,6 +14,9 @@ from vajra_py.engine.compute import LoadRunner, ModelFacts, ModelRunner, RunnerO
 from vajra_py.engine.worker import calm_threads, placed, said
 from vajra_py.errors import ExecutorError
 
+WATCH = "watch"
+"""Group of the calls that do not wait for those before them; declared here, as Ray Client cannot name it in a call."""
+
 
 class Rank:
     """Loads a runner, and answers what is asked of it in the order in which it is asked; errors are answers."""
@@ -45,6 +48,7 @@ class Rank:
         except Exception as error:
             return _sendable(error)
 
+    @ray.method(concurrency_group=WATCH)  # type: ignore[untyped-decorator]
     def watch(self) -> None:
         """Never returns, so that the end of its wait is the end of the actor."""
         threading.Event().wait()

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from vajra_py.cluster.connect import RayCluster
-from vajra_py.cluster.rank import Rank
+from vajra_py.cluster.rank import WATCH, Rank
 from vajra_py.config import ExperimentConfig
 from vajra_py.engine.compute import Foreseen, LoadRunner, ModelFacts, RunnerOptions, StepInput
 from vajra_py.engine.config import MODEL_BACKENDS, ModelBackendConfig, PlacementConfig
@@ -23,7 +23,6 @@ from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, Worker, said
 from vajra_py.errors import ExecutorError
 from vajra_py.experiment.backend import Backend, MakeBackend, Run, make_backend
 
-_WATCH = "watch"
 MakeWorker: TypeAlias = Callable[[ReplicaKey, RunnerOptions], Worker]
 
 
@@ -77,7 +76,7 @@ class RayWorker:
         resources, ranks = placement.resources(options.device), range(options.num_ranks)
         self._needs = f"{len(ranks)} x {resources}"
         self._group = placement_group([resources for _ in ranks], strategy=placement.strategy.upper())
-        actor = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), concurrency_groups={_WATCH: 1})(
+        actor = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), concurrency_groups={WATCH: 1})(
             Rank
         )
         self._actors = [
@@ -126,7 +125,7 @@ class RayWorker:
         blocks = num_blocks // self._options.kv_groups
         self._all([one.call.remote("allocate", blocks, num_host_blocks) for one in self._actors])
         for rank, one in enumerate(self._actors):
-            self._expect(rank, one.watch.options(concurrency_group=_WATCH).remote())
+            self._expect(rank, one.watch.remote())
         name = f"vajra-ray-{self._replica[1]}"
         self._receiver = threading.Thread(target=self._receive, args=(deliver,), name=name, daemon=True)
         self._receiver.start()

@@ -11,6 +11,7 @@ from vajra_py.config import ExperimentConfig
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency import StepTimes
 from vajra_py.plugins import Registry
+from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.workload import Workload
@@ -45,6 +46,8 @@ class Backend(Protocol):
     """A prepared run; `prepare` and `start` are called once, in this order."""
 
     controller: Controller
+    decision_log: type[DecisionLog]
+    """What keeps its decisions."""
 
     @property
     def step_times(self) -> StepTimes:

@@ -21,6 +21,7 @@ from vajra_py.experiment.backend import Run
 from vajra_py.experiment.simulated import SimulatedRun
 from vajra_py.latency import HasHostOverhead, ReplaysDurations
 from vajra_py.plugins import Registry, build_latency_model
+from vajra_py.runtime.records.decision_log import DecisionLog, PartialDecisionLog
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.replicaset import Replicaset
@@ -68,9 +69,6 @@ def why_whole(config: ExperimentConfig, registry: Registry) -> str | None:
     models = [settings.latency, *(one.latency for one in settings.replicasets.values() if one.latency is not None)]
     latencies = [build_latency_model(one.type, one.parameters, registry) for one in models]
     reasons = {
-        "its decision log is one sequence over all replicas; `output.decision_log: false` leaves it out": (
-            config.output.decision_log
-        ),
         "its observers see all replicas": bool(config.observers),
         "it ends with its last arrival (backend.simulator.drain: false)": not settings.drain,
         f"the predictor of output lengths may remember requests ({settings.output_length.type})": (
@@ -163,6 +161,8 @@ def divide(run: SimulatedRun, config: ExperimentConfig, seeds: NotedSeeds, count
 
 class PartOfRun(SimulatedRun):
     """Simulates the replicas of one part; requests have the index that they have in the whole."""
+
+    decision_log: type[DecisionLog] = PartialDecisionLog
 
     def __init__(self, run: Run, part: Part) -> None:
         seeds = NotedSeeds(run.seeds)

@@ -21,6 +21,7 @@ from vajra_py.engine.services import engine_services, length_predictor, predicti
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.experiment.backend import Outcome, Run
 from vajra_py.latency import REAL, StepTimes
+from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.input_log import INPUTS_FILE, InputLog
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.workload_adapter import facts_of
@@ -36,6 +37,8 @@ __all__ = ["ENGINE_FILE", "OUTPUTS_FILE", "EngineRun", "length_predictor", "pred
 
 class EngineRun:
     """An experiment on the engine. Arguments besides `run` replace parts of it, for tests and tools."""
+
+    decision_log: type[DecisionLog] = DecisionLog
 
     def __init__(self, run: Run, **replaced: Any) -> None:
         settings: ModelBackendConfig = run.config.backend.settings

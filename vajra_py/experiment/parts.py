@@ -19,10 +19,11 @@ from vajra_py.experiment.results import Tables, write_results
 from vajra_py.experiment.run import load_workload
 from vajra_py.experiment.simulated import SimulatedRun
 from vajra_py.latency import StepTimes
-from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.run_data import DECISIONS_FILE, RunData
 from vajra_py.metrics.steps_table import StepsBuilder
 from vajra_py.metrics.tables import RequestsBuilder, TbtBuilder
 from vajra_py.plugins import Registry
+from vajra_py.runtime.records.decision_merge import merge_decision_logs
 from vajra_py.runtime.support.seeds import SeedTree
 
 
@@ -89,6 +90,8 @@ def _combine(config: ExperimentConfig, registry: Registry, place: RunFolder, pat
         _take_requests(tables.requests, path)
         tables.steps.extend(pq.read_table(path / "steps.parquet"))
         _take_gaps(tables.tbt, path)
+    if config.output.decision_log:
+        merge_decision_logs([path / DECISIONS_FILE for path in paths], place.path / DECISIONS_FILE)
     write_results(place.path, config, tables, max(one["ended_at_s"] for one in manifests), _origin(step_times))
     place.note(FINISHED, **_facts(manifests))
 

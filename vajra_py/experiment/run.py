@@ -14,9 +14,8 @@ from vajra_py.experiment.folder import FAILED, FINISHED, INTERRUPTED, RunFolder
 from vajra_py.experiment.results import Tables, write_results
 from vajra_py.metrics.changes import Changes
 from vajra_py.metrics.recorder import Recorder
-from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.run_data import DECISIONS_FILE, RunData
 from vajra_py.plugins import Registry, build_observer, load_registry
-from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.workload import Workload, build_workload
@@ -73,7 +72,7 @@ class _Attempt:
         self._place = place
         controller = backend.controller
         output = run.config.output
-        self._log = DecisionLog(place.path / "decisions.parquet") if output.decision_log else None
+        self._log = backend.decision_log(place.path / DECISIONS_FILE) if output.decision_log else None
         self._recorder = Recorder(_num_blocks(controller), steps=output.steps, log=self._log)
         self._changes = Changes()
         self._observers: list[Observer] = [self._recorder]

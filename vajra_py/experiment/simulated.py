@@ -22,6 +22,7 @@ from vajra_py.latency import (
     step_times_of,
 )
 from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
+from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.serving.build import ModelFacts, ReplicasetModel, Services, build_controller
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.support.clock import to_seconds
@@ -32,6 +33,8 @@ from vajra_py.sim.simulator import SimulationOptions, Simulator
 
 class SimulatedRun:
     """An experiment on the discrete-event simulator."""
+
+    decision_log: type[DecisionLog] = DecisionLog
 
     def __init__(self, run: Run) -> None:
         settings = run.config.backend.settings

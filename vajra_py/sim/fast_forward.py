@@ -89,7 +89,7 @@ class DecodeFastForward:
         driver, replica = self._driver, one.replica
         num_done = bisect_left(ends, driver.now)
         if num_done:
-            one.plan = replica.complete_repeats(plan, ends[:num_done])
+            one.plan = replica.complete_repeats(plan, ends[:num_done], driver.now)
             driver.num_steps += num_done
             del ends[:num_done]
         if up_to_now and len(ends) > 1 and ends[0] == driver.now:  # the next one follows what happens now

@@ -21,8 +21,10 @@ def journal_path(log: Path) -> Path:
 class Journal:
     """Writes batches of records, each readable at once."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, compression: str | None = None) -> None:
+        """`compression`: as Arrow streams know it; None: none."""
         self._file = file
+        self._compression = compression
         self._writer: Any = None
 
     def write(self, batch: Batch) -> None:
@@ -36,11 +38,14 @@ class Journal:
             "ends": pa.array([batch.ends], data),
             "notes": pa.array([batch.notes], texts),
             "ids": pa.array([batch.ids], texts),
+            "arrived": pa.array([batch.arrived], data),
             **{f"list_{name}": pa.array([numbers], data) for name, numbers in batch.lists.items()},
         }
         record = pa.RecordBatch.from_pydict(columns)
         if self._writer is None:
-            self._writer = pa.ipc.new_stream(self._file, record.schema)
+            self._writer = pa.ipc.new_stream(
+                self._file, record.schema, options=pa.ipc.IpcWriteOptions(compression=self._compression)
+            )
         self._writer.write_batch(record)
         self._file.flush()
 
@@ -60,6 +65,7 @@ def read_journal(path: Path) -> Iterator[Batch]:
             for record in pa.ipc.open_stream(file):
                 row = record.to_pylist()[0]
                 lists = {name.removeprefix("list_"): row[name] for name in record.schema.names if "list_" in name}
-                yield Batch(row["replicasets"], row["rows"], row["ends"], row["notes"], row["ids"], lists)
+                facts = {name: row[name] for name in Batch._fields if name != "lists"}
+                yield Batch(**facts, lists=lists)
         except (pa.ArrowInvalid, OSError):
             return  # the process ended in the middle of a batch

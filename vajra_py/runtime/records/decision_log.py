@@ -20,36 +20,24 @@ import numpy as np
 
 from vajra_py.contract import RequestView
 from vajra_py.contract.observer import EndReason
-from vajra_py.latency.packed_times import PackedTimes
 from vajra_py.runtime.records.decision_journal import Journal, journal_path, read_journal
-from vajra_py.runtime.records.record_lists import list_array, reordered
+from vajra_py.runtime.records.decision_records import DISTINCT, KINDS, MODES, REASONS, SCALARS, Records, schema
 from vajra_py.runtime.records.step_log import (
     LISTS,
     NEVER_CAME_BACK,
     ONLY_PREEMPTED,
     Batch,
     Numbers,
+    PlanRepeats,
     StepLog,
-    joined_batches,
 )
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.requests.running_set import NO_CHANGES, PoolChanges
 from vajra_py.runtime.step.plan import StepPlan, in_batch_order
-from vajra_py.runtime.support.clock import TICKS_PER_SECOND
+from vajra_py.runtime.support.clock import NEVER, to_ticks
 
 RECORDS_AT_ONCE = 32_768
 """Records that are kept until they are written together."""
-
-SCALARS = (
-    *("replica_id", "step", "num_steps", "status", "num_decodes", "decodes_at"),
-    *("free_blocks", "num_waiting", "num_waiting_after", "num_running"),
-)
-"""Those of a record's `FIELDS` that are written as they are."""
-KINDS = ("running", "admitted", "resumed")
-MODES = ("recompute", "swap")
-REASONS = tuple(reason.value for reason in EndReason)
-NUMBER_TYPE = {"growth": np.int32, "chunk_kind": np.int8, "preempted_mode": np.int8, "finished_reason": np.int8}
-"""Of the lists' columns; the others are of 64 bits."""
 
 _KIND_CODES, _MODE_CODES, _REASON_CODES = (
     {name: code for code, name in enumerate(names)} for names in (KINDS, MODES, REASONS)
@@ -61,6 +49,78 @@ def open_binary(path: Path) -> BinaryIO:
     return path.open("wb")
 
 
+class DecisionFile:
+    """A decision log's file; it appears under its name when it is closed.
+
+    Records that are written together are all those of some time of the run, and those of one time stay together: so the bytes depend neither on the order
+    of what happens at one time, nor on who hands records over when.
+    """
+
+    def __init__(self, path: Path, open_file: Callable[[Path], BinaryIO] = open_binary) -> None:
+        import pyarrow.parquet as pq
+
+        self._path = path
+        self._partial = path.with_name(path.name + ".partial")
+        deltas = ("step", "gap", "duration", "drift")
+        lists = ("bends", "arrived", *chain.from_iterable(LISTS.values()))
+        self._file = _Counted(open_file(self._partial))
+        self._writer = pq.ParquetWriter(
+            self._file,
+            schema(),
+            compression="zstd",
+            compression_level=3,
+            use_dictionary=[
+                *("replicaset", "notes", *(name for name in SCALARS if name not in deltas)),
+                *(f"{name}.list.element" for name in lists if name not in DISTINCT),
+            ],
+            column_encoding={
+                **dict.fromkeys(deltas, "DELTA_BINARY_PACKED"),
+                **{f"{name}.list.element": "DELTA_BINARY_PACKED" for name in DISTINCT},
+            },
+            version="2.6",
+        )
+        self._held: list[Records] = []
+        self._num_held, self._enough = 0, RECORDS_AT_ONCE
+
+    def take(self, records: Records) -> bool:
+        """Take records in any order; returns whether it is time to call `write`."""
+        self._held.append(records)
+        self._num_held += len(records)
+        return self._num_held >= self._enough
+
+    def write(self, complete_before: int | None = None) -> None:
+        """Write what makes a group; all records before this tick were taken (None: all there are)."""
+        if not self._held:
+            return
+        records = Records.concat(self._held)
+        order = np.argsort(records.field("kept"), kind="stable")
+        records = records.take(order, np.argsort(records.arrivals.ticks, kind="stable"))
+        kept, arrived = records.field("kept"), records.arrivals.ticks
+        num_sure = len(kept) if complete_before is None else int(np.searchsorted(kept, complete_before))
+        start = first_arrival = 0
+        while start + RECORDS_AT_ONCE <= num_sure:
+            last_tick = kept[start + RECORDS_AT_ONCE - 1]
+            stop, next_arrival = (int(np.searchsorted(ticks, last_tick, side="right")) for ticks in (kept, arrived))
+            self._write(records.take(np.arange(start, stop), np.arange(first_arrival, next_arrival)))
+            start, first_arrival = stop, next_arrival
+        self._held = [records.take(np.arange(start, len(kept)), np.arange(first_arrival, len(arrived)))]
+        self._num_held = len(kept) - start
+        self._enough = self._num_held + RECORDS_AT_ONCE if self._num_held >= RECORDS_AT_ONCE else RECORDS_AT_ONCE
+
+    def close(self) -> None:
+        """Write the rest, and finish the file."""
+        self.write()
+        for rest in self._held:
+            if len(rest):
+                self._write(rest)
+        self._writer.close()
+        self._file.close()
+        os.replace(self._partial, self._path)
+
+    def _write(self, records: Records) -> None:
+        self._writer.write_table(records.table(), row_group_size=len(records))
+
+
 class DecisionLog(StepLog):
     """Writes `decisions.parquet` while the run goes on; the file appears under its name when it is whole, at the close.
 
@@ -70,47 +130,39 @@ class DecisionLog(StepLog):
     def __init__(self, path: Path, open_file: Callable[[Path], BinaryIO] = open_binary) -> None:
         super().__init__()
         self._path = path
-        self._partial = path.with_name(path.name + ".partial")
         self._open_file = open_file
-        self._file: _Counted | None = None
-        self._writer: Any = None
+        self._file: DecisionFile | None = None
         self._journal: Journal | None = None
         self._open: dict[StepPlan, tuple[str, PoolMoves]] = {}
-        self._arrived: list[RequestView] = []
-        """Since the last record; they go with the next."""
-        self._batches: list[Batch] = []
 
     def on_arrival(self, request: RequestView, now: float) -> None:
-        """Records name requests by index; its id goes with the next record."""
-        self._arrived.append(request)
+        """Records name requests by index."""
+        self._tick = max(self._tick, to_ticks(now))
+        self._ids.append(request.request_id)
+        self._arrived.extend((request.index, self._tick))
 
     def on_plan(self, replicaset: str, plan: StepPlan, changes: PoolChanges) -> None:
         """Keep what was decided until the step comes back; a step that only preempted is written at once."""
         is_plain = changes is NO_CHANGES and not plan.chunks
         self._open[plan] = replicaset, NO_MOVES if is_plain else _moves(plan, changes)
         if not plan.num_requests:
+            self._tick = max(self._tick, plan.formed_at)
             self._record_without_end(replicaset, plan, ONLY_PREEMPTED)
 
     def on_plan_repeats(
-        self, replicaset: str, plan: StepPlan, ended_at: Numbers, growth: Numbers, following: StepPlan
+        self, replicaset: str, plan: StepPlan, repeats: PlanRepeats, following: StepPlan, now: int
     ) -> None:
         """One record for all these steps."""
-        super().on_plan_repeats(replicaset, plan, ended_at, growth, following)
+        super().on_plan_repeats(replicaset, plan, repeats, following, now)
         self._open[following] = replicaset, NO_MOVES
 
     def close(self) -> None:
         """Write what never came back, and finish the file."""
+        self._tick = NEVER
         for plan, (replicaset, _) in list(self._open.items()):
             self._record_without_end(replicaset, plan, NEVER_CAME_BACK)
         self.hand_on()
-        self._write_group()
-        self._writer.close()
-        assert self._file is not None
-        self._file.close()
-        os.replace(self._partial, self._path)
-        if self._journal is not None:
-            self._journal.close()
-            journal_path(self._path).unlink(missing_ok=True)
+        self._finish()
 
     def _record_without_end(self, replicaset: str, plan: StepPlan, status: int) -> None:
         self._ends.append(plan.formed_at)
@@ -119,12 +171,7 @@ class DecisionLog(StepLog):
     def _lists_of(self, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]]) -> Numbers:
         """What was decided, in numbers."""
         _, (joined, left, chunks) = self._open.pop(plan)
-        lists, arrived = self._lists, self._arrived
-        num_arrived = len(arrived)
-        if num_arrived:
-            lists["arrivals"].extend([one.index for one in arrived])
-            self._ids += [one.request_id for one in arrived]
-            arrived.clear()
+        lists = self._lists
         if joined:
             lists["joined"].extend(joined)
         if left:
@@ -140,7 +187,7 @@ class DecisionLog(StepLog):
             lists["finished"].extend(ended)
         self._notes.append(json.dumps(plan.notes, separators=(",", ":")) if plan.notes else "")
         num_chunks = len(chunks) // len(LISTS["chunks"])
-        return num_arrived, len(joined) // 3, len(left), num_chunks, len(plan.preempted), len(finished)
+        return len(joined) // 3, len(left), num_chunks, len(plan.preempted), len(finished)
 
     def _keep(self, batch: Batch) -> None:
         """Journal them, and write what makes a group."""
@@ -148,78 +195,37 @@ class DecisionLog(StepLog):
             if self._journal is None:
                 self._journal = Journal(self._open_file(journal_path(self._path)))
             self._journal.write(batch)
-        self._batches.append(batch)
-        if sum(one.num_records for one in self._batches) >= RECORDS_AT_ONCE:
-            self._write_group()
+        self._file = self._file or DecisionFile(self._path, self._open_file)
+        if self._file.take(Records.of(batch)):
+            self._file.write(complete_before=self._tick)
 
-    def _write_group(self) -> None:
-        if self._writer is None:
-            self._writer = self._new_writer()
-        batches, self._batches = self._batches, []
-        if batches:
-            table = _table_of(joined_batches(batches))
-            self._writer.write_table(table, row_group_size=table.num_rows)
-
-    def _new_writer(self) -> Any:
-        import pyarrow.parquet as pq
-
-        numbers = [column for columns in LISTS.values() for column in columns]
-        deltas = ("step", "gap", "duration", "drift")
-        self._file = _Counted(self._open_file(self._partial))
-        return pq.ParquetWriter(
-            self._file,
-            schema(),
-            compression="zstd",
-            compression_level=3,
-            use_dictionary=[
-                *("replicaset", "notes", *(name for name in SCALARS if name not in deltas)),
-                *(f"{name}.list.element" for name in ("bends", *numbers) if name not in _DISTINCT),
-            ],
-            column_encoding={
-                **dict.fromkeys(deltas, "DELTA_BINARY_PACKED"),
-                **{f"{name}.list.element": "DELTA_BINARY_PACKED" for name in _DISTINCT},
-            },
-            version="2.6",
-        )
+    def _finish(self) -> None:
+        (self._file or DecisionFile(self._path, self._open_file)).close()
+        if self._journal is not None:
+            self._journal.close()
+            journal_path(self._path).unlink(missing_ok=True)
 
 
-_DISTINCT = ("arrived", "joined", "joined_order", "left", "chunk", "finished")
-"""Lists whose numbers hardly repeat, but are close to those around them."""
+class PartialDecisionLog(DecisionLog):
+    """Keeps the records of a part of a run, in the order in which they were taken, for `merge_decision_logs`."""
+
+    def _keep(self, batch: Batch) -> None:
+        if self._journal is None:
+            self._journal = Journal(self._open_file(journal_path(self._path)), "lz4")
+        self._journal.write(batch)
+
+    def _finish(self) -> None:
+        partial = journal_path(self._path)
+        if self._journal is None:
+            self._open_file(partial).close()
+        else:
+            self._journal.close()
+        os.replace(partial, self._path)
 
 
 def journaled_tables(path: Path) -> list[Any]:
     """What the journal of an unfinished log holds, a table a batch."""
-    return [_table_of(batch) for batch in read_journal(journal_path(path))]
-
-
-def _table_of(batch: Batch) -> Any:
-    """The records as an Arrow table, replica by replica, in the order in which steps were formed."""
-    import pyarrow as pa
-
-    field = batch.columns()
-    names = sorted(batch.replicasets)
-    ranks = np.array([names.index(name) for name in batch.replicasets])[field["replicaset"]]
-    order = np.lexsort((field["status"] != ONLY_PREEMPTED, field["step"], field["replica_id"], ranks))
-    columns: dict[str, Any] = {name: field[name][order] for name in SCALARS}
-    columns["replicaset"] = pa.array(names).take(pa.array(ranks[order]))
-    columns["notes"] = pa.array(batch.notes or [""] * len(order), type=pa.string()).take(pa.array(order))
-    num_steps = columns["num_steps"]
-    ends = reordered(np.frombuffer(batch.ends, dtype=np.int64), field["num_steps"], order)
-    times = PackedTimes.pack(field["formed"][order], num_steps, ends)
-    columns |= {"gap": times.gap, "duration": times.duration, "drift": times.drift}
-    columns["bends"] = list_array(times.bends, np.maximum(num_steps - 2, 0))
-    for name, members in LISTS.items():
-        counts = field[f"num_{name}"]
-        values = np.frombuffer(batch.lists[name], dtype=np.int64).reshape(-1, len(members))
-        values = reordered(values, counts, order)
-        for position, member in enumerate(members):
-            numbers = values[:, position].astype(NUMBER_TYPE.get(member, np.int64))
-            columns[member] = list_array(numbers, counts[order])
-    places = reordered(np.arange(len(batch.ids)), field["num_arrivals"], order)
-    texts = pa.array(batch.ids, type=pa.string()).take(pa.array(places))
-    columns["arrived_ids"] = pa.ListArray.from_arrays(columns["arrived"].offsets, texts)
-    arrays = [pa.array(columns[one.name], type=one.type) for one in schema()]
-    return pa.Table.from_arrays(arrays, schema=schema())
+    return [Records.of(batch).table() for batch in read_journal(journal_path(path))]
 
 
 class _Counted(io.RawIOBase):
@@ -283,15 +289,3 @@ def _chunks(plan: StepPlan) -> Numbers:
         before = bisect_left(admissions, one.admitted_index) if kind == "running" else len(admissions)
         numbers += (one.index, num_tokens, computed, _KIND_CODES[kind], before)
     return numbers
-
-
-def schema() -> Any:
-    """Columns of the file."""
-    import pyarrow as pa
-
-    fields = [("replicaset", pa.string()), *((name, pa.int64()) for name in SCALARS)]
-    fields += [*((name, pa.int64()) for name in ("gap", "duration", "drift")), ("bends", pa.list_(pa.int64()))]
-    for column in chain.from_iterable(LISTS.values()):
-        fields.append((column, pa.list_(pa.from_numpy_dtype(NUMBER_TYPE.get(column, np.int64)))))
-    fields += [("notes", pa.string()), ("arrived_ids", pa.list_(pa.string()))]
-    return pa.schema(fields, metadata={"ticks_per_second": str(TICKS_PER_SECOND)})

@@ -13,7 +13,8 @@ import numpy as np
 from vajra_py.contract.observer import StepRecord
 from vajra_py.latency.packed_times import PackedTimes
 from vajra_py.runtime.records.decision_journal import journal_path
-from vajra_py.runtime.records.decision_log import KINDS, MODES, REASONS, SCALARS, journaled_tables
+from vajra_py.runtime.records.decision_log import journaled_tables
+from vajra_py.runtime.records.decision_records import KINDS, MODES, REASONS, SCALARS
 from vajra_py.runtime.records.step_log import CAME_BACK, LISTS, NEVER_CAME_BACK
 from vajra_py.runtime.support.clock import NEVER, to_seconds
 

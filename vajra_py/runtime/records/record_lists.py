@@ -18,10 +18,10 @@ def list_array(values: NDArray[Any], counts: NDArray[Any]) -> Any:
 
 
 def reordered(values: NDArray[Any], counts: NDArray[Any], order: NDArray[np.int64]) -> NDArray[Any]:
-    """Values (rows, where they have two dimensions) of which each record has so many, with the records in another order."""
+    """Values (rows, where they have two dimensions), of which each record has so many, of these records in this order."""
     stops = np.cumsum(counts, dtype=np.int64)
     starts, counts = (stops - counts)[order], counts[order]
     new_starts = np.cumsum(counts, dtype=np.int64) - counts
-    places = np.arange(len(values), dtype=np.int64) + np.repeat(starts - new_starts, counts)
+    places = np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(starts - new_starts, counts)
     taken: NDArray[Any] = values.take(places, axis=0)
     return taken

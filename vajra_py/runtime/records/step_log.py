@@ -25,7 +25,6 @@ CAME_BACK, ONLY_PREEMPTED, NEVER_CAME_BACK = 0, 1, 2
 """A record's `status`."""
 LISTS = {
     "growth": ("growth",),
-    "arrivals": ("arrived",),
     "joined": ("joined", "joined_order", "joined_computed"),
     "left": ("left",),
     "chunks": ("chunk", "chunk_tokens", "chunk_computed", "chunk_kind", "chunk_after"),
@@ -35,11 +34,12 @@ LISTS = {
 """Lists of a record: the columns of each, one number an entry. Requests are named by index; `chunk_after`: how many decodes stand
 before it; -1: before it if it is none of the first `decodes_at` chunks, else none of them."""
 FIELDS = (
-    *("replicaset", "replica_id", "step", "formed", "num_decodes", "decodes_at", "free_blocks", "num_waiting"),
+    *("replicaset", "replica_id", "step", "formed", "kept", "num_decodes", "decodes_at", "free_blocks", "num_waiting"),
     *("num_running", "num_preempted_before", "batch_decodes", "num_prefills", "prefill_tokens", "context_tokens"),
     *("status", "num_steps", "num_waiting_after", *(f"num_{name}" for name in LISTS)),
 )
 """Whole numbers of a record: the plan's, of its shape (from `batch_decodes` on), of what came of it, and entries of each list.
+`kept`: the tick at which it was taken;
 `decodes_at`: how many chunks stand before the pool's decodes; `num_waiting_after`: of the steps of a run after the first."""
 _ROW = Struct(f"<{len(FIELDS)}q")
 
@@ -57,6 +57,8 @@ class Batch(NamedTuple):
     """One a record; empty when no record has any."""
     ids: Sequence[str]
     """Of the requests that arrived."""
+    arrived: bytes
+    """Index of each, and the tick at which it arrived."""
     lists: Mapping[str, bytes]
 
     @property
@@ -70,19 +72,13 @@ class Batch(NamedTuple):
         return {name: rows[:, position] for position, name in enumerate(FIELDS)}
 
 
-def joined_batches(batches: Sequence[Batch]) -> Batch:
-    """One batch of the records of all, at least one; of one log, whose later batches know all earlier replicasets."""
-    notes: list[str] = []
-    if any(one.notes for one in batches):
-        notes = [note for one in batches for note in one.notes or [""] * one.num_records]
-    return Batch(
-        batches[-1].replicasets,
-        b"".join([one.rows for one in batches]),
-        b"".join([one.ends for one in batches]),
-        notes,
-        [name for one in batches for name in one.ids],
-        {name: b"".join([one.lists[name] for one in batches]) for name in LISTS},
-    )
+class PlanRepeats(NamedTuple):
+    """When a plan and repetitions of it came back."""
+
+    ended_at: Numbers
+    """Ticks."""
+    growth: Numbers
+    """Members that took a block in each step after the first; it repeats where there are more steps."""
 
 
 class StepLog(Observer):
@@ -99,6 +95,9 @@ class StepLog(Observer):
         self._ends = array("q")
         self._notes: list[str] = []
         self._ids: list[str] = []
+        self._arrived = array("q")
+        self._tick = 0
+        """Of what was taken last."""
         self._lists = {name: array("q") for name in LISTS}
         self._batch_bytes = RECORDS_PER_BATCH * _ROW.size
         """Size of the rows of a full batch."""
@@ -109,13 +108,14 @@ class StepLog(Observer):
 
     def hand_on(self) -> None:
         """Hand on what was recorded so far."""
-        if not self._rows:
+        if not self._rows and not self._ids:
             return
         notes = self._notes if any(self._notes) else []
         lists = {name: numbers.tobytes() for name, numbers in self._lists.items()}
-        batch = Batch(list(self._replicasets), bytes(self._rows), self._ends.tobytes(), notes, self._ids, lists)
+        names, arrived = list(self._replicasets), self._arrived.tobytes()
+        batch = Batch(names, bytes(self._rows), self._ends.tobytes(), notes, self._ids, arrived, lists)
         self._notes, self._ids = [], []
-        for numbers in (self._rows, self._ends, *self._lists.values()):
+        for numbers in (self._rows, self._ends, self._arrived, *self._lists.values()):
             del numbers[:]
         for keep in self._keepers:
             keep(batch)
@@ -128,17 +128,17 @@ class StepLog(Observer):
     ) -> None:
         """A plan's step came back."""
         self._ends.append(now)
+        self._tick = max(self._tick, now)
         self._record(replicaset, plan, CAME_BACK, 1, plan.num_waiting, 0, *self._lists_of(plan, finished))
 
     def on_plan_repeats(
-        self, replicaset: str, plan: StepPlan, ended_at: Numbers, growth: Numbers, following: StepPlan
+        self, replicaset: str, plan: StepPlan, repeats: PlanRepeats, following: StepPlan, now: int
     ) -> None:
-        """A plan of decodes and repetitions of it came back at these ticks; `following`, one more, is in flight.
-
-        `growth`: how many members took a block in each step after the first; it repeats where there are more steps.
-        """
+        """A plan of decodes and repetitions of it came back, which is applied now; `following`, one more, is in flight."""
+        ended_at, growth = repeats
         self._ends.extend(ended_at)
         self._lists["growth"].extend(growth)
+        self._tick = max(self._tick, now)
         lists = self._lists_of(plan, ())
         self._record(replicaset, plan, CAME_BACK, len(ended_at), following.num_waiting, len(growth), *lists)
 
@@ -147,7 +147,7 @@ class StepLog(Observer):
 
     def _lists_of(self, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]]) -> Numbers:
         """How many entries the record has in each of `LISTS` after the first; who wants them appends them here."""
-        return 0, 0, 0, 0, len(plan.preempted), len(finished)
+        return 0, 0, 0, len(plan.preempted), len(finished)
 
     def _record(self, replicaset: str, plan: StepPlan, *outcome: int) -> None:
         """Pack a record; `outcome`: `FIELDS` from the status on."""
@@ -160,6 +160,7 @@ class StepLog(Observer):
             plan.replica_id,
             plan.step_index,
             plan.formed_at,
+            self._tick,
             plan.num_pool_decodes,
             plan.pool_position,
             plan.free_blocks,

@@ -13,7 +13,7 @@ from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
 from vajra_py.runtime.kv import KvMemory, TokenBlockHashes
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
-from vajra_py.runtime.records.step_log import StepLog
+from vajra_py.runtime.records.step_log import PlanRepeats, StepLog
 from vajra_py.runtime.requests.lifecycle import Lifecycle
 from vajra_py.runtime.requests.listeners import NOBODY, Listeners
 from vajra_py.runtime.requests.request import Request, RequestState
@@ -289,8 +289,8 @@ class Replica:
         if self._end_watchers or self._step_logs:
             self._num_waiting_in_run = self.running_set.num_waiting
 
-    def complete_repeats(self, plan: StepPlan, ended_at: Sequence[int]) -> StepPlan:
-        """`plan` and repetitions of it came back at these ticks; returns the repetition that is in flight after them."""
+    def complete_repeats(self, plan: StepPlan, ended_at: Sequence[int], now: int) -> StepPlan:
+        """`plan` and repetitions of it came back at these ticks up to now; returns the repetition in flight after them."""
         assert plan.pool is not None
         if self._end_watchers:
             run = run_of(self.replicaset, plan, ended_at, self._num_waiting_in_run)
@@ -299,7 +299,7 @@ class Replica:
         growth = plan.pool.growth_cycle(len(ended_at) - 1) if self._step_logs else ()
         following = self.builder.repeat(plan, len(ended_at), ended_at[-1], self._num_waiting_in_run)
         for log in self._step_logs:
-            log.on_plan_repeats(self.replicaset, plan, ended_at, growth, following)
+            log.on_plan_repeats(self.replicaset, plan, PlanRepeats(ended_at, growth), following, now)
         plan.pool.advance(ended_at)
         self.num_steps += len(ended_at)
         return following

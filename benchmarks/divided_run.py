@@ -1,0 +1,88 @@
+"""One large simulation divided over workers, against the same in one process: wall time, CPU time, largest process, equal bytes.
+
+Round robin over many replicas, with every file that a run writes by default. `python benchmarks/divided_run.py [--requests N] [--replicas N]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+REQUESTS_PER_S = 3.0
+"""A replica's share."""
+EXPERIMENT = """\
+version: 1
+name: large
+seed: 1
+scheduling:
+  request_prioritizer: fcfs
+  replicaset_scheduler: round_robin
+  replica_scheduler: {{policy: fixed_chunk, params: {{chunk_size: 512}}}}
+num_replicas: {replicas}
+workload: {{type: profile, profile: azure2023_conv, num_requests: {requests}, rate: {rate}}}
+backend: {{simulator: {{latency: {{type: roofline, model: llama-3-8b, device: a100-80gb-sxm}}}}}}
+"""
+
+
+class Cost(NamedTuple):
+    """What a command took."""
+
+    wall_s: float
+    cpu_s: float
+    largest_gib: float
+    """Memory of its largest process."""
+
+
+def cost_of(folder: Path, output: str, *arguments: str) -> Cost:
+    """Run the experiment into an output folder of its own."""
+    command = [sys.executable, "-c", "from vajra_py.cli.main import main; main()", "run", "large.yaml", "-q"]
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        [*command, "--set", f"output.dir={output}", *arguments], cwd=folder, stdout=subprocess.DEVNULL
+    )
+    _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(arguments)} failed")
+    return Cost(time.perf_counter() - started, used.ru_utime + used.ru_stime, used.ru_maxrss / 2**20)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Of every file of a run, but for machine, time and the name of its folder."""
+    return {
+        path.name: hashlib.blake2b(path.read_bytes()).hexdigest()
+        for path in folder.iterdir()
+        if path.name not in ("environment.json", "config.yaml", "manifest.json")
+    }
+
+
+def main() -> None:
+    """Print what each way takes, and whether the files are the same."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--replicas", type=int, default=100)
+    parser.add_argument("--workers", type=int, default=2)
+    given = parser.parse_args()
+    rate = REQUESTS_PER_S * given.replicas
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        text = EXPERIMENT.format(requests=given.requests, replicas=given.replicas, rate=rate)
+        (folder / "large.yaml").write_text(text)
+        costs = {"one process": cost_of(folder, "whole")}
+        costs[f"{given.workers} workers"] = cost_of(folder, "divided", "--workers", str(given.workers))
+        for label, cost in costs.items():
+            print(
+                f"{label}: {cost.wall_s:.1f} s, {cost.cpu_s:.1f} s of CPU, largest process {cost.largest_gib:.2f} GiB"
+            )
+        whole, divided = digests(folder / "whole/large"), digests(folder / "divided/large")
+    print("same bytes" if whole == divided else f"files differ: {whole} {divided}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Merge the decision logs of the parts of a run into the log of the undivided run, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from vajra_py.runtime.records.decision_journal import read_journal
+from vajra_py.runtime.records.decision_log import DecisionFile
+from vajra_py.runtime.records.decision_records import Records
+
+
+def merge_decision_logs(parts: Sequence[Path], path: Path) -> None:
+    """Write the log at `path` of what `PartialDecisionLog` kept of each part. Memory: about twice what is written together."""
+    file = DecisionFile(path)
+    unread = [_PartReader(one) for one in parts]
+    while unread:
+        reader = min(unread, key=lambda one: one.tick)
+        records = reader.read()
+        if records is None:
+            unread.remove(reader)
+        elif file.take(records):
+            file.write(complete_before=min(one.tick for one in unread))
+    file.close()
+
+
+class _PartReader:
+    """Reads the records of a part, which come in the order in which they were taken."""
+
+    def __init__(self, path: Path) -> None:
+        self._batches = read_journal(path)
+        self.tick = 0
+        """All before it was read."""
+
+    def read(self) -> Records | None:
+        """Some more; None: there are none."""
+        batch = next(self._batches, None)
+        if batch is None:
+            return None
+        records = Records.of(batch)
+        if len(records):
+            self.tick = int(records.field("kept")[-1])
+        return records

@@ -1,0 +1,164 @@
+"""Records of a decision log as columns: the form in which they are put in order, written, journaled and merged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vajra_py.contract.observer import EndReason
+from vajra_py.latency.packed_times import PackedTimes
+from vajra_py.runtime.records.record_lists import list_array, reordered
+from vajra_py.runtime.records.step_log import FIELDS, LISTS, ONLY_PREEMPTED, Batch
+from vajra_py.runtime.support.clock import TICKS_PER_SECOND
+
+Ints: TypeAlias = NDArray[np.int64]
+
+SCALARS = (
+    *("replica_id", "step", "num_steps", "status", "num_decodes", "decodes_at"),
+    *("free_blocks", "num_waiting", "num_waiting_after", "num_running"),
+)
+"""Those of a record's `FIELDS` that are written as they are."""
+KINDS = ("running", "admitted", "resumed")
+MODES = ("recompute", "swap")
+REASONS = tuple(reason.value for reason in EndReason)
+NUMBER_TYPE = {"growth": np.int32, "chunk_kind": np.int8, "preempted_mode": np.int8, "finished_reason": np.int8}
+"""Of the lists' columns; the others are of 64 bits."""
+_COLUMN_OF = {name: column for column, name in enumerate(FIELDS)}
+DISTINCT = ("arrived", "joined", "joined_order", "left", "chunk", "finished")
+"""Lists whose numbers hardly repeat, but are close to those around them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Requests that arrived: records name them by index, and the file says once which id that is."""
+
+    indices: Ints
+    ticks: Ints
+    ids: NDArray[np.object_]
+
+    def take(self, which: NDArray[Any]) -> Arrivals:
+        """These of them."""
+        return Arrivals(self.indices[which], self.ticks[which], self.ids[which])
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Some records.
+
+    Attributes:
+        replicasets: names, by number.
+        rows: (records, len(FIELDS)).
+        ends: ticks at which steps ended, those of all records after one another.
+        lists: by name, (entries, columns of this list), those of all records after one another.
+        notes: one text a record.
+        arrivals: requests that arrived meanwhile.
+    """
+
+    replicasets: Sequence[str]
+    rows: Ints
+    ends: Ints
+    lists: Mapping[str, Ints]
+    notes: NDArray[np.object_]
+    arrivals: Arrivals
+
+    @classmethod
+    def of(cls, batch: Batch) -> Records:
+        """The records of a journal's batch."""
+        rows = np.frombuffer(batch.rows, dtype=np.int64).reshape(-1, len(FIELDS))
+        lists = {
+            name: np.frombuffer(batch.lists[name], dtype=np.int64).reshape(-1, len(columns))
+            for name, columns in LISTS.items()
+        }
+        notes = np.array(batch.notes or [""] * len(rows), dtype=object)
+        arrived = np.frombuffer(batch.arrived, dtype=np.int64).reshape(-1, 2)
+        arrivals = Arrivals(arrived[:, 0], arrived[:, 1], np.array(batch.ids, dtype=object))
+        ends = np.frombuffer(batch.ends, dtype=np.int64)
+        return cls(batch.replicasets, rows, ends, lists, notes, arrivals)
+
+    @classmethod
+    def concat(cls, parts: Sequence[Records]) -> Records:
+        """Several after one another; replicasets are numbered by name."""
+        names = sorted({name for one in parts for name in one.replicasets})
+        rows = np.concatenate([one.rows for one in parts])
+        ranks = [np.array([names.index(name) for name in one.replicasets], dtype=np.int64) for one in parts]
+        rows[:, 0] = np.concatenate([rank[one.rows[:, 0]] for rank, one in zip(ranks, parts, strict=True)])
+        arrivals = [one.arrivals for one in parts]
+        return cls(
+            names,
+            rows,
+            np.concatenate([one.ends for one in parts]),
+            {name: np.concatenate([one.lists[name] for one in parts]) for name in LISTS},
+            np.concatenate([one.notes for one in parts]),
+            Arrivals(
+                np.concatenate([one.indices for one in arrivals]),
+                np.concatenate([one.ticks for one in arrivals]),
+                np.concatenate([one.ids for one in arrivals]),
+            ),
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def field(self, name: str) -> Ints:
+        """A number of each record."""
+        return self.rows[:, _COLUMN_OF[name]]
+
+    def take(self, order: Ints, arrivals: NDArray[Any]) -> Records:
+        """These records in this order, and these arrivals."""
+        return Records(
+            self.replicasets,
+            self.rows[order],
+            reordered(self.ends, self.field("num_steps"), order),
+            {name: reordered(values, self.field(f"num_{name}"), order) for name, values in self.lists.items()},
+            self.notes[order],
+            self.arrivals.take(arrivals),
+        )
+
+    def table(self) -> Any:
+        """The records as an Arrow table, replica by replica, in the order in which steps were formed.
+
+        Which records are written together is all that it depends on, and not their order. The first has all arrivals.
+        """
+        import pyarrow as pa
+
+        names = sorted(self.replicasets)
+        ranks = np.array([names.index(name) for name in self.replicasets], dtype=np.int64)[self.field("replicaset")]
+        is_step = self.field("status") != ONLY_PREEMPTED
+        order = np.lexsort((is_step, self.field("step"), self.field("replica_id"), ranks))
+        records = self.take(order, np.argsort(self.arrivals.indices, kind="stable"))
+        columns: dict[str, Any] = {name: records.field(name) for name in SCALARS}
+        columns["replicaset"] = pa.array(names).take(pa.array(ranks[order]))
+        columns["notes"] = pa.array(records.notes, type=pa.string())
+        num_steps = records.field("num_steps")
+        times = PackedTimes.pack(records.field("formed"), num_steps, records.ends)
+        columns |= {"gap": times.gap, "duration": times.duration, "drift": times.drift}
+        columns["bends"] = list_array(times.bends, np.maximum(num_steps - 2, 0))
+        for name, members in LISTS.items():
+            values, counts = records.lists[name], records.field(f"num_{name}")
+            for position, member in enumerate(members):
+                numbers = values[:, position].astype(NUMBER_TYPE.get(member, np.int64))
+                columns[member] = list_array(numbers, counts)
+        counts = np.zeros(len(records), dtype=np.int64)
+        counts[:1] = len(records.arrivals.indices)
+        columns["arrived"] = list_array(records.arrivals.indices, counts)
+        texts = pa.array(records.arrivals.ids, type=pa.string())
+        columns["arrived_ids"] = pa.ListArray.from_arrays(columns["arrived"].offsets, texts)
+        arrays = [pa.array(columns[one.name], type=one.type) for one in schema()]
+        return pa.Table.from_arrays(arrays, schema=schema())
+
+
+def schema() -> Any:
+    """Columns of the file."""
+    import pyarrow as pa
+
+    fields = [("replicaset", pa.string()), *((name, pa.int64()) for name in SCALARS)]
+    fields += [*((name, pa.int64()) for name in ("gap", "duration", "drift")), ("bends", pa.list_(pa.int64()))]
+    for column in chain.from_iterable(LISTS.values()):
+        fields.append((column, pa.list_(pa.from_numpy_dtype(NUMBER_TYPE.get(column, np.int64)))))
+    fields += [("notes", pa.string()), ("arrived", pa.list_(pa.int64())), ("arrived_ids", pa.list_(pa.string()))]
+    return pa.schema(fields, metadata={"ticks_per_second": str(TICKS_PER_SECOND)})
