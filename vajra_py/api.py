@@ -10,7 +10,8 @@ vajra.plots.latency_cdfs([run])            # a matplotlib figure
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from vajra_py.contract import Layer, PolicySpec
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.backend import Progress
 from vajra_py.experiment.folder import find_runs
+from vajra_py.experiment.pool import MakePool, RunTask, run_in_pool
 from vajra_py.experiment.run import load_workload, run_experiment
 from vajra_py.experiment.sweep import SweepProgress, SweepResult
 from vajra_py.experiment.sweep import sweep as run_sweep
@@ -77,19 +79,26 @@ def run(
     overwrite: bool = False,
     progress: Progress | None = None,
     policies: Sequence[PolicySpec] = (),
+    on: str = "local",
 ) -> RunData:
     """Run one experiment and open its results; see `vajra_py.experiment.run.run_experiment` for folders and errors.
+
+    `on`: where, as for `vajra run --on`: a Ray cluster takes the whole of a simulation, or the replicas of an engine.
 
     `policies` need not be installed: the experiment's file names them like any other. An experiment that names one of them is
     always run anew, since no version tells whether its code has changed.
     """
-    return run_experiment(
-        config,
-        folder=None if folder is None else Path(folder),
-        overwrite=overwrite or _names_any(config, policies),
-        progress=progress,
-        registry=_registry(policies),
-    )
+    place = config.output_dir / config.name if folder is None else Path(folder)
+    with _pool(on, config, None, policies) as pool:
+        if pool is not None and config.is_single:
+            return run_in_pool(pool, RunTask(config, place, overwrite), progress)
+        return run_experiment(
+            config,
+            folder=place,
+            overwrite=overwrite or _names_any(config, policies),
+            progress=progress,
+            registry=_registry(policies),
+        )
 
 
 def sweep(
@@ -99,21 +108,24 @@ def sweep(
     overwrite: bool = False,
     progress: SweepProgress | None = None,
     policies: Sequence[PolicySpec] = (),
+    on: str = "local",
 ) -> SweepResult:
     """Run every point of the experiment's sweep; finished points are kept. `.runs` are the results, in order.
 
     With more than one worker, a script that calls this needs the usual `if __name__ == "__main__":` guard. `policies` are as for
-    `run`: with some, points run one after the other in this process, all anew when any of them names one.
+    `run`: with some, points run one after the other in this process, all anew when any of them names one. `on`: see `run`.
     """
     registry, workers = _in_process(policies, workers)
     anew = any(_names_any(point, policies) for _, point in expand_sweep(config, registry))
-    return run_sweep(
-        config,
-        workers=workers,
-        overwrite=overwrite or anew,
-        progress=progress,
-        registry=registry,
-    )
+    with _pool(on, config, workers, policies) as pool:
+        return run_sweep(
+            config,
+            workers=workers,
+            overwrite=overwrite or anew,
+            progress=progress,
+            registry=registry,
+            pool=pool,
+        )
 
 
 def capacity(
@@ -123,16 +135,18 @@ def capacity(
     overwrite: bool = False,
     progress: SearchProgress | None = None,
     policies: Sequence[PolicySpec] = (),
+    on: str = "local",
 ) -> list[CapacityAnswer]:
     """Answer the experiment's `capacity:` question for every setting of its sweep, in order: `.answer`, `.curve`, `.sentence`.
 
-    Runs that are there are read and not made again. Workers and `policies` are as for `sweep`. Raises `ConfigError` where nothing is asked that can be answered.
+    Runs that are there are read and not made again. Workers, `policies` and `on` are as for `sweep`. Raises `ConfigError` where nothing is asked that can be answered.
     """
     from vajra_py.experiment.capacity import find_capacity
 
     registry, workers = _in_process(policies, workers)
     anew = overwrite or any(_names_any(point, policies) for _, point in expand_sweep(config, registry))
-    return find_capacity(config, workers=workers, registry=registry, overwrite=anew, progress=progress)
+    with _pool(on, config, workers, policies) as pool:
+        return find_capacity(config, workers=workers, registry=registry, overwrite=anew, progress=progress, pool=pool)
 
 
 def open_runs(paths: Iterable[str | Path]) -> list[RunData]:
@@ -200,6 +214,21 @@ def __getattr__(name: str) -> Any:
 
         return plots
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@contextmanager
+def _pool(
+    on: str, config: ExperimentConfig, workers: int | None, policies: Sequence[PolicySpec]
+) -> Iterator[MakePool | None]:
+    """What executes runs at this place; None on this machine. Raises as `ray_cluster` does."""
+    from vajra_py.cluster.connect import LOCAL, ray_cluster
+    from vajra_py.cluster.places import pool_on
+
+    if policies and on != LOCAL:
+        message = f"policies that are not installed run in this process alone ({on!r})"
+        raise ConfigError(Problem("on", message, "Install their package on every node, or leave `on` out"))
+    with ray_cluster(on) as cluster:
+        yield None if cluster is None else pool_on(cluster, config, workers)
 
 
 def _registry(policies: Iterable[PolicySpec]) -> Registry:

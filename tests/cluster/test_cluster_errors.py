@@ -5,16 +5,20 @@ from __future__ import annotations
 import importlib
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.nodes import LocalCluster
+import vajra_py
+from tests.cluster.nodes import SWEEP, LocalCluster, results, write_requests
 from vajra_py.cluster import connect
 from vajra_py.cluster.connect import ray_cluster
 from vajra_py.cluster.fingerprint import code_digest, fingerprint
+from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, RunError
+from vajra_py.plugins import load_registry
 
 
 def said_of(on: str) -> str:
@@ -95,6 +99,33 @@ def test_a_fingerprint_tells_code_apart(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_node_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vajra_py.cluster.fingerprint", None)
     assert connect._probe()().startswith("cannot import vajra-py (")
+
+
+def test_policies_of_a_script_do_not_go_to_a_cluster(tmp_path: Path) -> None:
+    config = vajra_py.load(SWEEP | {"output": {"dir": str(tmp_path)}})
+    spec = replace(load_registry().policy(Layer.REQUEST_PRIORITIZER, "fcfs").spec, name="mine")
+    for call in (vajra_py.run, vajra_py.sweep):
+        with pytest.raises(
+            ConfigError, match=r"^on: policies that are not installed run in this process alone \('auto'\)"
+        ):
+            call(config, on="auto", policies=[spec])
+
+
+@pytest.mark.slow
+def test_python_runs_on_a_cluster(cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for on in ("local", cluster.address):
+        folder = tmp_path / str(len(found))
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        write_requests(folder / "requests.jsonl")
+        swept = vajra_py.sweep(vajra_py.load(SWEEP), on=on, workers=1)
+        single = vajra_py.load({name: value for name, value in SWEEP.items() if name != "sweep"} | {"name": "single"})
+        vajra_py.run(single, on=on)
+        assert len(swept.runs) == 4
+        found.append(results(folder / "runs"))
+    assert found[0] == found[1]
+    assert len(found[0]) >= 5 * 6
 
 
 @pytest.mark.slow
