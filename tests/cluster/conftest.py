@@ -14,9 +14,9 @@ collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["test_cluster_
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalCluster]:
-    """Two nodes of one CPU each, for the tests of a module."""
+    """Two nodes of one CPU each; a test that ends one adds another."""
     made = LocalCluster()
     try:
         yield made

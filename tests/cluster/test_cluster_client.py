@@ -1,0 +1,65 @@
+"""Ray Client: commands on a machine that is no node of the cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.nodes import SWEEP, LocalCluster, results, write_requests
+from tests.cluster.test_cluster_replicas import ENGINE
+from vajra_py.engine.tiny import write_tiny_model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def client_address(cluster: LocalCluster) -> Iterator[str]:
+    """Of a Ray Client server of the cluster."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    command = [sys.executable, "-m", "ray.util.client.server", "--address", cluster.address, "--host", "127.0.0.1"]
+    process = subprocess.Popen([*command, "--port", str(port)], start_new_session=True, stderr=subprocess.DEVNULL)
+    try:
+        while process.poll() is None:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+        yield f"ray://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run(folder: Path, experiment: dict[str, Any], *arguments: str) -> None:
+    folder.mkdir(exist_ok=True)
+    write_requests(folder / "requests.jsonl")
+    (folder / "experiment.yaml").write_text(json.dumps(experiment))  # which is YAML
+    command = [sys.executable, "-c", "from vajra_py.cli.main import main; main()", "run", "experiment.yaml", "-q"]
+    done = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_sweep_through_ray_client_gives_the_bytes_of_one_machine(client_address: str, tmp_path: Path) -> None:
+    run(tmp_path / "here", SWEEP)
+    run(tmp_path / "there", SWEEP, "--on", client_address)
+    expected = results(tmp_path / "here/runs")
+    assert len(expected) >= 4 * 6
+    assert results(tmp_path / "there/runs") == expected
+
+
+def test_an_engine_is_led_through_ray_client(client_address: str, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "tiny")
+    backend = {"engine": {"model": str(tmp_path / "tiny"), "device": "cpu"}}
+    run(tmp_path, ENGINE | {"backend": backend}, "--on", client_address)
+    folder = tmp_path / "runs/engine"
+    assert json.loads((folder / "manifest.json").read_text())["num_ended"] == {"stop": 12}
+    assert json.loads((folder / "engine.json").read_text())["default"]["device"].startswith("cpu of node ")
