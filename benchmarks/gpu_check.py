@@ -108,11 +108,11 @@ def check_copies(dtype: torch.dtype, generator: torch.Generator, device: str) ->
     pairs = torch.stack((torch.randperm(30, generator=generator), torch.arange(30)), 1)
     vajra_kernels.copy_blocks(source, target, pairs)
     error = float((target.float() - before[:, pairs[:, 0].to(device)].float()).abs().max())
-    host = vajra_kernels.allocate_swap_space(source, 30)
-    out = torch.tensor([[4, 0], [5, 1], [6, 2], [20, 9]])
-    vajra_kernels.copy_blocks(source, host, out)
-    source[:, out[:, 0].to(device)] = 0
-    vajra_kernels.copy_blocks(host, source, out.flip(1))
+    swap = vajra_kernels.SwapSpace([source], 30)
+    out = [(4, 0), (5, 1), (6, 2), (20, 9)]
+    swap.to_host(out)
+    source[:, [block for block, _ in out]] = 0
+    swap.to_device(out)
     return max(error, float((source.float() - before.float()).abs().max())), 0.0
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from vajra_kernels.attention import paged_attention
 from vajra_kernels.backend import uses_triton
-from vajra_kernels.cache import allocate_kv_cache, allocate_swap_space, kv_block_bytes
+from vajra_kernels.cache import allocate_kv_cache, kv_block_bytes
 from vajra_kernels.metadata import AttentionMetadata, build_metadata, token_slots
 from vajra_kernels.ops import copy_blocks, merge_partials, write_kv
+from vajra_kernels.swap import SwapSpace
 
 __all__ = [
     "AttentionMetadata",
+    "SwapSpace",
     "allocate_kv_cache",
-    "allocate_swap_space",
     "build_metadata",
     "copy_blocks",
     "kv_block_bytes",

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-call,untyped-decorator,misc"
-"""Copy whole KV blocks between two caches of one device (copy on write, defragmentation, staging for swap).
+"""Copy whole KV blocks between two tensors of one device (rows begun ahead, buffers of a swap).
 
 Invariants:
-    - A block is one dense run of memory in both caches (``cache.block_words``), so that a copy is one of raw words,
+    - A block of one layer is one dense run of memory in both (``cache.block_words``), so that a copy is one of raw words,
       whatever the dtype and the order of dimensions inside the block.
     - Pairs run in parallel: no block is both a source and a destination of one call in one cache.
 """
@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from vajra_kernels.cache import block_words
 from vajra_kernels.config import TileConfig
 from vajra_kernels.launch import Launch, next_power_of_2
 
@@ -24,7 +23,9 @@ def copy_blocks_kernel(
     src_ptr: tl.tensor,
     pairs_ptr: tl.tensor,
     stride_dst_layer: tl.tensor,
+    stride_dst_block: tl.tensor,
     stride_src_layer: tl.tensor,
+    stride_src_block: tl.tensor,
     WORDS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -35,24 +36,26 @@ def copy_blocks_kernel(
     target = tl.load(pairs_ptr + pair * 2 + 1)
     words = tl.program_id(1) * TILE + tl.arange(0, TILE)
     ok = words < WORDS
-    values = tl.load(src_ptr + layer * stride_src_layer + source * WORDS + words, mask=ok)
-    tl.store(dst_ptr + layer * stride_dst_layer + target * WORDS + words, values, mask=ok)
+    values = tl.load(src_ptr + layer * stride_src_layer + source * stride_src_block + words, mask=ok)
+    tl.store(dst_ptr + layer * stride_dst_layer + target * stride_dst_block + words, values, mask=ok)
 
 
-def copy_blocks_launch(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> Launch:
-    """The launch that copies ``src[..., i]`` to ``dst[..., j]`` for every (i, j) of ``pairs`` int64 [n, 2].
+def copy_words_launch(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> Launch:
+    """The launch that copies ``src[:, i]`` to ``dst[:, j]`` for every (i, j) of ``pairs`` int64 [n, 2].
 
-    ``src`` and ``dst`` are caches [num_blocks, block, Hkv, D], or with one leading dimension of layers.
+    ``src`` and ``dst`` are int32 words [num_layers, num_blocks, words per block], dense in the last dimension
+    (``cache.block_words``).
     """
-    src_words, dst_words = block_words(src), block_words(dst)
-    num_layers, _, num_words = src_words.shape
+    num_layers, _, num_words = src.shape
     tile = min(4096, next_power_of_2(num_words))
     arguments = {
-        "dst_ptr": dst_words,
-        "src_ptr": src_words,
+        "dst_ptr": dst,
+        "src_ptr": src,
         "pairs_ptr": pairs,
-        "stride_dst_layer": dst_words.stride(0),
-        "stride_src_layer": src_words.stride(0),
+        "stride_dst_layer": dst.stride(0),
+        "stride_dst_block": dst.stride(1),
+        "stride_src_layer": src.stride(0),
+        "stride_src_block": src.stride(1),
     }
     grid = (pairs.shape[0], triton.cdiv(num_words, tile), num_layers)
     return Launch(copy_blocks_kernel, grid, arguments, {"WORDS": num_words, "TILE": tile}, TileConfig(1, tile, 4, 1))

@@ -11,8 +11,6 @@ Invariants:
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 WORD_BYTES = 4
@@ -74,29 +72,3 @@ def block_words(cache: torch.Tensor) -> torch.Tensor:
         f"KV cache: cannot copy blocks of shape {tuple(layered.shape[2:])} and strides {layered.stride()[2:]}. "
         "A block must be one dense run of memory of a multiple of 4 bytes."
     )
-
-
-def allocate_swap_space(cache: torch.Tensor, num_blocks: int, shared_file: str | None = None) -> torch.Tensor:
-    """A host-side cache of ``num_blocks`` blocks for swapping with ``cache`` (pinned where that is on a GPU).
-
-    It holds a block's elements in the same order as ``cache``, so that blocks move as raw bytes. With ``shared_file`` it is
-    that file's memory, not pinned, which every process that names the file has in common.
-    """
-    axis = cache.dim() - 4
-    shape = (*cache.shape[:axis], num_blocks, *cache.shape[axis + 1 :])
-    if cache[(0,) * (axis + 1)].is_contiguous():
-        return _host_memory(shape, cache, shared_file)
-    swapped = (*shape[:-3], shape[-2], shape[-3], shape[-1])
-    return _host_memory(swapped, cache, shared_file).transpose(-3, -2)
-
-
-def _host_memory(shape: tuple[int, ...], like: torch.Tensor, shared_file: str | None) -> torch.Tensor:
-    if shared_file is None:
-        return torch.zeros(shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
-    return torch.from_file(shared_file, shared=True, size=math.prod(shape), dtype=like.dtype).view(shape)
-
-
-def same_block_order(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two caches hold a block's elements in the same memory order."""
-    sides = zip(one.shape[-3:], one.stride()[-3:], other.stride()[-3:], strict=True)
-    return all(mine == others for size, mine, others in sides if size > 1)

@@ -69,31 +69,39 @@ def merge_partials(
 
 
 def copy_blocks(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Copies whole KV blocks between two caches, or within one.
-
-    On one GPU this is one launch. Between a GPU and the host (swap), each run of consecutive blocks is one copy, which
-    does not block the host when the host's cache is pinned: synchronise before reading on the host.
+    """Copies whole KV blocks between two caches of one device, or within one; on a GPU in one launch.
 
     Args:
         src: [num_blocks, block_size, Hkv, D], or with a leading dimension of layers; blocks dense in memory.
         dst: likewise; may be ``src``, then no block is both source and destination.
-        pairs: int64 [n, 2] of (block of src, block of dst), destinations distinct; on the host, or for two caches of one
-            GPU on that GPU.
+        pairs: int64 [n, 2] of (block of src, block of dst), destinations distinct; on the host or on the device.
     """
     _check_pairs(src, dst, pairs)
+    if not uses_triton(src.device):
+        copy_blocks_cpu(src, dst, pairs)
+    else:
+        from vajra_kernels.cache import block_words
+
+        copy_words(block_words(src), block_words(dst), pairs.to(src.device, non_blocking=True).contiguous())
+
+
+def copy_words(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Copies blocks of words [num_layers, num_blocks, words], dense in the last dimension; ``pairs`` on their device."""
     if pairs.shape[0] == 0:
         return
-    if src.device == dst.device and not uses_triton(src.device):
-        copy_blocks_cpu(src, dst, pairs)
-    elif src.device == dst.device:
-        from vajra_kernels.block_copy import copy_blocks_launch
-
-        copy_blocks_launch(src, dst, pairs.to(src.device, non_blocking=True).contiguous()).run()
+    if not uses_triton(src.device):
+        dst[:, pairs[:, 1]] = src[:, pairs[:, 0]]
     else:
-        _copy_runs(src, dst, pairs)
+        from vajra_kernels.block_copy import copy_words_launch
+
+        copy_words_launch(src, dst, pairs.contiguous()).run()
 
 
 def _check_pairs(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> None:
+    if src.device != dst.device:
+        raise ValueError(
+            f"copy_blocks: caches on {src.device} and {dst.device}. Both are on one device (swap: SwapSpace)."
+        )
     if src.dim() not in (4, 5) or src.dim() != dst.dim() or src.dtype != dst.dtype or src.shape[-3:] != dst.shape[-3:]:
         raise ValueError(
             f"copy_blocks: caches {tuple(src.shape)} {src.dtype} and {tuple(dst.shape)} {dst.dtype}. "
@@ -101,29 +109,3 @@ def _check_pairs(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> N
         )
     if pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.dtype != torch.int64:
         raise ValueError(f"copy_blocks: pairs {tuple(pairs.shape)} {pairs.dtype}. They are int64 [n, 2].")
-
-
-def _copy_runs(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Copies across devices, one transfer per layer and run of consecutive (source, destination) pairs.
-
-    A slice of both caches must be one dense run of memory for the driver to copy it without staging, so both are viewed
-    as raw words: the host's cache holds a block's elements in the device's order.
-    """
-    from vajra_kernels.cache import block_words, same_block_order
-
-    if not same_block_order(src, dst):
-        raise ValueError(
-            f"copy_blocks: blocks with strides {src.stride()[-3:]} and {dst.stride()[-3:]}. "
-            "Both caches hold a block's elements in the same order (cache.allocate_swap_space)."
-        )
-    src_words, dst_words = block_words(src), block_words(dst)
-    ordered = sorted(pairs.tolist())
-    begin = 0
-    for i in range(1, len(ordered) + 1):
-        if i < len(ordered) and all(ordered[i][side] == ordered[i - 1][side] + 1 for side in (0, 1)):
-            continue
-        source, target, count = ordered[begin][0], ordered[begin][1], i - begin
-        for layer in range(src_words.shape[0]):
-            part = src_words[layer, source : source + count]
-            dst_words[layer, target : target + count].copy_(part, non_blocking=True)
-        begin = i

@@ -22,8 +22,8 @@ import triton
 
 from vajra_kernels.activation import ACTIVATIONS, gated_launch
 from vajra_kernels.aot import CompiledFigures, compile_launch
-from vajra_kernels.block_copy import copy_blocks_launch
-from vajra_kernels.cache import allocate_kv_cache
+from vajra_kernels.block_copy import copy_words_launch
+from vajra_kernels.cache import allocate_kv_cache, block_words
 from vajra_kernels.call import AttentionCall
 from vajra_kernels.config import A100, H200, L4, DeviceFacts
 from vajra_kernels.decode_plan import plan_launch
@@ -174,7 +174,7 @@ def _memory_cases() -> Iterator[StaticCase]:
     slots = torch.zeros(16, dtype=torch.int64)
     yield StaticCase("write K/V", H200, kv_write_launch(new, new, k_cache[0], v_cache[0], slots), 64)
     pairs = torch.zeros((3, 2), dtype=torch.int64)
-    yield StaticCase("copy blocks", H200, copy_blocks_launch(k_cache, k_cache, pairs), 64)
+    yield StaticCase("copy blocks", H200, copy_words_launch(block_words(k_cache), block_words(k_cache), pairs), 64)
     parts = torch.empty((16, 32, 32, 128))
     out = torch.empty((32, 32, 128), dtype=torch.bfloat16)
     yield StaticCase("merge 16 parts", H200, merge_launch(parts, parts[..., 0].contiguous(), out, None), 128)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from vajra_kernels import (
     allocate_kv_cache,
-    allocate_swap_space,
     build_metadata,
     copy_blocks,
     kv_block_bytes,
@@ -20,7 +19,7 @@ from vajra_kernels import (
     token_slots,
     write_kv,
 )
-from vajra_kernels.cache import block_words, same_block_order
+from vajra_kernels.cache import block_words
 from vajra_kernels.reference import copy_blocks_reference, merge_reference, sequence_kv, write_kv_reference
 
 
@@ -120,38 +119,6 @@ def test_metadata_that_does_not_fit_is_refused(arguments: tuple[object, ...], me
         build_metadata(*arguments)  # type: ignore[arg-type]
 
 
-def test_swapped_blocks_come_back() -> None:
-    k_caches, _ = allocate_kv_cache(3, 6, (16, 2, 8), torch.float16, "cpu")
-    k_caches.copy_(torch.randn(k_caches.shape))
-    host = allocate_swap_space(k_caches, 4)
-    before = k_caches.clone()
-    pairs = torch.tensor([[5, 0], [1, 3], [2, 1]])
-    copy_blocks(k_caches, host, pairs)
-    k_caches[:, [5, 1, 2]] = 0
-    copy_blocks(host, k_caches, pairs.flip(1))
-    assert torch.equal(k_caches, before)
-    copy_blocks(k_caches, host, torch.empty((0, 2), dtype=torch.int64))
-
-
-@pytest.mark.parametrize("head_major", [True, False])
-@pytest.mark.parametrize("num_kv_heads", [1, 3])
-@pytest.mark.parametrize("num_layers", [None, 1, 2])
-def test_swap_space_holds_blocks_as_its_cache_does(head_major: bool, num_kv_heads: int, num_layers: int | None) -> None:
-    """So that a block moves between GPU and host as raw bytes, whichever order the cache is in."""
-    shape = (5, num_kv_heads, 16, 8) if head_major else (5, 16, num_kv_heads, 8)
-    cache = torch.randn(shape if num_layers is None else (num_layers, *shape))
-    cache = cache.transpose(-3, -2) if head_major else cache
-    host = allocate_swap_space(cache, 4)
-    assert same_block_order(cache, host)
-    pairs = torch.tensor([[4, 0], [1, 3]])
-    block_words(host)[:, pairs[:, 1]] = block_words(cache)[:, pairs[:, 0]]
-    wanted = torch.zeros_like(host)
-    copy_blocks_reference(cache, wanted, pairs)
-    assert torch.equal(host, wanted)
-    other = torch.zeros(host.shape).transpose(-3, -2).contiguous().transpose(-3, -2)
-    assert same_block_order(cache, other) == (head_major or num_kv_heads == 1)
-
-
 @pytest.mark.parametrize("layered", [True, False])
 def test_blocks_are_copied_between_caches(layered: bool) -> None:
     shape = (2, 5, 4, 2, 8) if layered else (5, 4, 2, 8)
@@ -169,6 +136,8 @@ def test_copies_between_unlike_caches_are_refused() -> None:
         copy_blocks(torch.zeros(2, 4, 2, 8), torch.zeros(2, 4, 2, 8, dtype=torch.float16), pairs)
     with pytest.raises(ValueError, match="same dtype"):
         copy_blocks(torch.zeros(2, 4, 2, 8), torch.zeros(2, 8, 2, 8), pairs)
+    with pytest.raises(ValueError, match="on cpu and meta"):
+        copy_blocks(torch.zeros(2, 4, 2, 8), torch.zeros(2, 4, 2, 8, device="meta"), pairs)
     with pytest.raises(ValueError, match="int64"):
         copy_blocks(torch.zeros(2, 4, 2, 8), torch.zeros(2, 4, 2, 8), pairs.int())
 

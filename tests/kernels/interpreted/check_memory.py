@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vajra_kernels.block_copy import copy_blocks_launch
+from vajra_kernels import SwapSpace, copy_blocks
 from vajra_kernels.kv_write import kv_write_launch
 from vajra_kernels.merge import merge_launch
 from vajra_kernels.reference import copy_blocks_reference, merge_reference, write_kv_reference
@@ -76,10 +76,23 @@ def test_copy_blocks(dtype: torch.dtype, head_major: bool, generator: torch.Gene
     pairs = torch.tensor([[6, 0], [1, 4], [3, 2]])
     wanted = dst.clone()
     copy_blocks_reference(src, wanted, pairs)
-    copy_blocks_launch(src, dst, pairs).run()
+    copy_blocks(src, dst, pairs)
     assert torch.equal(dst, wanted)
     pairs = torch.tensor([[0, 5], [2, 6]])
     wanted = src.clone()
     copy_blocks_reference(src, wanted, pairs)
-    copy_blocks_launch(src, src, pairs).run()
+    copy_blocks(src, src, pairs)
     assert torch.equal(src, wanted)
+
+
+def test_swap(generator: torch.Generator) -> None:
+    """Blocks of caches of two widths in rows of one host tensor, and back into other blocks."""
+    made = [torch.randn((2, 7, 16, 3, dim), generator=generator) for dim in (48, 20)]
+    made[1] = made[1].transpose(2, 3).contiguous().transpose(2, 3)
+    before = [cache.clone() for cache in made]
+    space = SwapSpace(made, 4)
+    space.to_host([(6, 0), (1, 3), (2, 1)])
+    space.to_device([(0, 0), (5, 3)])
+    for cache, old in zip(made, before, strict=True):
+        old[:, [0, 5]] = old[:, [6, 1]]
+        assert torch.equal(cache, old)

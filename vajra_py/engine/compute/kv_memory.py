@@ -12,7 +12,7 @@ from itertools import groupby
 
 import torch
 
-from vajra_kernels import allocate_kv_cache, allocate_swap_space, copy_blocks
+from vajra_kernels import SwapSpace, allocate_kv_cache, copy_blocks
 from vajra_py.engine.compute.attention import LayerFacts
 from vajra_py.errors import ExecutorError
 from vajra_py.runtime.kv import BlockCopy, CopyDirection
@@ -21,7 +21,7 @@ from vajra_py.runtime.kv import BlockCopy, CopyDirection
 class KvMemory:
     """KV tensors of all layers, and their host counterparts."""
 
-    __slots__ = ("_device", "_host", "caches", "num_blocks", "num_host_blocks", "num_spare_blocks")
+    __slots__ = ("_device", "_swap", "caches", "num_blocks", "num_host_blocks", "num_spare_blocks")
 
     def __init__(
         self,
@@ -34,13 +34,12 @@ class KvMemory:
     ) -> None:
         """Allocates; `sizes` is (num_blocks, num_host_blocks, block_size).
 
-        `shared_file`: where host memory is that other processes have too; files of that name and a number are made.
+        `shared_file`: where host memory is that other processes have too.
         `num_spare_blocks`: blocks behind the others that no request holds.
         """
         self.num_spare_blocks = num_spare_blocks
         self.num_blocks, self.num_host_blocks, block_size = sizes
         self._device: list[torch.Tensor] = []
-        self._host: list[torch.Tensor] = []
         self.caches: list[tuple[torch.Tensor, torch.Tensor]] = [()] * len(layers)  # type: ignore[list-item]
         """Each layer's (K, V), [num_blocks, block_size, Hkv, D]."""
         for shape, members in _by_shape(layers).items():
@@ -51,10 +50,7 @@ class KvMemory:
             for place, index in enumerate(members):
                 self.caches[index] = (keys[place], values[place])
             self._device += [keys, values]
-            if self.num_host_blocks:
-                for cache in (keys, values):
-                    file = None if shared_file is None else f"{shared_file}-{len(self._host)}"
-                    self._host.append(allocate_swap_space(cache, self.num_host_blocks, file))
+        self._swap = SwapSpace(self._device, self.num_host_blocks, shared_file) if self.num_host_blocks else None
 
     def _stacked(
         self, num_layers: int, block_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
@@ -78,9 +74,11 @@ class KvMemory:
             pairs = [(one.source, one.target) for one in group]
             to_host = direction is CopyDirection.TO_HOST
             self._check(pairs, to_host)
-            moved = torch.tensor(pairs, dtype=torch.int64)
-            for device, host in zip(self._device, self._host, strict=True):
-                copy_blocks(*((device, host) if to_host else (host, device)), moved)
+            assert self._swap is not None
+            if to_host:
+                self._swap.to_host(pairs)
+            else:
+                self._swap.to_device([(target, source) for source, target in pairs])
 
     def _check(self, pairs: list[tuple[int, int]], to_host: bool) -> None:
         limits = (self.num_blocks, self.num_host_blocks) if to_host else (self.num_host_blocks, self.num_blocks)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from vajra_kernels.config import MAX_PIECES
+from vajra_kernels.swap import BUFFER_BYTES, NUM_BUFFERS
 from vajra_py.engine.compute.inspect import free_host_bytes
 from vajra_py.engine.compute.interface import ModelFacts, RunnerOptions
 
@@ -43,7 +44,8 @@ def step_bytes(facts: ModelFacts, config: Any, options: RunnerOptions, device: t
     partial_results = (MAX_PIECES + options.max_requests) * facts.num_query_heads * (facts.head_dim + 1) * 4
     graph_rows = min(options.max_graph_rows, options.max_requests)
     graphs = graph_rows * (_token_bytes(facts, config) + facts.vocab_size * 2 * 4)
-    return activations + logits + graphs + partial_results * (2 if graph_rows else 1)
+    partial_results *= 2 if graph_rows else 1
+    return activations + logits + graphs + partial_results + NUM_BUFFERS * BUFFER_BYTES
 
 
 def _token_bytes(facts: ModelFacts, config: Any) -> int:

@@ -1,0 +1,192 @@
+"""Host memory that KV blocks are swapped to, and the copies between it and the device.
+
+A host block holds a KV block of all layers, K and V, as one run of words. On a GPU the blocks of a swap are gathered into a
+buffer on the device by one launch for each cache, and runs of consecutive host blocks cross in one copy each; the way back is
+the same in reverse. Only the gathering and scattering stands in the stream that computes: what crosses does so on a stream of
+its own, behind and before them by events.
+
+Invariants:
+    - Copies of one direction that are asked for together have distinct destinations.
+    - A copy to the host has the KV of everything that was submitted before it, and nothing that is submitted later changes it.
+      What is submitted after a copy to the device finds the blocks there.
+    - Nothing waits on the host. It may be read only when both streams have got there (``torch.cuda.synchronize``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+
+from vajra_kernels.cache import block_words
+from vajra_kernels.ops import copy_words
+
+NUM_BUFFERS = 2
+BUFFER_BYTES = 32 * 2**20
+"""Of each of the buffers on the device: what crosses in a millisecond, about."""
+
+Pairs = Sequence[tuple[int, int]]
+"""(Device block, host block)."""
+
+
+class Lane(Enum):
+    """In what order work happens: that of one lane one after another, that of two only as events say."""
+
+    COMPUTE = "compute"
+    TRANSFER = "transfer"
+
+
+class Lanes(Protocol):
+    """Two queues of work on one device."""
+
+    def run(self, lane: Lane, work: Callable[[], None]) -> None:
+        """Submit work to a lane."""
+
+    def mark(self, lane: Lane) -> Any:
+        """An event of the present end of a lane."""
+
+    def wait(self, lane: Lane, event: Any) -> None:
+        """Let what is submitted to a lane from now on wait for an event."""
+
+
+class CudaLanes:
+    """The stream that is current, and one of its own for transfers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._transfers = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def run(self, lane: Lane, work: Callable[[], None]) -> None:
+        """See ``Lanes``."""
+        with torch.cuda.stream(self._stream(lane)):
+            work()
+
+    def mark(self, lane: Lane) -> torch.cuda.Event:
+        """See ``Lanes``."""
+        return self._stream(lane).record_event()  # type: ignore[no-any-return]
+
+    def wait(self, lane: Lane, event: torch.cuda.Event) -> None:
+        """See ``Lanes``."""
+        self._stream(lane).wait_event(event)
+
+    def _stream(self, lane: Lane) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device) if lane is Lane.COMPUTE else self._transfers
+
+
+class SwapSpace:
+    """Host blocks for the KV blocks of some caches."""
+
+    def __init__(
+        self,
+        caches: Sequence[torch.Tensor],
+        num_blocks: int,
+        shared_file: str | None = None,
+        lanes: Lanes | None = None,
+    ) -> None:
+        """Allocates.
+
+        Args:
+            caches: [num_layers, num_blocks, block_size, Hkv, D] each, all that move together.
+            num_blocks: on the host.
+            shared_file: the host's memory is that file's, not pinned, which every process that names it has in common.
+            lanes: in the place of the device's streams, to see the order.
+        """
+        device = caches[0].device
+        self._caches = [block_words(cache) for cache in caches]
+        widths = [words.shape[0] * words.shape[2] for words in self._caches]
+        self._host = _host_words((num_blocks, sum(widths)), device, shared_file)
+        self._widths = widths
+        self._lanes = CudaLanes(device) if lanes is None and device.type == "cuda" else lanes
+        self._buffers: list[_Buffer] = []
+        if self._lanes is not None:
+            held = max(1, min(num_blocks, BUFFER_BYTES // (4 * sum(widths))))
+            shape = (held, sum(widths))
+            self._buffers = [
+                _Buffer(torch.empty(shape, dtype=torch.int32, device=device), self._lanes.mark(Lane.COMPUTE))
+                for _ in range(NUM_BUFFERS)
+            ]
+
+    def to_host(self, pairs: Pairs) -> None:
+        """Copy device blocks to host blocks."""
+        if self._lanes is None:
+            self._gather(self._host, pairs)
+            return
+        for buffer, piece, rows in self._pieces(pairs):
+            self._lanes.wait(Lane.COMPUTE, buffer.free)
+            self._lanes.run(Lane.COMPUTE, lambda buffer=buffer, rows=rows: self._gather(buffer.words, rows))  # type: ignore[misc]
+            self._lanes.wait(Lane.TRANSFER, self._lanes.mark(Lane.COMPUTE))
+            self._lanes.run(Lane.TRANSFER, lambda buffer=buffer, piece=piece: self._cross(piece, buffer.words, True))  # type: ignore[misc]
+            buffer.free = self._lanes.mark(Lane.TRANSFER)
+
+    def to_device(self, pairs: Pairs) -> None:
+        """Copy host blocks to device blocks."""
+        if self._lanes is None:
+            self._scatter(self._host, pairs)
+            return
+        for buffer, piece, rows in self._pieces(pairs):
+            self._lanes.wait(Lane.TRANSFER, buffer.free)
+            self._lanes.run(Lane.TRANSFER, lambda buffer=buffer, piece=piece: self._cross(piece, buffer.words, False))  # type: ignore[misc]
+            self._lanes.wait(Lane.COMPUTE, self._lanes.mark(Lane.TRANSFER))
+            self._lanes.run(Lane.COMPUTE, lambda buffer=buffer, rows=rows: self._scatter(buffer.words, rows))  # type: ignore[misc]
+            buffer.free = self._lanes.mark(Lane.COMPUTE)
+
+    def _pieces(self, pairs: Pairs) -> Iterator[tuple[_Buffer, Pairs, Pairs]]:
+        """(Buffer, (device block, host block) pairs that it takes, (device block, row of the buffer) pairs)."""
+        held = self._buffers[0].words.shape[0]
+        ordered = sorted(pairs, key=lambda pair: pair[1])
+        for begin in range(0, len(ordered), held):
+            piece = ordered[begin : begin + held]
+            self._buffers.append(self._buffers.pop(0))
+            yield self._buffers[-1], piece, [(block, row) for row, (block, _) in enumerate(piece)]
+
+    def _cross(self, piece: Pairs, rows: torch.Tensor, to_host: bool) -> None:
+        """Copy between the host blocks of `piece`, in ascending order, and a buffer's first rows: a copy a run of neighbours."""
+        begin = 0
+        for end in range(1, len(piece) + 1):
+            if end < len(piece) and piece[end][1] == piece[end - 1][1] + 1:
+                continue
+            host = self._host[piece[begin][1] : piece[begin][1] + end - begin]
+            source, target = (rows[begin:end], host) if to_host else (host, rows[begin:end])
+            target.copy_(source, non_blocking=True)
+            begin = end
+
+    def _gather(self, rows: torch.Tensor, pairs: Pairs) -> None:
+        moved = _on(rows.device, pairs)
+        for words, part in zip(self._caches, self._parts(rows), strict=True):
+            copy_words(words, part, moved)
+
+    def _scatter(self, rows: torch.Tensor, pairs: Pairs) -> None:
+        moved = _on(rows.device, pairs).flip(1)
+        for words, part in zip(self._caches, self._parts(rows), strict=True):
+            copy_words(part, words, moved)
+
+    def _parts(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Each cache's part of rows of words, [num_layers, num_rows, words per block]."""
+        parts = rows.split(self._widths, 1)
+        return [
+            part.unflatten(1, (words.shape[0], words.shape[2])).transpose(0, 1)
+            for part, words in zip(parts, self._caches, strict=True)
+        ]
+
+
+class _Buffer:
+    """Rows on the device, and the event after which they may be written."""
+
+    __slots__ = ("free", "words")
+
+    def __init__(self, words: torch.Tensor, free: Any) -> None:
+        self.words = words
+        self.free = free
+
+
+def _on(device: torch.device, pairs: Pairs) -> torch.Tensor:
+    made = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+
+def _host_words(shape: tuple[int, int], device: torch.device, shared_file: str | None) -> torch.Tensor:
+    if shared_file is None:
+        return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return torch.from_file(shared_file, shared=True, size=shape[0] * shape[1], dtype=torch.int32).view(shape)

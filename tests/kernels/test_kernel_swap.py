@@ -1,0 +1,157 @@
+"""KV blocks swapped to the host and back, in whatever order two streams get to it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from vajra_kernels import SwapSpace, allocate_kv_cache, swap
+from vajra_kernels.swap import Lane
+
+NUM_BLOCKS, NUM_HOST_BLOCKS = 7, 6
+
+
+class Queues:
+    """Two lanes whose work is done later, in any order that the events allow.
+
+    `missing`: (direction, lane) of waits that are left out.
+    """
+
+    def __init__(self, missing: tuple[str, Lane] | None = None) -> None:
+        self.direction = ""
+        self.num_copies = 0
+        self._missing = missing
+        self._queues: dict[Lane, deque[tuple[str, Any]]] = {lane: deque() for lane in Lane}
+        self._happened: set[int] = set()
+        self._num_events = 0
+
+    def run(self, lane: Lane, work: Callable[[], None]) -> None:
+        self.num_copies += lane is Lane.TRANSFER
+        self._queues[lane].append(("run", work))
+
+    def mark(self, lane: Lane) -> int:
+        self._num_events += 1
+        self._queues[lane].append(("mark", self._num_events))
+        return self._num_events
+
+    def wait(self, lane: Lane, event: int) -> None:
+        if (self.direction, lane) != self._missing:
+            self._queues[lane].append(("wait", event))
+
+    def drain(self, choose: Callable[[list[Lane]], Lane]) -> None:
+        while any(self._queues.values()):
+            lane = choose([lane for lane in Lane if self._can_go_on(lane)])
+            kind, what = self._queues[lane].popleft()
+            if kind == "run":
+                what()
+            elif kind == "mark":
+                self._happened.add(what)
+
+    def _can_go_on(self, lane: Lane) -> bool:
+        queue = self._queues[lane]
+        return bool(queue) and (queue[0][0] != "wait" or queue[0][1] in self._happened)
+
+
+def caches() -> list[torch.Tensor]:
+    """K and V of two layers, and one of another width."""
+    wide = allocate_kv_cache(2, NUM_BLOCKS, (4, 2, 8), torch.float16, "cpu")
+    narrow, _ = allocate_kv_cache(1, NUM_BLOCKS, (4, 1, 2), torch.float16, "cpu")
+    return [*wide, narrow.transpose(2, 3).contiguous().transpose(2, 3)]
+
+
+def outcome(seed: int, lanes: Queues | None, choose: Callable[[list[Lane]], Lane]) -> list[torch.Tensor]:
+    """What a random run of writes and swaps leaves on device and host; the run is the same for every `lanes`."""
+    random, made = Random(seed), caches()
+    space = SwapSpace(made, NUM_HOST_BLOCKS, lanes=lanes)
+    for value in range(1, 13):
+        kind = random.choice(["write", "to_host", "to_device"])
+        count = random.randrange(1, 6)
+        blocks, hosts = random.sample(range(NUM_BLOCKS), count), random.sample(range(NUM_HOST_BLOCKS), count)
+        pairs = list(zip(blocks, hosts, strict=True))
+        if lanes is not None:
+            lanes.direction = kind
+        if kind == "write":
+
+            def write(blocks: list[int] = blocks, value: int = value) -> None:
+                for cache in made:
+                    cache[:, blocks] = value
+
+            if lanes is None:
+                write()
+            else:
+                lanes.run(Lane.COMPUTE, write)
+        elif kind == "to_host":
+            space.to_host(pairs)
+        else:
+            space.to_device(pairs)
+    if lanes is not None:
+        lanes.drain(choose)
+    return [*made, space._host]
+
+
+def orders(seed: int) -> list[Callable[[list[Lane]], Lane]]:
+    """Each lane as far ahead as it can get, and a mixture."""
+    random = Random(seed)
+    return [lambda able: able[0], lambda able: able[-1], random.choice]
+
+
+def differs(seed: int, missing: tuple[str, Lane] | None = None) -> bool:
+    wanted = outcome(seed, None, lambda able: able[0])
+    found = [outcome(seed, Queues(missing), choose) for choose in orders(seed)]
+    return not all(torch.equal(one, other) for each in found for one, other in zip(each, wanted, strict=True))
+
+
+@pytest.fixture
+def two_rows_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap, "BUFFER_BYTES", 2 * 4 * SwapSpace(caches(), 1)._host.shape[1])
+
+
+@pytest.mark.usefixtures("two_rows_a_buffer")
+def test_blocks_are_the_same_in_whatever_order_the_streams_get_there() -> None:
+    assert not any(differs(seed) for seed in range(40))
+
+
+@pytest.mark.usefixtures("two_rows_a_buffer")
+@pytest.mark.parametrize("direction", ["to_host", "to_device"])
+@pytest.mark.parametrize("lane", list(Lane))
+def test_no_event_can_be_left_out(direction: str, lane: Lane) -> None:
+    assert any(differs(seed, (direction, lane)) for seed in range(40))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_swapped_blocks_come_back(shared: bool, tmp_path: Path) -> None:
+    made = caches()
+    for cache in made:
+        cache.copy_(torch.randn(cache.shape))
+    before = [cache.clone() for cache in made]
+    file = str(tmp_path / "swap") if shared else None
+    pairs = [(5, 0), (1, 3), (2, 1)]
+    space = SwapSpace(made, NUM_HOST_BLOCKS, file)
+    space.to_host(pairs)
+    if shared:  # as another process sees it
+        space = SwapSpace(made, NUM_HOST_BLOCKS, file)
+    for cache in made:
+        cache[:, [5, 1, 2]] = 0
+    space.to_device(pairs)
+    assert all(torch.equal(one, other) for one, other in zip(made, before, strict=True))
+    space.to_host([])
+    space.to_device([])
+
+
+def test_neighbours_cross_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A swap is few large copies, however many layers and caches there are."""
+    made, lanes = caches(), Queues()
+    space = SwapSpace(made, NUM_HOST_BLOCKS, lanes=lanes)
+    copied: list[int] = []
+    copy = torch.Tensor.copy_
+    space.to_host([(6, 2), (0, 1), (3, 3), (1, 5)])
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda to, of, **how: copied.append(to.shape[0]) or copy(to, of, **how))
+    lanes.drain(lambda able: able[0])
+    assert copied == [3, 1]
+    assert lanes.num_copies == 1
