@@ -1,7 +1,7 @@
 """Compile launches ahead of time and report registers, spills, shared memory and the instructions used.
 
 Compiles for a GPU that need not be there, from the same ``Launch`` values that would run, with the specialisation
-that a launch on aligned tensors gets.
+that the just-in-time compiler gives them.
 
 Invariants:
     - Must run in a process without TRITON_INTERPRET (the interpreter's functions cannot be compiled).
@@ -79,6 +79,12 @@ def compile_launch(launch: Launch, capability: tuple[int, int]) -> CompiledFigur
     )
 
 
+def specialization(launch: Launch) -> str:
+    """What tells the machine code of a launch from that of others, on one device."""
+    tile = launch.tile
+    return f"{launch.kernel.__name__} {tile.num_warps} {tile.num_stages} {_signature(launch)}"
+
+
 def _signature(launch: Launch) -> Mapping[str, Any]:
     """The arguments of ``ASTSource`` that the just-in-time launcher would derive from the same values."""
     signature: dict[str, str] = {}
@@ -91,7 +97,8 @@ def _signature(launch: Launch) -> Mapping[str, Any]:
             signature[name] = "constexpr"
         elif isinstance(value, torch.Tensor):
             signature[name] = "*" + _POINTER_NAMES[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
+            if value.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment:
+                attributes[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[name] = "fp32"
         elif value == 1 and not parameter.do_not_specialize:

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from vajra_kernels.call import AttentionCall
 
 
-@triton.jit(do_not_specialize=["window", "num_pieces", "num_seqs"])
+@triton.jit(
+    do_not_specialize=["window", "num_pieces", "num_seqs", "stride_table"],
+    do_not_specialize_on_alignment=["plan_ptr", "kv_lens_ptr", "table_ptr", "lse_ptr", "part_lses_ptr"],
+)
 def decode_kernel(
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,

@@ -25,9 +25,13 @@ from vajra_kernels.metadata import AttentionMetadata
 
 _COMPARISONS = 4096
 """Of one program, between its pieces and all sequences."""
+_MOST_PIECES = 128
+"""Of one program, where sequences are few."""
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_pieces", "window", "target"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_pieces", "window", "target"], do_not_specialize_on_alignment=["kv_lens_ptr"]
+)
 def plan_kernel(
     plan_ptr: tl.tensor,
     kv_lens_ptr: tl.tensor,
@@ -102,7 +106,7 @@ def plan_launch(
 ) -> Launch:
     """The launch that writes a plan of ``num_pieces`` (``max_pieces``) for ``metadata`` into ``plan``."""
     pad = next_power_of_2(metadata.num_seqs)
-    pieces = max(1, _COMPARISONS // pad)
+    pieces = max(1, min(_MOST_PIECES, _COMPARISONS // pad))
     arguments = {
         "plan_ptr": plan,
         "kv_lens_ptr": metadata.kv_lens,
@@ -115,7 +119,7 @@ def plan_launch(
         "TILE_N": tile_n,
         "MIN_TILES": max(1, MIN_SPLIT_TOKENS // tile_n),
         "PAD": pad,
-        "PIECES": min(pieces, next_power_of_2(num_pieces)),
+        "PIECES": pieces,
         "HAS_WINDOW": window is not None,
     }
     grid = (triton.cdiv(num_pieces, constants["PIECES"]), 1, 1)

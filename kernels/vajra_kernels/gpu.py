@@ -2,8 +2,9 @@
 
 Invariants:
     - A batch of decodes alone takes the split-KV decode kernel; one without leading decodes the ragged kernel.
-    - A mixed batch takes one ragged launch while its sequences are short; else the decodes go to the decode kernel, since
-      one ragged program would read a long context alone.
+    - A mixed batch takes one ragged launch while its sequences are so short that the ragged kernel would not divide a chunk
+      behind them either (``config.chunk_splits``); else the decodes go to the decode kernel, since one ragged program would
+      read a long context alone.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vajra_kernels.call import AttentionCall
-from vajra_kernels.config import DeviceFacts
+from vajra_kernels.config import MIN_CHUNK_SPLIT_TOKENS, DeviceFacts
 from vajra_kernels.decode import decode_launches
 from vajra_kernels.launch import Launch, device_facts
 from vajra_kernels.ragged import ragged_launches
 
-ONE_LAUNCH_KV_TOKENS = 1024
-"""Longest KV sequence of a mixed batch that is attended in one launch."""
+ONE_LAUNCH_KV_TOKENS = 2 * MIN_CHUNK_SPLIT_TOKENS - 1
+"""Longest KV sequence of a mixed batch that is attended in one launch: one position more makes two parts of a chunk's KV."""
 
 
 def attention_launches(call: AttentionCall, device: DeviceFacts) -> list[Launch]:

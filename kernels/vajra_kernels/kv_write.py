@@ -16,7 +16,7 @@ from vajra_kernels.config import TileConfig
 from vajra_kernels.launch import Launch, next_power_of_2
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping_ptr"])
 def kv_write_kernel(
     k_cache_ptr: tl.tensor,
     v_cache_ptr: tl.tensor,

@@ -65,7 +65,10 @@ def seen_by(
         return kv_len - 1 + token * 0, kv_len - 1, kv_len
 
 
-@triton.jit(do_not_specialize=["window", "num_seqs", "split_tokens"])
+@triton.jit(
+    do_not_specialize=["window", "num_seqs", "split_tokens", "stride_table", "stride_out_split", "stride_lse_split"],
+    do_not_specialize_on_alignment=["query_start_ptr", "kv_lens_ptr", "table_ptr", "lse_ptr"],
+)
 def ragged_kernel(
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,

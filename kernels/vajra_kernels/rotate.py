@@ -45,7 +45,7 @@ def store_heads(
         tl.store(pointers + 2 * HALF + lanes, rest.to(pointers.dtype.element_ty), mask=rest_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slot_mapping_ptr"])
 def rotate_kernel(
     query_ptr: tl.tensor,
     k_cache_ptr: tl.tensor,

@@ -164,9 +164,9 @@ class SwapSpace:
 
     def _parts(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Each cache's part of rows of words, [num_layers, num_rows, words per block]."""
-        parts = rows.split(self._widths, 1)
+        parts = torch.split(rows, self._widths, 1)
         return [
-            part.unflatten(1, (words.shape[0], words.shape[2])).transpose(0, 1)
+            part.view(-1, words.shape[0], words.shape[2]).transpose(0, 1)
             for part, words in zip(parts, self._caches, strict=True)
         ]
 

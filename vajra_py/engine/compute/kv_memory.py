@@ -68,6 +68,14 @@ class KvMemory:
         for cache in self._device:
             copy_blocks(cache, cache, moved)
 
+    def warm_up(self) -> None:
+        """Copy an unused block each way, so that the kernels of copies are compiled."""
+        if self._swap is not None:
+            self._swap.to_host([(0, 0)])
+            self._swap.to_device([(0, 0)])
+        if self.num_spare_blocks:
+            self.move([(self.num_blocks, 0)])
+
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks, in order."""
         for direction, group in groupby(copies, key=lambda one: one.direction):

@@ -41,6 +41,7 @@ from vajra_py.engine.compute.prepare import PreparedModel, prepare
 from vajra_py.engine.compute.ranks import Ranks, join_ranks, leave_ranks, swap_file
 from vajra_py.engine.compute.sampler import NO_TOKEN, Logprobs, Sampler
 from vajra_py.engine.compute.transfer import to_device, to_host
+from vajra_py.engine.compute.warm_up import warm_up
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.runtime.kv import BlockCopy
 
@@ -136,10 +137,11 @@ class TorchRunner:
             raise ExecutorError(
                 f"KV memory: {num_blocks} device and {num_host_blocks} host blocks do not fit ({error})"
             ) from error
-        with LOADING.shared(), current(self._model.device):
+        with LOADING.shared(), current(self._model.device), torch.inference_mode():
+            if self._model.device.type == "cuda":
+                warm_up(self._model, self._memory, self._options)
             self._graphs = self._captured(self._memory)
 
-    @torch.inference_mode()
     def _captured(self, memory: KvMemory) -> DecodeGraphs | None:
         options, device = self._options, self._model.device
         largest = min(options.max_graph_rows, options.max_requests)
