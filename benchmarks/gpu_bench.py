@@ -1,13 +1,14 @@
-"""How fast are the kernels on this GPU, against its own measured copy bandwidth and matrix rate?
+"""Time the kernels and the engine on this GPU, against its own measured copy bandwidth and matrix rate.
 
 Writes one JSON file with the chip, the versions, the date and every figure. ``--sweep`` also times other tile shapes, to
-revise the built-in ones. Exit code 2 when there is no GPU.
+revise the built-in ones. Exit code 0, 1 where a part failed, 2 when there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,9 +30,14 @@ from vajra_kernels.decode import decode_launches  # noqa: E402
 from vajra_kernels.gpu import attention_launches  # noqa: E402
 from vajra_kernels.launch import Launch, device_facts  # noqa: E402
 from vajra_kernels.ragged import ragged_launches  # noqa: E402
+from vajra_kernels.sampling import Column, sample_tokens  # noqa: E402
 
-DECODES = [(1, 8192), (8, 4096), (32, 2048), (64, 8192), (128, 4096), (256, 1024)]
-CHUNKS = [(512, 512), (2048, 2048), (2048, 10240), (8192, 8192)]
+DECODES = [(1, 8192), (1, 131072), *((n, kv) for n in (16, 64, 256) for kv in (1024, 4096, 32768))]
+CHUNKS = [(512, 512), (128, 131072), (2048, 10240), *((n, n) for n in (4096, 8192, 32768))]
+VOCABULARY, NUM_SAMPLED = 151_936, 256
+LONG_PROMPT = 8192
+NUM_BLOCKS, WRITTEN = 4096, (64, 8192)
+COPY_BYTES, MATRIX = 2**32, 8192
 DECODE_TILES = [TileConfig(16, n, warps, stages) for n in (32, 64, 128) for warps in (2, 4) for stages in (3, 5, 7)]
 CHUNK_TILES = [
     *(TileConfig(128, n, 8, stages) for n in (32, 64, 128) for stages in (3, 5, 6)),
@@ -63,6 +69,12 @@ class Shape:
         context = self.kv_len - self.query_len
         pairs = self.query_len * context + self.query_len * (self.query_len + 1) // 2
         return self.num_seqs * pairs * self.heads[0] * self.head_dim * 4
+
+
+SWEPT = [
+    *(Shape(64, 1, 8192), Shape(8, 1, 4096), Shape(64, 1, 8192, block_size=16), Shape(1, 8192, 8192)),
+    *(Shape(1, 2048, 10240), Shape(1, 8192, 8192, head_dim=64)),
+]
 
 
 def milliseconds(function: Callable[[], object]) -> float:
@@ -99,13 +111,13 @@ def timed(launches: list[Launch]) -> float:
 
 def device_limits(device: str) -> dict[str, float]:
     """Measured bytes per second of a copy (read and written) and bf16 FLOP per second of a product of random matrices."""
-    source = torch.empty(2**32, dtype=torch.uint8, device=device)
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_ms = milliseconds(lambda: target.copy_(source))
     source = target = torch.empty(0)  # gives the memory back
-    a, b = (torch.randn((8192, 8192), dtype=torch.bfloat16, device=device) for _ in range(2))
+    a, b = (torch.randn((MATRIX, MATRIX), dtype=torch.bfloat16, device=device) for _ in range(2))
     product_ms = milliseconds(lambda: a @ b)
-    return {"copy_bytes_per_s": 2 * 2**32 / copy_ms * 1e3, "bf16_flop_per_s": 2 * 8192**3 / product_ms * 1e3}
+    return {"copy_bytes_per_s": 2 * COPY_BYTES / copy_ms * 1e3, "bf16_flop_per_s": 2 * MATRIX**3 / product_ms * 1e3}
 
 
 def bench_attention(shapes: list[Shape], limits: dict[str, float], device: str) -> list[dict[str, Any]]:
@@ -115,10 +127,11 @@ def bench_attention(shapes: list[Shape], limits: dict[str, float], device: str) 
         call = make_call(shape, device)
         launches = attention_launches(call, device_facts(call.q.device))
         ms = timed(launches)
+        attends = next(one for one in launches if one.kernel.__name__ in ("decode_kernel", "ragged_kernel"))
         record = asdict(shape) | {
             "ms": ms,
-            "tile": asdict(launches[0].tile),
-            "grid": launches[0].grid,
+            "tile": asdict(attends.tile),
+            "grid": attends.grid,
             "copy_bandwidth_fraction": shape.kv_bytes / ms * 1e3 / limits["copy_bytes_per_s"],
             "matrix_rate_fraction": shape.flops / ms * 1e3 / limits["bf16_flop_per_s"],
         }
@@ -150,30 +163,42 @@ def bench_memory(limits: dict[str, float], device: str) -> list[dict[str, Any]]:
         records.append({"kernel": name, "bytes": num_bytes, "ms": ms, "copy_bandwidth_fraction": fraction})
         print(f"{name}: {ms:.4f} ms, {fraction:.1%} of copy")
 
-    k_cache, v_cache = (c[0] for c in vajra_kernels.allocate_kv_cache(1, 4096, (64, 8, 128), torch.bfloat16, device))
-    for num_tokens in (64, 8192):
+    k_cache, v_cache = (
+        c[0] for c in vajra_kernels.allocate_kv_cache(1, NUM_BLOCKS, (64, 8, 128), torch.bfloat16, device)
+    )
+    for num_tokens in WRITTEN:
         new = torch.randn((num_tokens, 8, 128), dtype=torch.bfloat16, device=device)
-        slots = torch.randperm(4096 * 64)[:num_tokens].to(device)
+        slots = torch.randperm(NUM_BLOCKS * 64)[:num_tokens].to(device)
         add(
             f"write {num_tokens} tokens",
             4 * new.nbytes,
             partial(vajra_kernels.write_kv, new, new, k_cache, v_cache, slots),
         )
-    pairs = torch.stack((torch.randperm(2048), torch.randperm(2048) + 2048), 1).to(device)
-    num_bytes = 2 * 2048 * k_cache[0].nbytes
-    add("copy 2048 blocks", num_bytes, lambda: vajra_kernels.copy_blocks(k_cache, k_cache, pairs))
-    parts = torch.randn((4, 8192, 32, 128), dtype=torch.bfloat16, device=device)
-    lses = torch.randn((4, 8192, 32), device=device)
+    half = NUM_BLOCKS // 2
+    pairs = torch.stack((torch.randperm(half), torch.randperm(half) + half), 1).to(device)
+    num_bytes = 2 * half * k_cache[0].nbytes
+    add(f"copy {half} blocks", num_bytes, lambda: vajra_kernels.copy_blocks(k_cache, k_cache, pairs))
+    parts = torch.randn((4, WRITTEN[-1], 32, 128), dtype=torch.bfloat16, device=device)
+    lses = torch.randn((4, WRITTEN[-1], 32), device=device)
     moved = parts.nbytes + parts.nbytes // 4 + lses.nbytes
-    add("merge 4 parts of 8192 tokens", moved, lambda: vajra_kernels.merge_partials(parts, lses))
+    add(f"merge 4 parts of {WRITTEN[-1]} tokens", moved, lambda: vajra_kernels.merge_partials(parts, lses))
+    vocab_size, rows = VOCABULARY, NUM_SAMPLED
+    logits = torch.randn((rows, vocab_size), dtype=torch.bfloat16, device=device)
+    seen = torch.zeros((1, vocab_size), dtype=torch.int32, device=device)
+    for name, top_k, top_p in (("", vocab_size, 1.0), (" top-p", vocab_size, 0.9), (" top-k and top-p", 50, 0.9)):
+        parameters = torch.zeros((rows, len(Column)), dtype=torch.float64, device=device)
+        parameters[:, Column.TEMPERATURE], parameters[:, Column.REPETITION] = 0.7, 1.0
+        parameters[:, Column.TOP_K], parameters[:, Column.TOP_P] = top_k, top_p
+        parameters[:, Column.HISTORY], parameters[:, Column.NUMBER] = -1.0, 0.5
+        add(f"sample {rows} rows{name}", logits.nbytes, partial(sample_tokens, logits, parameters, seen))
+    add(f"sort {rows} rows, for comparison", logits.nbytes, lambda: logits.float().sort(-1))
     return records
 
 
 def sweep(device: str) -> list[dict[str, Any]]:
     """Times of other tiles than the built-in ones; a tile that does not fit the device is left out with its reason."""
     records = []
-    shapes = [Shape(64, 1, 8192), Shape(8, 1, 4096), Shape(64, 1, 8192, block_size=16), Shape(1, 8192, 8192)]
-    for shape in [*shapes, Shape(1, 2048, 10240), Shape(1, 8192, 8192, head_dim=64)]:
+    for shape in SWEPT:
         call = make_call(shape, device)
         facts = device_facts(call.q.device)
         for tile in DECODE_TILES if shape.query_len == 1 else CHUNK_TILES:
@@ -203,16 +228,28 @@ def main() -> int:
         Shape(n, 1, kv, heads, 128, block) for n, kv in DECODES for heads in ((32, 4), (32, 8)) for block in (16, 64)
     ]
     shapes += [Shape(1, new, kv, (32, 4), 128, block) for new, kv in CHUNKS for block in (16, 64)]
-    shapes += [Shape(1, 8192, 8192, (32, 4), dim) for dim in (64, 256)] + [Shape(1, 8192, 8192, window=1024)]
-    content: dict[str, Any] = {"machine": machine(), "limits": limits}
-    content["attention"] = bench_attention(shapes, limits, device)
-    content["memory"] = bench_memory(limits, device)
+    shapes += [Shape(1, LONG_PROMPT, LONG_PROMPT, (32, 4), dim) for dim in (64, 256)]
+    shapes.append(Shape(1, LONG_PROMPT, LONG_PROMPT, window=1024))
     missing = gpu_engine.unavailable()
-    content["engine"] = missing or gpu_engine.bench_decodes(limits, device)
+    sections: dict[str, Callable[[], Any]] = {
+        "attention": lambda: bench_attention(shapes, limits, device),
+        "memory": lambda: bench_memory(limits, device),
+        "engine": lambda: missing or gpu_engine.bench_decodes(gpu_engine.DECODES, limits, device),
+        "serving": lambda: missing or gpu_engine.bench_serving(device),
+    }
     if options.sweep:
-        content["sweep"] = sweep(device)
-    write_results(options.output, content)
-    return 0
+        sections["sweep"] = lambda: sweep(device)
+    content: dict[str, Any] = {"machine": machine(), "limits": limits}
+    failed = False
+    for name, section in sections.items():  # written one by one: what was measured stays, whatever comes after it
+        try:
+            content[name] = section()
+        except Exception as problem:
+            failed = True
+            content[name] = {"failed": repr(problem), "trace": traceback.format_exc(limit=-3)}
+            print(f"FAILED {name}: {problem!r}")
+        write_results(options.output, content)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Are the kernels right on this GPU? Every dtype and feature against float64, then graphs, swap and large caches, then the
-engine's decodes with captured graphs against those without.
+"""Check the kernels on this GPU: every dtype and feature against float64, then graphs, swap, sampling and large caches, then
+the engine's decodes with captured graphs against those without, greedy and sampled.
 
 Writes one JSON file with the chip, the versions, the date and the worst error of every check. Exit code 0 when all pass,
 1 when one fails, 2 when there is no GPU.
@@ -28,6 +28,9 @@ from vajra_kernels import checks, reference  # noqa: E402
 from vajra_kernels.sampling import sample_tokens  # noqa: E402
 
 FLOAT32_TOLERANCE = 3e-5  # the GPU's exponential is approximate to 2 units in the last place
+LARGE_ELEMENTS = 2**31
+DTYPES, ENGINE_DTYPES = tuple(checks.TOLERANCES), ("float32", "bfloat16")
+VOCABULARY, SAMPLED = 128_256, 4
 Outcome = tuple[float, float]  # (worst error, what is tolerated)
 
 
@@ -118,20 +121,20 @@ def check_copies(dtype: torch.dtype, generator: torch.Generator, device: str) ->
 
 def check_sampling(dtype: torch.dtype, generator: torch.Generator, device: str) -> Outcome:
     """Tokens of a large vocabulary with every sampling parameter, against sorting in float64: how many differ."""
-    given = checks.sampling_inputs(128_256, dtype, generator, repeats=4)
+    given = checks.sampling_inputs(VOCABULARY, dtype, generator, SAMPLED)
     tokens = sample_tokens(*(tensor.to(device) for tensor in given))
     return float(len(checks.sampling_mismatches(tokens.cpu(), *given))), 0.0
 
 
 def check_graph(dtype: torch.dtype, generator: torch.Generator, device: str) -> Outcome:
-    """A decode captured in a CUDA graph at the largest lengths, replayed with other lengths and padding rows."""
+    """A decode captured in a CUDA graph with large bounds and short sequences, replayed with others and padding rows."""
     longest = checks.AttentionCase((8, 2), (128, 128), 64, ((1, 900),) * 6, dtype)
     now = replace(longest, lens=((1, 900), (1, 33), (1, 0), (1, 512), (1, 1), (1, 0)))
     cpu = checks.make_inputs(now, generator, "cpu")
     inputs = on_device(cpu, device)
     table = torch.zeros((6, 15), dtype=torch.int32, device=device)
     table[:, : inputs.metadata.block_table.shape[1]] = inputs.metadata.block_table
-    lens = torch.full((6,), 900, dtype=torch.int32, device=device)
+    lens = torch.ones(6, dtype=torch.int32, device=device)
     metadata = replace(
         inputs.metadata,
         kv_lens=lens,
@@ -143,6 +146,7 @@ def check_graph(dtype: torch.dtype, generator: torch.Generator, device: str) -> 
     out = torch.full(inputs.q.shape, float("nan"), dtype=dtype, device=device)
 
     def step() -> None:
+        metadata.memo.decode_plans.clear()  # so that the plan is captured too, and made anew for what is replayed
         vajra_kernels.paged_attention(inputs.q, inputs.k_cache, inputs.v_cache, metadata, out=out)
 
     step()
@@ -160,7 +164,7 @@ def check_graph(dtype: torch.dtype, generator: torch.Generator, device: str) -> 
 
 def check_large_cache(generator: torch.Generator, device: str) -> Outcome:
     """Blocks beyond 2^31 elements of a cache: offsets must be 64-bit."""
-    num_blocks = 2**31 // (64 * 8 * 128) + 64
+    num_blocks = LARGE_ELEMENTS // (64 * 8 * 128) + 64
     block_shape = (64, 8, 128)
     k_cache, v_cache = (
         c[0] for c in vajra_kernels.allocate_kv_cache(1, num_blocks, block_shape, torch.bfloat16, device)
@@ -189,7 +193,7 @@ def all_checks(generator: torch.Generator, device: str) -> Iterator[tuple[str, C
         "sampling": check_sampling,
     }
     for name, check in per_dtype.items():
-        for dtype in checks.TOLERANCES:
+        for dtype in DTYPES:
             label = f"{name} {str(dtype).removeprefix('torch.')}"
             yield label, partial(check, dtype, generator, device)
     yield "large cache bfloat16", partial(check_large_cache, generator, device)
@@ -197,8 +201,11 @@ def all_checks(generator: torch.Generator, device: str) -> Iterator[tuple[str, C
     if missing is not None:
         print(f"decodes replayed as graphs: {missing}")
         return
-    for name in ("float32", "bfloat16"):
-        yield f"decodes replayed as graphs {name}", partial(gpu_engine.check_tokens, name, device)
+    for name in ENGINE_DTYPES:
+        for temperature in (0.0, 0.8):
+            label = f"decodes replayed as graphs {name} temperature {temperature}"
+            yield label, partial(gpu_engine.check_tokens, name, device, temperature)
+    yield "kernels are compiled before the first step", partial(gpu_engine.check_warm_up, device)
 
 
 def run(seed: int, device: str) -> list[dict[str, Any]]:

@@ -72,3 +72,13 @@ def block_words(cache: torch.Tensor) -> torch.Tensor:
         f"KV cache: cannot copy blocks of shape {tuple(layered.shape[2:])} and strides {layered.stride()[2:]}. "
         "A block must be one dense run of memory of a multiple of 4 bytes."
     )
+
+
+def cache_strides(k_cache: torch.Tensor, v_cache: torch.Tensor) -> dict[str, int]:
+    """The strides of both caches, as kernels' arguments are called."""
+    names = ("block", "slot", "head")
+    return {
+        f"stride_{cache}_{name}": tensor.stride(axis)
+        for cache, tensor in (("k", k_cache), ("v", v_cache))
+        for axis, name in enumerate(names)
+    }

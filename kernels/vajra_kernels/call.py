@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vajra_kernels.cache import cache_strides
 from vajra_kernels.launch import dot_mode, next_power_of_2
 from vajra_kernels.metadata import AttentionMetadata
 
@@ -47,14 +48,8 @@ class AttentionCall:
             "window": self.window or 0,
             "stride_q_row": self.q.stride(0),
             "stride_q_head": self.q.stride(1),
-            "stride_k_block": k.stride(0),
-            "stride_k_slot": k.stride(1),
-            "stride_k_head": k.stride(2),
-            "stride_v_block": v.stride(0),
-            "stride_v_slot": v.stride(1),
-            "stride_v_head": v.stride(2),
             "stride_table": self.metadata.block_table.stride(0),
-        }
+        } | cache_strides(k, v)
 
     def constants(self) -> dict[str, Any]:
         """The compile-time arguments that the decode and the ragged kernel have in common."""

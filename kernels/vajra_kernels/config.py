@@ -40,6 +40,7 @@ class DeviceFacts:
 
 
 A100 = DeviceFacts((8, 0), 108, 163 * 1024)
+A10 = DeviceFacts((8, 6), 72, 99 * 1024)
 L4 = DeviceFacts((8, 9), 58, 99 * 1024)
 H200 = DeviceFacts((9, 0), 132, 227 * 1024)
 

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vajra_kernels.cache import cache_strides
 from vajra_kernels.config import TileConfig
 from vajra_kernels.launch import Launch, next_power_of_2
 
@@ -83,13 +84,7 @@ def kv_write_launch(
         "stride_key_head": key.stride(1),
         "stride_value_row": value.stride(0),
         "stride_value_head": value.stride(1),
-        "stride_k_block": k_cache.stride(0),
-        "stride_k_slot": k_cache.stride(1),
-        "stride_k_head": k_cache.stride(2),
-        "stride_v_block": v_cache.stride(0),
-        "stride_v_slot": v_cache.stride(1),
-        "stride_v_head": v_cache.stride(2),
-    }
+    } | cache_strides(k_cache, v_cache)
     constants = {
         "NUM_HEADS": num_heads,
         "K_DIM": k_dim,

@@ -20,7 +20,7 @@ from vajra_kernels.launch import Launch, next_power_of_2
 
 
 @triton.jit(
-    do_not_specialize=["num_parts", "num_rows", "stride_part", "stride_part_lse"],
+    do_not_specialize=["num_parts", "num_rows", "stride_part_lse"],
     do_not_specialize_on_alignment=["lse_ptr", "part_lses_ptr", "starts_ptr"],
 )
 def merge_kernel(

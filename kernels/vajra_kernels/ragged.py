@@ -66,7 +66,7 @@ def seen_by(
 
 
 @triton.jit(
-    do_not_specialize=["window", "num_seqs", "split_tokens", "stride_table", "stride_out_split", "stride_lse_split"],
+    do_not_specialize=["window", "num_seqs", "split_tokens", "stride_table", "stride_lse_split"],
     do_not_specialize_on_alignment=["query_start_ptr", "kv_lens_ptr", "table_ptr", "lse_ptr"],
 )
 def ragged_kernel(

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vajra_kernels.cache import cache_strides
 from vajra_kernels.config import TileConfig
 from vajra_kernels.launch import Launch, next_power_of_2
 
@@ -165,13 +166,7 @@ def rotate_launch(
         "weight_ptr": weight,
         "eps": eps,
         "stride_qkv_row": qkv.stride(0),
-        "stride_k_block": k_cache.stride(0),
-        "stride_k_slot": k_cache.stride(1),
-        "stride_k_head": k_cache.stride(2),
-        "stride_v_block": v_cache.stride(0),
-        "stride_v_slot": v_cache.stride(1),
-        "stride_v_head": v_cache.stride(2),
-    }
+    } | cache_strides(k_cache, v_cache)
     constants = {
         "QUERY_HEADS": num_query_heads,
         "KV_HEADS": num_kv_heads,

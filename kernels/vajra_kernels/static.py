@@ -25,7 +25,7 @@ from vajra_kernels.aot import CompiledFigures, compile_launch
 from vajra_kernels.block_copy import copy_words_launch
 from vajra_kernels.cache import allocate_kv_cache, block_words
 from vajra_kernels.call import AttentionCall
-from vajra_kernels.config import A100, H200, L4, DeviceFacts
+from vajra_kernels.config import A10, A100, H200, L4, DeviceFacts
 from vajra_kernels.decode_plan import plan_launch
 from vajra_kernels.draw import sample_launch
 from vajra_kernels.gpu import attention_launches
@@ -143,7 +143,7 @@ def _decode_cases() -> Iterator[StaticCase]:
 
 
 def _ragged_cases() -> Iterator[StaticCase]:
-    for device in (H200, A100, L4):
+    for device in (H200, A100, L4, A10):
         wgmma = device is H200
         shape = AttentionShape(512)
         yield StaticCase("prefill bf16 d128 GQA4 block64", device, shape.launch(device), 255, 163 * _KIB, wgmma, True)
@@ -157,11 +157,11 @@ def _ragged_cases() -> Iterator[StaticCase]:
     shape = AttentionShape(512, window=1024)
     yield StaticCase("prefill bf16 d128 window", H200, shape.launch(H200), 255, 163 * _KIB, True, True)
     yield StaticCase("chunk of 16 bf16 d128", H200, AttentionShape(16).launch(H200), 255, 115 * _KIB, True, True)
-    for device in (H200, A100, L4):
+    for device in (H200, A100, L4, A10):
         launch = AttentionShape(512, 512, (8, 2), 32).launch(device)
         wgmma = device is H200
         yield StaticCase(
-            "prefill bf16 d512", device, launch, wants_wgmma=wgmma, wants_overlap=True, max_stack_bytes=128
+            "prefill bf16 d512", device, launch, wants_wgmma=wgmma, wants_overlap=True, max_stack_bytes=160
         )
         launch = AttentionShape(512, 512, (8, 2), 32, torch.float32).launch(device)
         yield StaticCase("prefill fp32 d512", device, launch, max_stack_bytes=16)

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from vajra_kernels.aot import compile_launch
-from vajra_kernels.config import A100, H200, L4, DeviceFacts, TileConfig, chunk_splits, decode_config, ragged_config
+from vajra_kernels.config import (
+    A10,
+    A100,
+    H200,
+    L4,
+    DeviceFacts,
+    TileConfig,
+    chunk_splits,
+    decode_config,
+    ragged_config,
+)
 from vajra_kernels.decode_plan import is_split, max_pieces
 from vajra_kernels.metadata import AttentionMetadata, StepMemo, build_metadata
 from vajra_kernels.static import AttentionShape, StaticCase, main, static_cases
@@ -31,6 +41,15 @@ def test_compiled_code_keeps_its_bounds(case: StaticCase) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [256, 512])
+def test_tiles_of_a_large_chip_would_not_fit_a_small_one(head_dim: int) -> None:
+    """Configurations follow the shared memory: what an H200 takes is more than an A10 or L4 has."""
+    large, small = (AttentionShape(512, head_dim, (8, 2), 32).launch(device) for device in (H200, A10))
+    taken = [compile_launch(launch, A10.capability).shared_bytes for launch in (large, small)]
+    assert taken[1] <= A10.shared_limit_bytes < taken[0]
+
+
+@pytest.mark.slow
 def test_too_few_stages_are_seen() -> None:
     """The overlap check can fail: with three stages each K/V load is waited for, since the block table comes first."""
     (case,) = (c for c in CASES if c.name == "prefill bf16 d64 GQA4 block16")
@@ -49,7 +68,7 @@ def test_cases_cover_what_is_built_in() -> None:
         "plan_kernel",
     }
     assert kernels == attention | {"norm_kernel", "rotate_kernel", "gated_kernel", "sample_kernel"}
-    assert {case.device for case in CASES} == {A100, H200, L4}
+    assert {case.device for case in CASES} == {A10, A100, H200, L4}
     for case in CASES:
         is_half_attention = (
             any(word in case.name for word in ("decode", "prefill", "chunk")) and "fp32" not in case.name
@@ -65,8 +84,8 @@ def test_figures_command_refuses_unknown_options(capsys: pytest.CaptureFixture[s
     assert "--fast" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("device", [A100, H200, L4])
-@pytest.mark.parametrize("head_pad", [64, 128, 256])
+@pytest.mark.parametrize("device", [A10, A100, H200, L4])
+@pytest.mark.parametrize("head_pad", [64, 128, 256, 512])
 @pytest.mark.parametrize("element_bytes", [2, 4])
 @pytest.mark.parametrize("group", [1, 4, 7, 32, 128])
 def test_configurations_are_shapes_the_kernels_take(

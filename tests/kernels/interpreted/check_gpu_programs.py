@@ -1,0 +1,162 @@
+"""The programs that a GPU is to run, with small sizes, kernels in the interpreter, and stand-ins for what is CUDA's own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+sys.path[:0] = [str(ROOT / "benchmarks")]
+
+import gpu_bench  # noqa: E402
+import gpu_check  # noqa: E402
+import gpu_engine  # noqa: E402
+
+from vajra_kernels import checks  # noqa: E402
+from vajra_kernels.launch import Launch  # noqa: E402
+from vajra_py.engine.compute.runner import TorchRunner  # noqa: E402
+
+# What overflows becomes infinite, on a GPU without a word.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+TINY = gpu_engine.Shape("llama", 32, 48, 2, 64, 4, 2, 16)
+
+
+class Graph:
+    """`torch.cuda.CUDAGraph`: the launches that were captured, again."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+
+    def replay(self) -> None:
+        for launch in list(self.launches):
+            launch.run()
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[list[Launch]] = []
+    run = Launch.run
+
+    def recorded(launch: Launch) -> None:
+        for launches in captured:
+            launches.append(launch)
+        run(launch)
+
+    @contextmanager
+    def graph(made: Graph) -> Iterator[None]:
+        captured.append(made.launches)
+        yield
+        captured.pop()
+
+    def load(options: Any, capture: Any = None) -> TorchRunner:
+        return plain(options, lambda function: function() or function)
+
+    plain = TorchRunner.load
+    monkeypatch.setattr(Launch, "run", recorded)
+    monkeypatch.setattr(TorchRunner, "load", load)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for module in (gpu_check, gpu_bench):
+        monkeypatch.setattr(module, "require_gpu", lambda program: None)
+        monkeypatch.setattr(module, "machine", lambda: {"chip": "none"})
+
+    def milliseconds(function: Callable[[], object]) -> float:
+        function()
+        return 1.0
+
+    monkeypatch.setattr(gpu_bench, "milliseconds", milliseconds)
+    monkeypatch.setattr(gpu_engine, "SMALL", replace(TINY, vocab_size=512))
+    monkeypatch.setattr(gpu_engine, "NUM_STEPS", 2)
+    monkeypatch.setattr(gpu_engine, "SLOTS", 3)
+    monkeypatch.setattr(gpu_engine, "CHECKED_STEPS", 3)
+
+
+def on_cpu(module: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The program's exit code, with "cuda" read as "cpu"."""
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    made = compile(source[source.index("def main()") :].replace('"cuda"', '"cpu"'), module.__file__, "exec")
+    monkeypatch.setattr(sys, "argv", [module.__file__, *arguments])
+    scope = dict(vars(module), __name__="program")
+    exec(made, scope)
+    return int(scope["main"]())
+
+
+def test_every_check_runs_and_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(checks, "gpu_cases", lambda: checks.interpreter_cases()[:1])
+    monkeypatch.setattr(gpu_check, "LARGE_ELEMENTS", 2**16)
+    monkeypatch.setattr(gpu_check, "VOCABULARY", 60)
+    monkeypatch.setattr(gpu_check, "SAMPLED", 1)
+    monkeypatch.setattr(gpu_check, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(gpu_check, "ENGINE_DTYPES", ("float32",))
+    monkeypatch.setattr(gpu_check, "FLOAT32_TOLERANCE", 3e-6)
+    path = tmp_path / "check.json"
+    assert on_cpu(gpu_check, monkeypatch, "--output", str(path)) == 0
+    found = json.loads(path.read_text())["checks"]
+    assert all(one["passed"] for one in found)
+    kinds = {one["check"].split()[0] for one in found}
+    assert kinds == {"attention", "write", "merge", "copy", "graph", "sampling", "large", "decodes", "kernels"}
+
+
+def test_a_plan_that_is_not_made_anew_is_found_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of graphs can fail: without the line that clears plans, the replay divides by the captured lengths."""
+    source = Path(gpu_check.__file__).read_text(encoding="utf-8")
+    begin = source.index("def check_graph(")
+    code = source[begin : source.index("def check_large_cache")].replace("metadata.memo.decode_plans.clear()", "pass")
+    scope = dict(vars(gpu_check))
+    exec(compile(code, gpu_check.__file__, "exec"), scope)
+    error, tolerance = scope["check_graph"](torch.float32, torch.Generator().manual_seed(0), "cpu")
+    assert error > 100 * tolerance
+    error, tolerance = gpu_check.check_graph(torch.float32, torch.Generator().manual_seed(0), "cpu")
+    assert error <= tolerance
+
+
+def test_every_measurement_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny = gpu_bench.Shape(1, 2, 40, (2, 1), 16, 16)
+    monkeypatch.setattr(gpu_bench, "DECODES", [(2, 300)])
+    monkeypatch.setattr(gpu_bench, "CHUNKS", [(5, 5)])
+    monkeypatch.setattr(gpu_bench, "SWEPT", [tiny, replace(tiny, query_len=1, num_seqs=2, kv_len=200)])
+    monkeypatch.setattr(gpu_bench, "DECODE_TILES", gpu_bench.DECODE_TILES[:1])
+    monkeypatch.setattr(gpu_bench, "CHUNK_TILES", gpu_bench.CHUNK_TILES[-1:])
+    monkeypatch.setattr(gpu_bench, "LONG_PROMPT", 6)
+    monkeypatch.setattr(gpu_bench, "VOCABULARY", 60)
+    monkeypatch.setattr(gpu_bench, "NUM_SAMPLED", 3)
+    monkeypatch.setattr(gpu_bench, "NUM_BLOCKS", 4)
+    monkeypatch.setattr(gpu_bench, "WRITTEN", (2, 5))
+    monkeypatch.setattr(gpu_bench, "COPY_BYTES", 2**10)
+    monkeypatch.setattr(gpu_bench, "MATRIX", 8)
+    monkeypatch.setattr(gpu_engine, "DECODES", [gpu_engine.Decodes(TINY, 2, 20, 400)])
+    serving = gpu_engine.bench_serving
+    monkeypatch.setattr(gpu_engine, "bench_serving", lambda device: serving(device, TINY, 3, (2, 6)))
+    path = tmp_path / "bench.json"
+    assert on_cpu(gpu_bench, monkeypatch, "--sweep", "--output", str(path)) == 0
+    content = json.loads(path.read_text())
+    assert set(content) == {"machine", "limits", "attention", "memory", "engine", "serving", "sweep"}
+    assert content["engine"][0]["replayed"]
+    assert content["engine"][0]["shape"]["hidden_size"] == 32
+    assert 6 <= content["serving"]["output_tokens"] <= 18
+    assert not any("left_out" in one for one in content["sweep"])
+
+
+def test_a_part_that_fails_leaves_the_others_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    for name in ("bench_attention", "device_limits"):
+        monkeypatch.setattr(gpu_bench, name, lambda *_: {})
+    monkeypatch.setattr(gpu_bench, "bench_memory", fails)
+    monkeypatch.setattr(gpu_engine, "bench_decodes", lambda *_: [1])
+    monkeypatch.setattr(gpu_engine, "bench_serving", lambda *_: [2])
+    path = tmp_path / "bench.json"
+    assert on_cpu(gpu_bench, monkeypatch, "--output", str(path)) == 1
+    content = json.loads(path.read_text())
+    assert "no memory" in content["memory"]["failed"]
+    assert (content["engine"], content["serving"]) == ([1], [2])
