@@ -161,7 +161,7 @@ def _ragged_cases() -> Iterator[StaticCase]:
         launch = AttentionShape(512, 512, (8, 2), 32).launch(device)
         wgmma = device is H200
         yield StaticCase(
-            "prefill bf16 d512", device, launch, wants_wgmma=wgmma, wants_overlap=True, max_stack_bytes=160
+            "prefill bf16 d512", device, launch, wants_wgmma=wgmma, wants_overlap=True, max_stack_bytes=128
         )
         launch = AttentionShape(512, 512, (8, 2), 32, torch.float32).launch(device)
         yield StaticCase("prefill fp32 d512", device, launch, max_stack_bytes=16)
