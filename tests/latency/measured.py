@@ -63,3 +63,13 @@ def as_mixture(bundle: Path) -> None:
     lines = (tp1 / "dense.csv").read_text().splitlines()
     kept = [line for line in lines if not line.startswith(("gate_up", "act_fn", "down"))]
     (tp1 / "dense.csv").write_text("\n".join(kept) + "\n")
+
+
+def as_shared_prompt(run: Path) -> None:
+    """Give all requests of the run one and the same prompt."""
+    ids = list(range(1000, 1128))
+    sent = [json.loads(line) for line in gzip.decompress((run / "workload.jsonl.gz").read_bytes()).splitlines()]
+    got = [json.loads(line) for line in (run / "requests.jsonl").read_text().splitlines()]
+    with gzip.open(run / "workload.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({**row, "input_toks": len(ids), "input_tok_ids": ids}) + "\n" for row in sent)
+    (run / "requests.jsonl").write_text("".join(json.dumps({**row, "input_toks": len(ids)}) + "\n" for row in got))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from tests.latency.conftest import attention_us
 from vajra_py.contract import BatchFeatures
 from vajra_py.latency import ProfileBundleConfig, ProfileBundleModel, load_device
-from vajra_py.latency.bundle_files import SkewSample
+from vajra_py.latency.bundle_files import NO_SKEW, SkewSample
 from vajra_py.latency.flash_decoding import (
     PEAK_SHARE,
     DecodeKernel,
@@ -101,9 +102,11 @@ def test_what_one_block_draws_follows_from_the_bundle_s_own_batches() -> None:
         sample(real, count, long) for count in (2, 32, 64, 128, 256) for long in (count // 16, count // 2) if long
     ]
     mixed = [sample(DecodeKernel(8, 188, 0.01), 64, 4, chunk=512)]
-    assert fitted_peak_share([*samples, *mixed], 8, 188) == pytest.approx(0.031, rel=0.02)
-    assert fitted_peak_share([], 8, 188) == PEAK_SHARE
-    assert fitted_peak_share(samples[:2], 8, 188) == PEAK_SHARE  # batches whose contexts are split say nothing of it
+    assert fitted_peak_share(np.array([*samples, *mixed]), 8, 188) == pytest.approx(0.031, rel=0.02)
+    assert fitted_peak_share(NO_SKEW, 8, 188) == PEAK_SHARE
+    assert (
+        fitted_peak_share(np.array(samples[:2]), 8, 188) == PEAK_SHARE
+    )  # batches whose contexts are split say nothing of it
 
 
 def of(path: Path, **given: object) -> ProfileBundleModel:
@@ -130,3 +133,30 @@ def test_which_gpus_compute_attention_by_flash_attention_2() -> None:
     assert all(uses.values())
     assert not any(load_device(name).uses_flash_attention_2 for name in ("h100", "h200", "b200", "cpu"))
     assert not load_device({"base": "l4", "name": "unknown", "num_sms": 0}).uses_flash_attention_2
+
+
+def event_by_event(kernel: DecodeKernel, contexts: list[float]) -> float:
+    """The list schedule by its definition: at every moment each running block draws an equal share, or its peak."""
+    waiting = [context / sum(contexts) for context in contexts] * kernel.kv_heads
+    running: list[float] = []
+    clock = 0.0
+    while waiting or running:
+        while waiting and len(running) < kernel.num_sms:
+            running.append(waiting.pop(0))
+        speed = min(kernel.peak_share, 1.0 / len(running))
+        least = min(running)
+        clock += least / speed
+        running = [left - least for left in running if left - least > 1e-15]
+    return clock
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(1.0, 1e4), min_size=1, max_size=30),
+    st.integers(1, 4),
+    st.integers(1, 40),
+    st.floats(0.01, 0.5),
+)
+def test_the_schedule_is_that_of_its_events(contexts: list[float], heads: int, sms: int, peak: float) -> None:
+    kernel = DecodeKernel(heads, sms, peak)
+    assert kernel.time(contexts) == pytest.approx(event_by_event(kernel, contexts), rel=1e-6)

@@ -23,6 +23,9 @@ from vajra_py.latency import (
     load_model,
     read_bundle,
 )
+from vajra_py.latency.bundle_files import Samples
+from vajra_py.latency.collectives import Collectives
+from vajra_py.latency.dense_times import DenseTimes
 from vajra_py.latency.expert_times import ExpertTimes, Routing
 from vajra_py.latency.host_overhead import HostOverhead
 from vajra_py.latency.profile_bundle import capture_sizes
@@ -145,12 +148,62 @@ def test_two_gpus_exchange_twice_a_layer_and_need_a_link(bundle: Path) -> None:
     linked = of(bundle, tensor_parallel=2, link_bandwidth_gb_s=10.0, link_latency_us=20.0)
     alone = of(bundle)
     shape = BatchFeatures().with_chunk(1024, 0)
-    bytes_each = 1024 * 4096 * 2
-    assert linked.batch_time_s(shape) - alone.batch_time_s(shape) == pytest.approx(65 * (20e-6 + bytes_each / 10e9))
+    states, scores = 1024 * 4096 * 2, 128256 * 2
+    # Two sums a layer and one for the embedding; each GPU sends its half of the prompt's scores.
+    expected = 65 * (20e-6 + states / 10e9) + 20e-6 + scores / 2 / 10e9
+    assert linked.batch_time_s(shape) - alone.batch_time_s(shape) == pytest.approx(expected)
     found = read_bundle(bundle, 2)
     with pytest.raises(ConfigError, match="link: is needed for the collectives of 2 GPUs"):
         ProfileBundleModel(found, load_model("Llama-3.1-8B"), BundleOptions())
     assert of(bundle, tensor_parallel=2).options.link == Link(16e9, 20e-6)  # that of the bundle's own device
+
+
+def test_ranks_gather_the_scores_of_every_sequence(bundle: Path) -> None:
+    linked = of(bundle, tensor_parallel=2, link_bandwidth_gb_s=10.0, link_latency_us=20.0)
+    few, many = BatchFeatures(64, 64 * 100), BatchFeatures(128, 128 * 100)
+    states = 64 * 4096 * 2
+    scores = 64 * 128256 * 2 / 2
+    more = linked.breakdown_s(many)["all_reduce"] - linked.breakdown_s(few)["all_reduce"]
+    assert more == pytest.approx((65 * states + scores) / 10e9)
+    # Steps with prompts have as many scores as requests, and what is looked up at once is what the parts say.
+    mixed = few.with_chunk(512, 0)
+    assert linked.batch_time_s(mixed) == pytest.approx(sum(linked.breakdown_s(mixed).values()))
+    assert "all_reduce" not in of(bundle).breakdown_s(mixed)
+
+
+def test_measured_all_reduces_time_the_gathering_of_scores(bundle: Path) -> None:
+    model = load_model("Llama-3.1-8B")
+    measured = Samples(np.array([0.0, 2e9]), np.array([10.0, 2e6 + 10.0]))  # 10 us, and 1 ns a byte
+    collectives = Collectives(model, 4, 1, None, measured)
+    assert collectives.scores_s(64) == pytest.approx(10e-6 + 64 * 128256 * 1e-9)  # half of 16-bit scores
+    assert collectives.layers_s(100) == pytest.approx(65 * (10e-6 + 100 * 4096 * 2e-9))
+    assert Collectives(model, 1, 1, None, measured).scores_s(64) == 0.0
+
+
+def test_products_cost_what_the_next_larger_sample_does_and_the_rest_is_linear() -> None:
+    # Between 512 and 528 tokens a product begins another tile; samples further apart than a tile say nothing of where.
+    sizes, times = np.array([256.0, 512.0, 528.0, 544.0]), np.array([100.0, 200.0, 300.0, 304.0])
+    operators = {"qkv_proj": Samples(sizes, times), "act_fn": Samples(sizes, sizes)}
+    dense = DenseTimes(operators, num_layers=2)
+    assert dense.at(512) == pytest.approx(2 * (200 + 512))
+    assert dense.at(513) == pytest.approx(2 * (300 + 513))
+    assert dense.at(528) == pytest.approx(2 * (300 + 528))
+    assert dense.at(529) == pytest.approx(2 * (304 + 529))
+    assert dense.at(384) == pytest.approx(2 * (150 + 384))
+    # Beyond the samples: along the line from the first one above half the largest.
+    assert dense.at(816) == pytest.approx(2 * (304 + 272 * 104 / 32 + 816))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(1.0, 1e4), min_size=4, max_size=40), st.integers(1, 800))
+def test_dense_times_lie_between_those_of_the_samples_around(times: list[float], tokens: int) -> None:
+    sizes = 16.0 * np.arange(1, len(times) + 1)
+    ascending = np.sort(np.array(times))
+    found = DenseTimes({"qkv_proj": Samples(sizes, ascending), "act_fn": Samples(sizes, ascending)}, 1).at(tokens)
+    low, high = np.interp(tokens, sizes, ascending), np.interp(tokens + 16, sizes, ascending)
+    assert found >= 2 * low * (1 - 1e-9)
+    if tokens + 16 <= sizes[-1]:
+        assert found <= 2 * high * (1 + 1e-9)
 
 
 def test_host_overhead_is_between_steps_or_overlaps_them(bundle: Path) -> None:

@@ -12,15 +12,22 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from tests.latency.conftest import head_us
 from tests.latency.measured import ENGINE, MIXTURE, NUM_REQUESTS, as_measured, as_mixture, write_run
 from vajra_py.cli.validate import validate
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.accuracy import compare_with_measured, requests_of
 from vajra_py.experiment.accuracy_report import write_accuracy_report
-from vajra_py.experiment.calibration import calibrate
+from vajra_py.experiment.calibration import calibrate, figures_of
+from vajra_py.experiment.calibration_steps import StepCosts
 from vajra_py.experiment.measured_files import read_measured
 from vajra_py.experiment.measured_run import read_measured_run
-from vajra_py.experiment.measured_simulation import bundle_latency, simulate_measured, simulation_of
+from vajra_py.experiment.measured_simulation import (
+    bundle_latency,
+    measured_config,
+    simulate_measured,
+    simulation_of,
+)
 from vajra_py.latency import Calibration
 
 
@@ -172,10 +179,7 @@ def test_a_run_whose_memory_is_full_is_simulated_with_its_blocks_and_preempts(bu
     assert errors["e2e_mean_ms"] < -0.2  # without the run's own number of blocks nothing waits for memory
 
 
-def test_a_mixture_of_experts_on_data_parallel_ranks_is_validated_and_fitted(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vajra_py.experiment.calibration.MOST_RESTARTS", 1)
+def test_a_mixture_of_experts_on_data_parallel_ranks_is_validated_and_fitted(bundle: Path, tmp_path: Path) -> None:
     as_mixture(bundle)
     kwargs = {**ENGINE, "model": MIXTURE, "data_parallel_size": 2, "enable_expert_parallel": True}
     described = {"model": MIXTURE, "engine_kwargs": kwargs, "kv_cache": {"num_gpu_blocks": 400}}
@@ -244,6 +248,7 @@ def test_a_calibration_finds_what_the_tables_do_not_know(bundle: Path, tmp_path:
     assert abs(fit.before["tpot"]) > 0.08
     assert max(abs(fit.held_out["tpot"]), abs(fit.held_out["e2e"])) < 0.01
     assert "tpot" in "\n".join(fit.lines())
+    assert fit.num_simulations <= 5
     fit.calibration.write(tmp_path / "calibration.json")
     again = bundle_latency(run, bundle, tmp_path / "calibration.json", context_variation=0.0)
     simulated = simulate_measured(run, again, tmp_path / "again")
@@ -253,6 +258,30 @@ def test_a_calibration_finds_what_the_tables_do_not_know(bundle: Path, tmp_path:
         "fitted on 22 of 44 requests of measured; error of means where it was checked: TTFT"
         in simulated.summary.value("step_times.sentence")
     )
+
+
+def test_what_a_figure_adds_is_counted_over_the_steps_between_two_tokens(
+    run_folder: Path, bundle: Path, tmp_path: Path
+) -> None:
+    run = read_measured_run(run_folder)
+    latency = bundle_latency(run, bundle, context_variation=0.0)
+    figures, data = figures_of(run, latency), simulate_measured(run, latency, tmp_path / "simulated")
+    values, served = np.array([one.prior for one in figures]), requests_of(data)
+    steps = StepCosts(data, measured_config(latency).build(), figures, values)
+    some = np.array([0, 3, 20])
+    parts, rest = steps.between(served.first_token_at, served.last_token_at, some)
+    by_name = dict(zip((one.name for one in figures), parts.T, strict=True))
+    # A request that is not preempted has one token a step, so the exposed time counts its steps.
+    assert by_name["exposed_s"].tolist() == (served.num_output_tokens[some] - 1).tolist()
+    # The mixed attention of a stretch is that of its steps with prompts alone, and all parts leave what is the head's.
+    spent = (served.last_token_at - served.first_token_at)[some]
+    assert parts @ values + rest == pytest.approx(spent)
+    heads = (served.num_output_tokens[some] - 1) * 2 * head_us(8) * 1e-6
+    assert (rest > 0).all()
+    assert (rest < heads * 1.05 + 1e-3).all()
+    last = served.num_output_tokens.argmax()
+    alone = steps.between(served.last_token_at, served.last_token_at, np.array([last]))
+    assert not alone[0].any()
 
 
 def test_too_few_requests_are_not_fitted(run_folder: Path, bundle: Path) -> None:

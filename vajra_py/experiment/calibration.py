@@ -1,7 +1,8 @@
 """Fit what operator tables cannot know, host overhead and a few scale factors, to a measured run.
 
-Every trial simulates the run's requests. Residuals are the relative errors of each fitted request's TTFT and TPOT; each figure is held
-to its prior, so that one that the run says nothing about stays where it was. What the fit did not see judges it.
+Times at which fitted requests got their first and last tokens are ends of steps, and a simulation says which steps lie between two of them. So
+what a figure adds to each step gives a linear problem, solved with each figure held to its prior, and again with the steps of the simulation
+that results. What the fit did not see judges it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.accuracy import LATENCIES, requests_of
+from vajra_py.experiment.calibration_steps import Figure, StepCosts
 from vajra_py.experiment.measured_run import MeasuredRequests, MeasuredRun
 from vajra_py.experiment.measured_simulation import measured_config, simulate_measured
 from vajra_py.latency import Calibration
@@ -27,29 +29,14 @@ Progress = Callable[[int, float], None]
 """Called after each simulation with (simulations so far, sum of squared residuals)."""
 
 FEWEST_REQUESTS = 20
-TPOT_NOISE, TTFT_NOISE = 0.01, 0.03
-"""Relative errors of one request's latencies by chance: a TPOT is the mean of hundreds of steps, a TTFT is not."""
-MISSED_STEPS = 2.0
-"""Steps by which a TTFT is off by chance: a request that comes a moment later may be computed a step later, and so may those behind it."""
-MOST_TRIALS = 8
-"""Steps of the optimiser from one start; each costs up to one simulation for each figure."""
-MOST_RESTARTS = 3
-"""A fit is begun again from the best figures that were tried, where the slopes did not lead there."""
-SMALLEST_GAIN = 0.02
-"""Part of its cost that a descent must gain for another one."""
-PROBE = 0.2
-"""Prior widths by which a figure is moved to find its influence: a simulation answers in steps, not smoothly."""
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One fitted figure: a normal prior, cut at `low`."""
-
-    name: str
-    prior: float
-    width: float
-    low: float
-    is_scale: bool
+TPOT_NOISE, INTERVAL_NOISE = 0.01, 0.02
+"""Relative errors by chance: of one request's TPOT, which is the mean of hundreds of steps, and of the time between two tokens' ends of steps."""
+MATCHED = 0.08
+"""An interval is taken for the same steps in the run and the simulation where its times differ by less than this."""
+ROUNDS = 3
+"""Simulations from which a fit is made, each with the figures of the one before."""
+TOKEN_GAP_S = 1e-3
+"""Tokens closer than this came back with one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +83,6 @@ def figures_of(run: MeasuredRun, latency: Mapping[str, Any]) -> tuple[Figure, ..
     figures.append(Figure(step[0], step[1], 1e-3, 0.0, is_scale=False))
     if not host.asynchronous:
         figures.append(Figure("step_per_request_s", host.step_per_request_s, 10e-6, 0.0, is_scale=False))
-    figures.append(Figure("arrival_s", host.arrival_s, 5e-3, 0.0, is_scale=False))
     return tuple(figures)
 
 
@@ -154,14 +140,14 @@ class _Trials:
         self.figures = figures
         self.count = 0
         self._run, self._latency, self._num_fitted = run, latency, num_fitted
-        self.bundle = measured_config(latency).build().bundle
+        self._model = measured_config(latency).build()
+        self.bundle = self._model.bundle
         self._progress = progress
         self._folder = tempfile.TemporaryDirectory(prefix="vajra-calibrate-")
         fitted = run.requests.first(num_fitted)
         # Requests that run side by side share their steps and err together: they say as much as those that could follow one another.
         span = float(fitted.last_token_at.max() - fitted.arrived_at.min())
         self._stretches = max(1.0, span / float(fitted.e2e_s.mean()))
-        self._costs: dict[tuple[float, ...], float] = {}
         self._known: dict[tuple[float, ...], MeasuredRequests] = {}
 
     @property
@@ -175,39 +161,54 @@ class _Trials:
 
     def fitted(self) -> Floats:
         """The figures of least squared residuals."""
-        units = np.zeros(len(self.figures))
-        for _ in range(MOST_RESTARTS):
-            self._objective(units)
-            before = min(self._costs.values())
-            self._descend(units)
-            best = min(self._costs, key=self._costs.__getitem__)
-            gain = before - self._costs[best]
-            units = np.array(best)
-            if gain < SMALLEST_GAIN * before:
-                break
-        return self._values(units)
+        values = self.priors
+        for _ in range(ROUNDS):
+            values = self._solved(values)
+        return values
 
-    def _descend(self, start: Floats) -> None:
-        """Follow the slopes from these figures, in units of the priors' widths, as far as they lead."""
+    def _solved(self, values: Floats) -> Floats:
+        """Better figures than these, from the steps of the simulation with these."""
         from scipy.optimize import least_squares
 
-        lows = np.array([(one.low - one.prior) / one.width for one in self.figures])
-        least_squares(
-            self._objective,
-            np.maximum(start, lows),
-            bounds=(lows - 1e-9, np.full(len(start), np.inf)),
-            jac=self._slopes,
-            loss="soft_l1",
-            max_nfev=MOST_TRIALS,
-            xtol=1e-3,
-            ftol=1e-3,
-        )
+        data, known = self._trial(values)
+        steps = StepCosts(data, self._model, self.figures, values)
+        measured, simulated = self._run.requests.first(self._num_fitted), known.first(self._num_fitted)
+        spent = measured.last_token_at - measured.first_token_at
+        several = np.flatnonzero(spent > 0)
+        parts, rest = steps.between(simulated.first_token_at, simulated.last_token_at, several)
+        weight = np.sqrt(self._stretches / len(several)) / TPOT_NOISE if len(several) else 0.0
+        rows, wanted = [weight * parts / spent[several, None]], [weight * (1.0 - rest / spent[several])]
+        if steps.num_replicas == 1:
+            parts, rest, spent = self._intervals(steps, measured, simulated)
+            rows.append(parts / spent[:, None] / INTERVAL_NOISE)
+            wanted.append((1.0 - rest / spent) / INTERVAL_NOISE)
+        matrix, target = np.concatenate(rows), np.concatenate(wanted)
+        widths = np.array([one.width for one in self.figures])
+        lows = np.array([one.low for one in self.figures])
 
-    def _values(self, units: Floats) -> Floats:
-        figures = self.figures
-        values: Floats = np.array([one.prior + unit * one.width for one, unit in zip(figures, units, strict=True)])
-        bounded: Floats = np.maximum(values, np.array([one.low for one in figures]))
-        return bounded
+        def residuals(units: Floats) -> Floats:
+            found: Floats = np.concatenate([matrix @ (self.priors + units * widths) - target, units])
+            return found
+
+        start = np.maximum((values - self.priors) / widths, (lows - self.priors) / widths)
+        bounds = ((lows - self.priors) / widths - 1e-9, np.full(len(widths), np.inf))
+        solution = least_squares(residuals, start, bounds=bounds, loss="soft_l1")
+        if self._progress is not None:
+            self._progress(self.count, float(2.0 * solution.cost))
+        better: Floats = np.maximum(self.priors + solution.x * widths, lows)
+        return better
+
+    def _intervals(
+        self, steps: StepCosts, measured: MeasuredRequests, simulated: MeasuredRequests
+    ) -> tuple[Floats, Floats, Floats]:
+        """(what one unit of each figure adds, what else they take, what was measured) of times between two tokens' steps."""
+        at, there = (np.concatenate([one.first_token_at, one.last_token_at]) for one in (measured, simulated))
+        order = np.argsort(at, kind="stable")
+        at, there = at[order], there[order]
+        spent, taken = np.diff(at), np.diff(there)
+        matched = np.flatnonzero((spent > TOKEN_GAP_S) & (np.abs(taken - spent) < MATCHED * spent))
+        parts, rest = steps.between(there[:-1], there[1:], matched)
+        return parts, rest, spent[matched]
 
     def held_out(self, values: Floats) -> dict[str, float]:
         """Relative errors of means over the requests that were not fitted."""
@@ -226,40 +227,15 @@ class _Trials:
         ttft = simulated.ttft_s / measured.ttft_s - 1.0
         return {"tpot": tpot[np.isfinite(tpot)], "ttft": ttft}
 
-    def _objective(self, units: Floats) -> Floats:
-        """Residuals of the fitted requests and of the priors, for figures in units of the priors' widths."""
-        parts = self.residuals_of(self._values(units))
-        measured = self._run.requests.first(self._num_fitted)
-        by_chance = MISSED_STEPS * float(np.nanmedian(measured.tpot_s)) / measured.ttft_s
-        noise = {"tpot": TPOT_NOISE, "ttft": np.hypot(TTFT_NOISE, by_chance)}
-        weights = {name: np.sqrt(self._stretches / len(part)) / noise[name] for name, part in parts.items()}
-        residuals: Floats = np.concatenate([*(weights[name] * part for name, part in parts.items()), units])
-        cost = float((2.0 * (np.sqrt(1.0 + residuals**2) - 1.0)).sum())
-        self._costs[tuple(float(unit) for unit in units)] = cost
-        if self._progress is not None:
-            self._progress(self.count, cost)
-        return residuals
-
-    def _slopes(self, units: Floats) -> Floats:
-        """The residuals' derivatives, by one simulation a figure."""
-        here = self._objective(units)
-        columns = []
-        for index in range(len(units)):
-            moved = units.copy()
-            moved[index] += PROBE
-            columns.append((self._objective(moved) - here) / PROBE)
-        slopes: Floats = np.array(columns).T
-        return slopes
-
     def _simulated(self, values: Floats) -> MeasuredRequests:
         key = tuple(float(value) for value in values)
-        found = self._known.get(key)
-        if found is None:
-            self.count += 1
-            found = self._known[key] = requests_of(
-                self._run_of(dict(zip((one.name for one in self.figures), key, strict=True)))
-            )
-        return found
+        return self._known[key] if key in self._known else self._trial(values)[1]
+
+    def _trial(self, values: Floats) -> tuple[RunData, MeasuredRequests]:
+        self.count += 1
+        data = self._run_of({one.name: float(value) for one, value in zip(self.figures, values, strict=True)})
+        requests = self._known[tuple(float(value) for value in values)] = requests_of(data)
+        return data, requests
 
     def _run_of(self, chosen: Mapping[str, float]) -> RunData:
         folder = Path(self._folder.name)

@@ -42,6 +42,8 @@ ENGINE_ARGUMENTS = (
     "enable_prefix_caching",
     "async_scheduling",
     "enforce_eager",
+    "gpu_memory_utilization",
+    "kv_cache_dtype",
 )
 """What may be said about an engine that its file is silent about, by vLLM's names."""
 
@@ -82,6 +84,8 @@ def _changed(settings: EngineSettings, given: Mapping[str, Any], place: Path) ->
         "enable_prefix_caching": "prefix_caching",
         "async_scheduling": "asynchronous",
         "enforce_eager": "capture_limit",
+        "gpu_memory_utilization": "memory_fraction",
+        "kv_cache_dtype": "kv_dtype",
     }
     changes = {names.get(name, name): getattr(said, names.get(name, name)) for name in given}
     return replace(settings, **changes)

@@ -49,6 +49,10 @@ class EngineSettings:
     asynchronous: bool = True
     capture_limit: int | None = None
     """Largest CUDA graph, tokens; 0: none (eager execution)."""
+    memory_fraction: float | None = None
+    """Part of the GPU's memory that the engine may use; None: the run does not say."""
+    kv_dtype: str | None = None
+    """What the KV cache holds, where it is not what the model computes in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,28 +176,59 @@ def settings_of(meta: Mapping[str, Any], file: Path) -> EngineSettings:
             raise ConfigError(Problem(f"{file} {key}", f"is not a count ({value!r})", "Allowed: whole numbers from 1"))
         return value
 
+    def switch(key: str, otherwise: bool | None, *places: Mapping[str, Any]) -> bool | None:
+        value = next((one[key] for one in places if one.get(key) is not None), otherwise)
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(Problem(f"{file} {key}", f"is not a switch ({value!r})", "Allowed: true, false, null"))
+        return value
+
+    if count("pipeline_parallel_size", 1, given) > 1:
+        message = f"is not simulated ({given['pipeline_parallel_size']})"
+        raise ConfigError(Problem(f"{file} pipeline_parallel_size", message, "Allowed: 1"))
     num_blocks = count("num_gpu_blocks", None, kv_cache, meta, given)
-    eager = bool(given.get("enforce_eager", False))
-    captured = compilation.get("max_cudagraph_capture_size", given.get("max_cudagraph_capture_size"))
+    eager = switch("enforce_eager", False, given)
+    captured = count("max_cudagraph_capture_size", None, compilation, given)
     return EngineSettings(
         model=model,
         engine=f"vLLM {version}".strip(),
         tensor_parallel=count("tensor_parallel_size", 1, given),
         data_parallel=count("data_parallel_size", 1, given),
-        expert_parallel=bool(given.get("enable_expert_parallel", False)),
+        expert_parallel=bool(switch("enable_expert_parallel", False, given)),
         max_num_seqs=count("max_num_seqs", usual.max_num_seqs, given, scheduler),
         max_num_batched_tokens=count("max_num_batched_tokens", usual.max_num_batched_tokens, given, scheduler),
         max_model_len=count("max_model_len", None, given),
         num_blocks=count("num_gpu_blocks_override", num_blocks, given),
         block_size=count("block_size", usual.block_size, kv_cache, given),
-        prefix_caching=bool(given.get("enable_prefix_caching", kv_cache.get("enable_prefix_caching", True))),
-        asynchronous=_is_asynchronous(version, given.get("async_scheduling", scheduler.get("async_scheduling"))),
-        capture_limit=0 if eager else captured if isinstance(captured, int) else None,
+        prefix_caching=bool(switch("enable_prefix_caching", True, given, kv_cache)),
+        asynchronous=_is_asynchronous(version, switch("async_scheduling", None, given, scheduler)),
+        capture_limit=0 if eager else captured,
+        memory_fraction=_fraction(file, given),
+        kv_dtype=_kv_dtype(file, {**cache, **given}),
     )
 
 
-def _is_asynchronous(version: str, said: Any) -> bool:
-    if isinstance(said, bool):
+def _fraction(file: Path, given: Mapping[str, Any]) -> float | None:
+    value = given.get("gpu_memory_utilization")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        where = f"{file} gpu_memory_utilization"
+        raise ConfigError(Problem(where, f"is not a part of the memory ({value!r})", "Allowed: above 0, up to 1"))
+    return float(value)
+
+
+def _kv_dtype(file: Path, given: Mapping[str, Any]) -> str | None:
+    value = given.get("kv_cache_dtype", given.get("cache_dtype"))
+    if value in (None, "auto", "bfloat16", "float16"):
+        return None
+    if not isinstance(value, str) or not value.startswith("fp8"):
+        message = f"is not known ({value!r})"
+        raise ConfigError(Problem(f"{file} kv_cache_dtype", message, "Allowed: auto, bfloat16, float16, fp8"))
+    return "fp8"
+
+
+def _is_asynchronous(version: str, said: bool | None) -> bool:
+    if said is not None:
         return said
     try:
         parts = tuple(int(part) for part in version.split(".")[:2])

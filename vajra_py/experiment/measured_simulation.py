@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from vajra_py.experiment.measured_run import MeasuredRun
 from vajra_py.experiment.run import run_experiment
 from vajra_py.latency import AiconfiguratorConfig, ProfileBundleConfig, read_bundle
 from vajra_py.metrics.run_data import RunData
-from vajra_py.workload import write_jsonl
+from vajra_py.workload import RequestSpec, write_jsonl
 
 PRESET = "vllm-v1"
 WORKLOAD_FILE = "workload.jsonl.gz"
@@ -35,6 +36,9 @@ def bundle_latency(
     if _bare(bundle.model) != _bare(run.settings.model):
         message = f"is of {bundle.model}, and the run of {run.settings.model}"
         raise ConfigError(Problem(str(profile), message, "Allowed: a bundle of the same model"))
+    if bundle.variant.endswith("-kvfp8") != (run.settings.kv_dtype == "fp8"):
+        message = f"is {bundle.variant}, and the run's KV cache is {run.settings.kv_dtype or 'of 16 bits'}"
+        raise ConfigError(Problem(str(profile), message, "Allowed: a bundle measured with the same KV cache"))
     latency = {"type": "profile_bundle", "path": str(Path(profile).resolve()), **_deployed(run)}
     return _changed(latency, run, calibration, changes)
 
@@ -113,8 +117,8 @@ def _bare(model: str) -> str:
 def simulation_of(run: MeasuredRun, latency: Mapping[str, Any], workload_file: Path) -> ExperimentConfig:
     """The experiment that serves the run's requests as its engine did.
 
-    Data-parallel ranks that share experts step together and are simulated as one replica of all their sequences and tokens; other
-    ranks are replicas of their own.
+    Data-parallel ranks that share experts step together and are simulated as one replica of all their sequences and tokens, in which
+    prompts find cached blocks of their own rank only; other ranks are replicas of their own.
     """
     settings = run.settings
     together = int(latency.get("data_parallel", 1))
@@ -122,6 +126,10 @@ def simulation_of(run: MeasuredRun, latency: Mapping[str, Any], workload_file: P
         "block_size": settings.block_size,
         "prefix_cache": {"enabled": settings.prefix_caching},
     }
+    if together > 1:
+        memory["tenant_salt"] = True  # tenants are ranks: see `ranked`
+    if settings.memory_fraction is not None:
+        memory["memory_fraction"] = settings.memory_fraction
     if settings.num_blocks is not None:
         memory["num_blocks"] = together * (settings.num_blocks - 1)  # the first one of a rank is vLLM's null block
     replica: dict[str, Any] = {
@@ -148,6 +156,18 @@ def simulation_of(run: MeasuredRun, latency: Mapping[str, Any], workload_file: P
     return config_from_mapping(mapping)
 
 
+def ranked(workload: Sequence[RequestSpec], num_ranks: int) -> Sequence[RequestSpec]:
+    """The requests with data-parallel ranks as their tenants, in turn by arrival, as a balancer of equal ranks has it.
+
+    Each rank of vLLM has a prefix cache of its own, and tenants of a replica share no blocks where they salt them.
+    """
+    if num_ranks == 1:
+        return workload
+    order = sorted(range(len(workload)), key=lambda index: workload[index].arrived_at)
+    rank_of = {index: turn % num_ranks for turn, index in enumerate(order)}
+    return [replace(spec, tenant=f"rank-{rank_of[index]}") for index, spec in enumerate(workload)]
+
+
 def simulate_measured(run: MeasuredRun, latency: Mapping[str, Any], folder: Path) -> RunData:
     """Simulate the run with this latency model; its results go below `folder`.
 
@@ -156,5 +176,5 @@ def simulate_measured(run: MeasuredRun, latency: Mapping[str, Any], folder: Path
     """
     folder.mkdir(parents=True, exist_ok=True)
     workload_file = (folder / WORKLOAD_FILE).resolve()
-    write_jsonl(run.workload, workload_file)
+    write_jsonl(ranked(run.workload, int(latency.get("data_parallel", 1))), workload_file)
     return run_experiment(simulation_of(run, latency, workload_file), folder=folder / SIMULATED, overwrite=True)

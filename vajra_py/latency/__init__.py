@@ -6,6 +6,7 @@ from vajra_py.latency.bundle_config import ProfileBundleConfig
 from vajra_py.latency.bundle_files import Bundle, read_bundle
 from vajra_py.latency.calibration_file import Calibration, read_calibration
 from vajra_py.latency.catalog import device_names, load_model, model_names
+from vajra_py.latency.collectives import Link
 from vajra_py.latency.config import (
     AffineConfig,
     ConstantConfig,
@@ -23,7 +24,7 @@ from vajra_py.latency.model_spec import ModelSpec
 from vajra_py.latency.operator_config import AiconfiguratorConfig
 from vajra_py.latency.operator_model import OperatorTablesModel
 from vajra_py.latency.prefill_time import PrefillTimeTable
-from vajra_py.latency.profile_bundle import BundleOptions, Link, ProfileBundleModel
+from vajra_py.latency.profile_bundle import BundleOptions, ProfileBundleModel
 from vajra_py.latency.profiled import Profile, ProfiledModel, read_profile
 from vajra_py.latency.recorded import RecordedDurations, RecordedModel
 from vajra_py.latency.roofline import RooflineModel

@@ -161,9 +161,11 @@ def filled(grid: Grid, axes: tuple[Array, ...]) -> Grid:
             lines = moved.reshape(-1, moved.shape[-1])
             known = np.isfinite(lines)
             # Lines with the same holes are filled together.
-            for pattern in np.unique(known[~known.all(axis=1)], axis=0):
-                if pattern.sum() >= 2:
-                    _fill_lines(lines, (known == pattern).all(axis=1), pattern, axes[axis], beyond=beyond)
+            codes = known @ (1 << np.arange(known.shape[1], dtype=np.int64))
+            for code, first in zip(*np.unique(codes, return_index=True), strict=True):
+                pattern = known[first]
+                if 2 <= pattern.sum() < len(pattern):
+                    _fill_lines(lines, codes == code, pattern, axes[axis], beyond=beyond)
             moved[...] = lines.reshape(moved.shape)
     smallest = float(np.nanmin(grid))
     cleaned: Grid = np.maximum(np.nan_to_num(result, nan=smallest), smallest)

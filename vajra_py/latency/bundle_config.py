@@ -11,11 +11,12 @@ from pydantic import Field
 from vajra_py.errors import ConfigError
 from vajra_py.latency.bundle_files import Bundle, bundle_hardware, read_bundle
 from vajra_py.latency.catalog import load_model, model_names
+from vajra_py.latency.collectives import Link
 from vajra_py.latency.devices import DeviceSpec, load_device
 from vajra_py.latency.expert_times import Routing
 from vajra_py.latency.model_spec import ModelSpec
 from vajra_py.latency.operator_settings import MeasuredOperatorsConfig, Micros
-from vajra_py.latency.profile_bundle import Link, ProfileBundleModel
+from vajra_py.latency.profile_bundle import ProfileBundleModel
 
 _TUNED = re.compile(r"(?i)-(instruct|chat|base|thinking|it|hf)(-.*)?$")
 

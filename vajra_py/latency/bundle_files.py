@@ -58,6 +58,9 @@ class SkewSample(NamedTuple):
     long_over_short: float = 1.0
 
 
+NO_SKEW: Array = np.empty((0, len(SkewSample._fields)))
+
+
 @dataclass(frozen=True, slots=True)
 class Bundle:
     """What one `tpN` folder of a bundle says, checked; times in microseconds of one call of one layer."""
@@ -76,8 +79,8 @@ class Bundle:
     """Rows of (prefill_chunk, kv_prefill, n_decode, kv_decode, time_us)."""
     experts: Array | None
     """Rows of (tokens, activated_experts, time_us); None without experts."""
-    skew: tuple[SkewSample, ...]
-    """Empty where no batches of unequal contexts were measured."""
+    skew: Array
+    """Rows of `SkewSample`; none where no batches of unequal contexts were measured."""
     all_reduce: Samples | None = None
     """One sum over the tensor-parallel GPUs, by bytes; None where it was not measured and a link describes it."""
 
@@ -119,7 +122,7 @@ def read_bundle(path: str | Path, tensor_parallel: int = 1) -> Bundle:
         per_sequence=per_sequence,
         attention=attention,
         experts=experts,
-        skew=() if skew is None else tuple(_skew_samples(skew)),
+        skew=NO_SKEW if skew is None else _skew_samples(skew),
     )
 
 
@@ -285,24 +288,28 @@ def _check_attention(folder: Path, attention: Array) -> None:
             raise ConfigError(Problem(f"{folder}/attention.csv", f"has too few times of {kind} ({rows.sum()})"))
 
 
-def _skew_samples(path: Path) -> Iterator[SkewSample]:
+def _skew_samples(path: Path) -> Array:
     columns = ("n", "nb", "pc", "kvs", "kv_big", "kv_mean", "t_mean_us", "t_skew_us")
-    quick = _quick_table(path, columns)
-    if quick is not None:
-        total, big, chunk, small, large, mean, t_mean, t_skew = quick.T
-        if ((t_mean > 0) & (t_skew > 0) & (mean > 0) & (small > 0) & (big > 0) & (big <= total)).all():
-            share = big / total
-            variation = (large - small) * np.sqrt(share * (1.0 - share)) / mean
-            found = (total, chunk, variation, t_skew / t_mean, big, large / small)
-            yield from map(SkewSample, *(one.tolist() for one in found))
-            return
-    for line, texts in _rows(path, columns):
-        try:
-            total, big, chunk, small, large, mean, t_mean, t_skew = map(float, texts)
-        except ValueError:
-            raise ConfigError(Problem(f"{path}:{line}", f"has a value that is not a number ({texts})")) from None
-        if not (t_mean > 0 and t_skew > 0 and mean > 0 and small > 0 and 0 < big <= total):
-            raise ConfigError(Problem(f"{path}:{line}", "has a time, mean or count that is not positive"))
-        share = big / total
-        spread = (large - small) * (share * (1.0 - share)) ** 0.5
-        yield SkewSample(total, chunk, spread / mean, t_skew / t_mean, big, large / small)
+    rows = _quick_table(path, columns)
+    if rows is None or not _are_skewed(rows):
+        rows = np.array([_skew_row(path, line, texts) for line, texts in _rows(path, columns)], dtype=np.float64)
+        rows = rows.reshape(-1, len(columns))
+    total, big, chunk, small, large, mean, t_mean, t_skew = rows.T
+    share = big / total
+    variation = (large - small) * np.sqrt(share * (1.0 - share)) / mean
+    return np.column_stack([total, chunk, variation, t_skew / t_mean, big, large / small])
+
+
+def _are_skewed(rows: Array) -> bool:
+    total, big, _, small, _, mean, t_mean, t_skew = rows.T
+    return bool(((t_mean > 0) & (t_skew > 0) & (mean > 0) & (small > 0) & (big > 0) & (big <= total)).all())
+
+
+def _skew_row(path: Path, line: int, texts: Sequence[str]) -> list[float]:
+    try:
+        row = [float(text) for text in texts]
+    except ValueError:
+        raise ConfigError(Problem(f"{path}:{line}", f"has a value that is not a number ({texts})")) from None
+    if not _are_skewed(np.array([row])):
+        raise ConfigError(Problem(f"{path}:{line}", "has a time, mean or count that is not positive"))
+    return row

@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import exp, log, sqrt
-from statistics import NormalDist, median
+from statistics import NormalDist
 
-from vajra_py.latency.bundle_files import SkewSample
+import numpy as np
+
+from vajra_py.latency.bundle_files import Array, SkewSample
 
 FILL_WITHOUT_SPLITS = 0.8
 """Contexts are split below this part of all block slots, which `num_splits_heuristic` counts as two a multiprocessor."""
@@ -49,20 +51,20 @@ class DecodeKernel:
     def time(self, contexts: Sequence[float]) -> float:
         """Time of a batch in which contexts are not split, in units of what its bytes of one KV head take at the full bandwidth."""
         total = float(sum(contexts))
-        waiting = iter([context / total for context in contexts] * self.kv_heads)
+        blocks = [context / total for context in contexts] * self.kv_heads
         # All running blocks have received as much since the last one started: `served` is the sum of those shares.
-        running = list(islice(waiting, self.num_sms))
+        running = blocks[: self.num_sms]
         heapq.heapify(running)
-        clock = served = 0.0
-        while running:
-            nearest = running[0]
-            clock += (nearest - served) / min(self.peak_share, 1.0 / len(running))
-            served = nearest
-            size = next(waiting, None)
-            if size is None:
-                heapq.heappop(running)
-            else:
-                heapq.heapreplace(running, served + size)
+        # While blocks wait, as many run as there are multiprocessors.
+        for block in islice(blocks, self.num_sms, None):
+            heapq.heapreplace(running, running[0] + block)
+        served = running[0] if len(blocks) > self.num_sms else 0.0
+        clock = served / min(self.peak_share, 1.0 / self.num_sms)
+        left = len(running)
+        for end in sorted(running):
+            clock += (end - served) / min(self.peak_share, 1.0 / left)
+            served = end
+            left -= 1
         return clock
 
     def ratio(self, sample: SkewSample) -> float:
@@ -135,7 +137,7 @@ def spread_orders(values: Sequence[float]) -> list[list[float]]:
     return found
 
 
-def fitted_peak_share(samples: Sequence[SkewSample], kv_heads: int, num_sms: int) -> float:
+def fitted_peak_share(samples: Array, kv_heads: int, num_sms: int) -> float:
     """The share at which the model meets a bundle's own measurements of decodes with few long contexts; `PEAK_SHARE` without any.
 
     The measured batches have their long contexts first.
@@ -153,15 +155,13 @@ def fitted_peak_share(samples: Sequence[SkewSample], kv_heads: int, num_sms: int
     return float(minimize_scalar(cost, bounds=PEAK_SHARES, method="bounded", options={"xatol": 5e-4}).x)
 
 
-def _few_long(samples: Sequence[SkewSample], kernel: DecodeKernel) -> list[SkewSample]:
+def _few_long(samples: Array, kernel: DecodeKernel) -> list[SkewSample]:
     """For each number of decodes that is not split, the batches with the fewest long contexts: one that has their median ratio."""
-    by_count: dict[float, list[SkewSample]] = {}
-    for one in samples:
-        if not one.prefill_chunk and one.num_long < one.num_decodes and not kernel.splits(int(one.num_decodes)):
-            by_count.setdefault(one.num_decodes, []).append(one)
     chosen = []
-    for count in sorted(by_count)[:MOST_FITTED]:
-        fewest = min(one.num_long for one in by_count[count])
-        alike = [one for one in by_count[count] if one.num_long == fewest]
-        chosen.append(alike[0]._replace(ratio=median(one.ratio for one in alike)))
+    alone = samples[(samples[:, 1] == 0) & (samples[:, 4] < samples[:, 0])]
+    unsplit = [count for count in np.unique(alone[:, 0]) if not kernel.splits(int(count))]
+    for count in unsplit[:MOST_FITTED]:
+        batches = alone[alone[:, 0] == count]
+        alike = batches[batches[:, 4] == batches[:, 4].min()]
+        chosen.append(SkewSample(*alike[0].tolist())._replace(ratio=float(np.median(alike[:, 3]))))
     return chosen

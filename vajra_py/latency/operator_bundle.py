@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vajra_py.errors import ConfigError, Problem
-from vajra_py.latency.bundle_files import Bundle, Samples
+from vajra_py.latency.bundle_files import NO_SKEW, Bundle, Samples
 from vajra_py.latency.model_spec import ModelSpec
 from vajra_py.latency.operator_tables import GemmTimes, OperatorTables, SystemFigures, chosen, column, fastest
 
@@ -99,7 +99,7 @@ def operators(tables: OperatorTables, model: ModelSpec, split: Split, precision:
         per_sequence={"lm_head": lm_head, "sampler": _traffic(figures, 4 * 4 * model.vocab_size)},
         attention=attention,
         experts=_experts(tables, model, split, precision) if model.experts else None,
-        skew=(),
+        skew=NO_SKEW,
         all_reduce=_all_reduce(tables, split.tensor) if split.tensor > 1 else None,
     )
     return Operators(bundle, filled)

@@ -9,13 +9,13 @@ from pydantic import Field
 
 from vajra_py.errors import ConfigError
 from vajra_py.latency.catalog import load_model
+from vajra_py.latency.collectives import Link
 from vajra_py.latency.devices import DeviceSpec, load_device
 from vajra_py.latency.model_spec import ModelSpec
 from vajra_py.latency.operator_bundle import Precision, Split, operators
 from vajra_py.latency.operator_model import OperatorTablesModel
 from vajra_py.latency.operator_settings import MeasuredOperatorsConfig
 from vajra_py.latency.operator_tables import OperatorTables, tables_folder
-from vajra_py.latency.profile_bundle import Link
 
 DEVICES = {"a100_sxm": "a100-80gb-sxm", "rtx_pro_6000_server": "rtx-pro-6000"}
 """Described devices whose names are not the system's with dashes."""

@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vajra_py.contract.latency import BatchFeatures
+from vajra_py.latency.dense_times import interpolated, summed
 from vajra_py.latency.devices import DeviceSpec
 from vajra_py.latency.model_spec import ModelSpec
 from vajra_py.latency.operator_bundle import Operators
-from vajra_py.latency.profile_bundle import BundleOptions, ProfileBundleModel, interpolated, summed
+from vajra_py.latency.profile_bundle import BundleOptions, ProfileBundleModel
 
 
 class OperatorTablesModel(ProfileBundleModel):

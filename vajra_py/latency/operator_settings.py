@@ -9,13 +9,14 @@ from pydantic import Field, ValidationInfo, field_validator
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency.bundle_files import Bundle
 from vajra_py.latency.calibration_file import Calibration, read_calibration
+from vajra_py.latency.collectives import Link
 from vajra_py.latency.config import SettingsModel, complain_as_value_error, resolved_path
 from vajra_py.latency.deployment import Parallelism
 from vajra_py.latency.devices import DeviceSpec
 from vajra_py.latency.expert_times import Routing
 from vajra_py.latency.host_overhead import HOST_OVERHEADS, HostOverhead, host_overhead
 from vajra_py.latency.model_spec import ModelSpec
-from vajra_py.latency.profile_bundle import CAPTURE_LIMIT, BundleOptions, Link
+from vajra_py.latency.profile_bundle import CAPTURE_LIMIT, BundleOptions
 from vajra_py.latency.roofline import RooflineModel
 
 Micros = Annotated[float, Field(ge=0)]

@@ -8,7 +8,7 @@ all-reduces by a model of the link, and the host's overhead. Tables, rules at th
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 
@@ -18,14 +18,16 @@ import numpy.typing as npt
 from vajra_py.contract.latency import BatchFeatures
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.latency.attention_grid import AttentionGrid, DecodeRow
-from vajra_py.latency.bundle_files import ONCE_A_STEP, TWICE_A_LAYER, Bundle, Samples, SkewSample
+from vajra_py.latency.bundle_files import Bundle
 from vajra_py.latency.calibration_file import Calibration
+from vajra_py.latency.collectives import Collectives, Link
+from vajra_py.latency.dense_times import DenseTimes, interpolated, summed
 from vajra_py.latency.deployment import Deployment, Parallelism
 from vajra_py.latency.devices import DeviceSpec
 from vajra_py.latency.expert_times import ExpertTimes, Routing
 from vajra_py.latency.flash_decoding import DecodeKernel, UnequalContexts, fitted_peak_share
 from vajra_py.latency.host_overhead import HostOverhead
-from vajra_py.latency.model_spec import DTYPE_BYTES, ModelSpec
+from vajra_py.latency.model_spec import ModelSpec
 from vajra_py.latency.roofline import RooflineModel
 
 CAPTURE_LIMIT = 512
@@ -43,16 +45,6 @@ SCALES = ("dense", "decode_attention", "mixed_attention", "experts", "head", "al
 
 NO_OVERHEAD = HostOverhead()
 UNIFORM = Routing()
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What connects the GPUs of one replica."""
-
-    bytes_per_s: float
-    """One way, as collectives reach it."""
-    latency_s: float
-    """Of one collective that carries nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +77,24 @@ def capture_sizes(limit: int) -> tuple[int, ...]:
     return tuple(size for size in sizes if size <= limit)
 
 
-def skew_ratio(samples: Sequence[SkewSample], variation: float, counts: Sequence[float], *, mixed: bool) -> list[float]:
+def skew_ratio(
+    samples: npt.NDArray[np.float64], variation: float, counts: Sequence[float], *, mixed: bool
+) -> list[float]:
     """How much longer attention takes for decode contexts of this variation than for equal ones, by number of decodes.
 
     The median of the measured batches of that number whose variation is near; numbers that were not measured take their neighbours'
     mean. No batches: 1.
     """
-    by_count: dict[float, list[float]] = {}
-    for one in samples:
-        if (one.prefill_chunk > 0) == mixed and abs(one.variation - variation) <= SKEW_WINDOW:
-            by_count.setdefault(one.num_decodes, []).append(one.ratio)
-    if not by_count or variation <= 0:
+    near = (samples[:, 1] > 0) == mixed if len(samples) else np.zeros(0, dtype=bool)
+    near &= np.abs(samples[:, 2] - variation) <= SKEW_WINDOW
+    if not near.any() or variation <= 0:
         return [1.0] * len(counts)
-    known = sorted(by_count)
-    medians = [max(1.0, float(np.median(by_count[count]))) for count in known]
-    return [1.0 if count <= 1 else float(np.interp(count, known, medians)) for count in counts]
+    num_decodes, ratios = samples[near, 0], samples[near, 3]
+    known = np.unique(num_decodes)
+    medians = [max(1.0, float(np.median(ratios[num_decodes == count]))) for count in known]
+    found = np.interp(counts, known, medians)
+    found[np.asarray(counts) <= 1] = 1.0
+    return list(map(float, found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +161,16 @@ class ProfileBundleModel:
         self._captured = capture_sizes(limit)
         self._ranks = options.data_parallel
         counts = range(MOST_DECODES + 1)
-        self._decode_skew, self._mixed_skew = (
-            skew_ratio(bundle.skew, options.context_variation, counts, mixed=mixed) for mixed in (False, True)
-        )
+        self._mixed_skew = skew_ratio(bundle.skew, options.context_variation, counts, mixed=True)
         self._unequal = self._unequal_contexts()
+        self._decode_skew = (
+            skew_ratio(bundle.skew, options.context_variation, counts, mixed=False) if self._unequal is None else []
+        )
         self._decode_batches: dict[int, _DecodeBatch] = {}
-        self._dense = summed(bundle.dense, model.num_layers)
+        self._dense = DenseTimes(bundle.dense, model.num_layers)
+        self._collectives = Collectives(
+            model, bundle.tensor_parallel, options.data_parallel, options.link, bundle.all_reduce
+        )
         self._head = summed(bundle.per_sequence, 1)
         self._of_tokens_s: dict[int, float] = {}
         """Seconds of everything but attention, head and host, by tokens."""
@@ -292,7 +291,7 @@ class ProfileBundleModel:
                 skew = self._unequal.factor(self._padded(rank))
             scale = self._scale["decode_attention"] * skew
             batch = self._decode_batches[num_decodes] = _DecodeBatch(
-                fixed_s=sum(parts.values()) + self._head_s(rank) + added,
+                fixed_s=sum(parts.values()) + self._head_s(rank) + self._gathered_s(rank) + added,
                 least_s=least,
                 per_us_s=1e-6 * self.model.num_layers * scale,
                 row=self._attention.decodes(rank),
@@ -322,7 +321,8 @@ class ProfileBundleModel:
     def _of_sequences(self, sequences: int) -> tuple[float, float]:
         """(seconds of the head and the host, least seconds of the step)."""
         added, least = self._host_s(sequences)
-        found = self._of_sequences_s[sequences] = (self._head_s(sequences) + added, least)
+        added += self._head_s(sequences) + self._gathered_s(sequences)
+        found = self._of_sequences_s[sequences] = (added, least)
         return found
 
     def _parts(self, shape: BatchFeatures) -> dict[str, float]:
@@ -337,6 +337,9 @@ class ProfileBundleModel:
         rank_tokens = tokens * rank_prefills / prefills if prefills else 0
         parts = self._token_parts(rank_decodes + round(rank_tokens), decodes + tokens)
         parts["head"] = self._head_s(rank_decodes + rank_prefills)
+        gathered = self._gathered_s(rank_decodes + rank_prefills)
+        if gathered:
+            parts["all_reduce"] += gathered
         mean = decode_context / decodes if decodes else 0.0
         if tokens:
             chunk, context = _one_chunk(rank_tokens, shape.prefill_attention_pairs * rank_tokens / tokens)
@@ -367,43 +370,23 @@ class ProfileBundleModel:
     def _token_parts(self, rank_tokens: int, all_tokens: int) -> dict[str, float]:
         """Seconds of everything but attention and head, for so many tokens on the fullest rank and on all of them."""
         padded = self._padded(rank_tokens)
-        dense = interpolated(self._dense.sizes, self._dense.times_us, padded)
-        parts = {"dense": 1e-6 * dense * self._scale["dense"]}
+        parts = {"dense": 1e-6 * self._dense.at(padded) * self._scale["dense"]}
         if self._experts is not None:
             # Ranks replay one CUDA graph, or each computes what it has.
             is_captured = bool(self._captured) and rank_tokens <= self._captured[-1]
             tokens = padded * self._ranks if is_captured else all_tokens
             parts["experts"] = 1e-6 * self._experts.num_layers * self._experts.layer_us(tokens) * self._scale["experts"]
-        exchanged = self._exchange_s(padded)
+        exchanged = self._collectives.layers_s(padded)
         if exchanged:
             parts["all_reduce"] = exchanged * self._scale["all_reduce"]
         return parts
 
-    def _exchange_s(self, tokens: int) -> float:
-        """Collectives of a step: two sums a layer over the tensor-parallel ranks, and gathering tokens for shared experts."""
-        link, tensor, ranks = self.options.link, self.bundle.tensor_parallel, self._ranks
-        measured = self.bundle.all_reduce
-        if tensor == 1 and ranks == 1:
-            return 0.0
-        state = self.model.hidden_size * (2 if self.model.dtype == "fp8" else DTYPE_BYTES[self.model.dtype])
-        seconds = 0.0
-        if tensor > 1:
-            # After attention and after the feed-forward part of every layer, and once for the embedding.
-            number = 2 * self.model.num_layers + 1
-            if measured is not None:
-                seconds += 1e-6 * number * interpolated(measured.sizes, measured.times_us, tokens * state)
-            elif link is not None:
-                ring = 2 * (tensor - 1) / tensor * tokens * state / link.bytes_per_s
-                seconds += number * (link.latency_s + ring)
-        if ranks > 1 and self._experts is not None and link is not None:
-            # An all-gather before the experts and a reduce-scatter behind them, over the tokens of all ranks.
-            moved = (ranks - 1) / ranks * tokens * ranks * state / link.bytes_per_s
-            seconds += 2 * self._experts.num_layers * (link.latency_s + moved)
-        return seconds
-
     def _head_s(self, sequences: int) -> float:
         microseconds = interpolated(self._head.sizes, self._head.times_us, max(1, sequences))
         return 1e-6 * microseconds * self._scale["head"]
+
+    def _gathered_s(self, sequences: int) -> float:
+        return self._collectives.scores_s(sequences) * self._scale["all_reduce"]
 
     def _unequal_contexts(self) -> UnequalContexts | None:
         """How unequal contexts of decodes tell on this GPU; None: as the bundle's own batches of them say, where it has any."""
@@ -421,27 +404,6 @@ class ProfileBundleModel:
         if not captured or tokens > captured[-1]:
             return tokens
         return captured[bisect_left(captured, tokens)]
-
-
-def interpolated(sizes: npt.NDArray[np.float64], times: npt.NDArray[np.float64], size: float) -> float:
-    """The time of one size: linear between samples; above them along the line from half the largest size to it."""
-    if size <= sizes[-1]:
-        return float(np.interp(size, sizes, times))
-    middle = int(np.searchsorted(sizes, sizes[-1] / 2.0))
-    if middle == len(sizes) - 1:
-        return float(times[-1] * size / sizes[-1])
-    slope = max(0.0, (times[-1] - times[middle]) / (sizes[-1] - sizes[middle]))
-    return float(times[-1] + slope * (size - sizes[-1]))
-
-
-def summed(operators: Mapping[str, Samples], num_layers: int) -> Samples:
-    """One curve of all operators of a step, each as often as it runs."""
-    sizes = np.unique(np.concatenate([one.sizes for one in operators.values()]))
-    total = np.zeros(len(sizes))
-    for name, samples in operators.items():
-        often = 1 if name in ONCE_A_STEP else 2 * num_layers if name in TWICE_A_LAYER else num_layers
-        total += often * np.array([interpolated(samples.sizes, samples.times_us, size) for size in sizes])
-    return Samples(sizes, total)
 
 
 def _one_chunk(tokens: float, pairs: float) -> tuple[float, float]:
