@@ -3,24 +3,33 @@
 import vajra_py as vajra
 
 config = vajra.load("experiment.yaml", {"workload.rate": 8})
-run = vajra.run(config)
+run = vajra.run(config)                    # or straight from a file: vajra.run("experiment.yaml")
 run.requests_frame()                       # pandas, one row a request
 vajra.plots.latency_cdfs([run])            # a matplotlib figure
 """
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+=======
+import os
+from collections.abc import Iterable, Mapping, Sequence
+>>>>>>> a1a4afb (Runs lock their folders and delete nothing but runs; numbers that nobody can mean are refused where they stand)
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vajra_py.config import ExperimentConfig, config_from_mapping, expand_sweep, load_config
 from vajra_py.contract import Layer, PolicySpec
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.backend import Progress
+<<<<<<< HEAD
 from vajra_py.experiment.folder import find_runs
 from vajra_py.experiment.pool import MakePool, RunTask, run_in_pool
+=======
+from vajra_py.experiment.folder import find_all_runs
+>>>>>>> a1a4afb (Runs lock their folders and delete nothing but runs; numbers that nobody can mean are refused where they stand)
 from vajra_py.experiment.run import load_workload, run_experiment
 from vajra_py.experiment.sweep import SweepProgress, SweepResult
 from vajra_py.experiment.sweep import sweep as run_sweep
@@ -54,6 +63,10 @@ __all__ = [
 ]
 
 
+Experiment: TypeAlias = ExperimentConfig | str | Path | Mapping[str, Any]
+"""An experiment that was loaded, or what `load` takes."""
+
+
 def load(
     source: str | Path | Mapping[str, Any],
     overrides: Mapping[str, Any] | None = None,
@@ -65,15 +78,19 @@ def load(
     `policies` may be named in it beside the installed ones; give the same ones to `run` or `sweep`. Raises `ConfigError` with
     every mistake.
     """
-    texts = [f"{path}={_yaml(value)}" for path, value in (overrides or {}).items()]
+    texts = [f"{path}={_yaml(str(path), value)}" for path, value in (overrides or {}).items()]
     registry = _registry(policies)
     if isinstance(source, Mapping):
         return config_from_mapping(source, texts, registry)
-    return load_config(source, texts, registry)
+    path: Any = source
+    if not isinstance(path, str | os.PathLike):
+        problem = Problem("experiment", f"cannot be read from {type(path).__name__}", "Allowed: a path, or a mapping")
+        raise ConfigError(problem)
+    return load_config(Path(path), texts, registry)
 
 
 def run(
-    config: ExperimentConfig,
+    config: Experiment,
     *,
     folder: str | Path | None = None,
     overwrite: bool = False,
@@ -81,13 +98,14 @@ def run(
     policies: Sequence[PolicySpec] = (),
     on: str = "local",
 ) -> RunData:
-    """Run one experiment and open its results; see `vajra_py.experiment.run.run_experiment` for folders and errors.
+    """Run one experiment (loaded, or what `load` takes) and open its results; see `vajra_py.experiment.run.run_experiment` for folders and errors.
 
     `on`: where, as for `vajra run --on`: a Ray cluster takes the whole of a simulation, or the replicas of an engine.
 
     `policies` need not be installed: the experiment's file names them like any other. An experiment that names one of them is
     always run anew, since no version tells whether its code has changed.
     """
+<<<<<<< HEAD
     place = config.output_dir / config.name if folder is None else Path(folder)
     with _pool(on, config, None, policies) as pool:
         if pool is not None and config.is_single:
@@ -99,10 +117,20 @@ def run(
             progress=progress,
             registry=_registry(policies),
         )
+=======
+    config = _loaded(config, policies)
+    return run_experiment(
+        config,
+        folder=None if folder is None else Path(folder),
+        overwrite=overwrite or _names_any(config, policies),
+        progress=progress,
+        registry=_registry(policies),
+    )
+>>>>>>> a1a4afb (Runs lock their folders and delete nothing but runs; numbers that nobody can mean are refused where they stand)
 
 
 def sweep(
-    config: ExperimentConfig,
+    config: Experiment,
     *,
     workers: int | None = None,
     overwrite: bool = False,
@@ -115,6 +143,7 @@ def sweep(
     With more than one worker, a script that calls this needs the usual `if __name__ == "__main__":` guard. `policies` are as for
     `run`: with some, points run one after the other in this process, all anew when any of them names one. `on`: see `run`.
     """
+    config = _loaded(config, policies)
     registry, workers = _in_process(policies, workers)
     anew = any(_names_any(point, policies) for _, point in expand_sweep(config, registry))
     with _pool(on, config, workers, policies) as pool:
@@ -129,7 +158,7 @@ def sweep(
 
 
 def capacity(
-    config: ExperimentConfig,
+    config: Experiment,
     *,
     workers: int | None = None,
     overwrite: bool = False,
@@ -143,15 +172,16 @@ def capacity(
     """
     from vajra_py.experiment.capacity import find_capacity
 
+    config = _loaded(config, policies)
     registry, workers = _in_process(policies, workers)
     anew = overwrite or any(_names_any(point, policies) for _, point in expand_sweep(config, registry))
     with _pool(on, config, workers, policies) as pool:
         return find_capacity(config, workers=workers, registry=registry, overwrite=anew, progress=progress, pool=pool)
 
 
-def open_runs(paths: Iterable[str | Path]) -> list[RunData]:
-    """The runs at these paths: run folders, or folders that hold some. Raises `RunError`."""
-    return load_runs([found for path in paths for found in find_runs(Path(path))])
+def open_runs(paths: str | Path | Iterable[str | Path]) -> list[RunData]:
+    """The runs at a path or several: run folders, or folders that hold some; each once. Raises `RunError`."""
+    return load_runs(find_all_runs(map(Path, [paths] if isinstance(paths, str | Path) else paths)))
 
 
 def compare(runs: Sequence[RunData]) -> Comparison:
@@ -216,6 +246,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+<<<<<<< HEAD
 @contextmanager
 def _pool(
     on: str, config: ExperimentConfig, workers: int | None, policies: Sequence[PolicySpec]
@@ -229,6 +260,10 @@ def _pool(
         raise ConfigError(Problem("on", message, "Install their package on every node, or leave `on` out"))
     with ray_cluster(on) as cluster:
         yield None if cluster is None else pool_on(cluster, config, workers)
+=======
+def _loaded(config: Experiment, policies: Iterable[PolicySpec]) -> ExperimentConfig:
+    return config if isinstance(config, ExperimentConfig) else load(config, policies=policies)
+>>>>>>> a1a4afb (Runs lock their folders and delete nothing but runs; numbers that nobody can mean are refused where they stand)
 
 
 def _registry(policies: Iterable[PolicySpec]) -> Registry:
@@ -237,6 +272,9 @@ def _registry(policies: Iterable[PolicySpec]) -> Registry:
 
 def _in_process(policies: Sequence[PolicySpec], workers: int | None) -> tuple[Registry, int | None]:
     """The registry, and how many workers: one where policies are not installed, which other processes would not find."""
+    asked: Any = workers
+    if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
+        raise ConfigError(Problem("workers", f"must be a whole number of at least 1 (got {asked!r})"))
     if policies and workers not in (None, 1):
         problem = Problem(
             "workers", f"policies that are not installed are run in this process ({workers})", "Allowed: 1"
@@ -252,8 +290,19 @@ def _names_any(config: ExperimentConfig, policies: Iterable[PolicySpec]) -> bool
     return any((layer, one.scheduling.choice(layer).policy) in given for one in settings for layer in Layer)
 
 
-def _yaml(value: Any) -> str:
-    """A value as YAML on one line; JSON is YAML."""
+def _yaml(path: str, value: Any) -> str:
+    """A value as YAML on one line; JSON is YAML. Raises `ConfigError` for what is not plain data."""
     import json
 
-    return json.dumps(value)
+    def plain(other: Any) -> Any:
+        if isinstance(other, os.PathLike):
+            return os.fspath(other)
+        if hasattr(other, "tolist"):  # numbers and arrays of numpy
+            return other.tolist()
+        message = f"is not plain data (got {type(other).__name__})"
+        raise ConfigError(Problem(path, message, "Allowed: numbers, text, paths, lists and mappings of them"))
+
+    try:
+        return json.dumps(value, default=plain, allow_nan=False)
+    except ValueError:  # NaN or infinite, or a list that holds itself
+        raise ConfigError(Problem(path, f"must be made of finite numbers (got {value!r})")) from None

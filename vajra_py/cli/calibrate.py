@@ -12,7 +12,13 @@ from vajra_py.cli.options import engine_option, latency_option
 @click.command(no_args_is_help=True)
 @click.argument("measured", type=click.Path(path_type=Path))
 @click.option("--profile", type=click.Path(path_type=Path), help="Profile bundle of the same model and GPU.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), default=Path("calibration.json"), show_default=True)
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("calibration.json"),
+    show_default=True,
+)
 @click.option(
     "--fit-fraction",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),

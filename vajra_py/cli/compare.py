@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 @click.command(no_args_is_help=True)
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--report", type=click.Path(path_type=Path), help="Write one self-contained HTML report here.")
+@click.option(
+    "--report", type=click.Path(path_type=Path, dir_okay=False), help="Write one self-contained HTML report here."
+)
 @click.option(
     "--format", "form", type=click.Choice(["table", "markdown", "latex", "csv"]), default="table", show_default=True
 )
@@ -28,12 +30,12 @@ def compare(
     runs: tuple[Path, ...], report: Path | None, form: str, scope: str | None, each_run: bool, baseline: str | None
 ) -> None:
     """Compare RUNS: folders of runs, or folders that hold runs (such as a sweep's)."""
-    from vajra_py.experiment.folder import find_runs
+    from vajra_py.experiment.folder import find_all_runs
     from vajra_py.metrics.comparison import OVERALL
     from vajra_py.metrics.comparison import compare as compare_runs
     from vajra_py.metrics.run_data import load_runs
 
-    loaded = load_runs([path for given in runs for path in find_runs(given)])
+    loaded = load_runs(find_all_runs(runs))
     comparison = compare_runs(loaded, each_run=each_run)
     only = None if scope is None else comparison.scope(scope)
     if baseline is not None:
@@ -55,7 +57,6 @@ def compare(
     if report is not None:
         from vajra_py.metrics.report import write_report
 
-        report.parent.mkdir(parents=True, exist_ok=True)
         write_report(loaded, report)
         click.echo(f"report: {report}")
 

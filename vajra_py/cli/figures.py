@@ -22,7 +22,13 @@ def _inches(ctx: click.Context, param: click.Parameter, text: str) -> float:
 
 @click.command(no_args_is_help=True)
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), default=Path("figures"), show_default=True, help="Folder.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("figures"),
+    show_default=True,
+    help="Folder.",
+)
 @click.option(
     "--format",
     "formats",
@@ -45,10 +51,10 @@ def _inches(ctx: click.Context, param: click.Parameter, text: str) -> float:
 )
 def figures(runs: tuple[Path, ...], out: Path, formats: tuple[str, ...], width: float, only: tuple[str, ...]) -> None:
     """Write every figure that the report of RUNS has as a file, its numbers as CSV, and the table as LaTeX, Markdown and CSV."""
-    from vajra_py.experiment.folder import find_runs
+    from vajra_py.experiment.folder import find_all_runs
     from vajra_py.metrics.figure_files import write_figures
     from vajra_py.metrics.run_data import load_runs
 
-    loaded = load_runs([path for given in runs for path in find_runs(given)])
+    loaded = load_runs(find_all_runs(runs))
     for path in write_figures(loaded, out, formats=formats, width_in=width, only=only):
         click.echo(path)

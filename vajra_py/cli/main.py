@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -97,9 +96,10 @@ def _run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except SystemExit as error:  # click's own way to end when nobody reads what is written
+        if isinstance(sys.stdout, click.utils.PacifyFlushWrapper):
+            return 0
+        raise error
     except OSError as error:  # a folder that cannot be written, a full disk
         if error.filename is None:
             raise

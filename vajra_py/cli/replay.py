@@ -14,11 +14,11 @@ def replay(runs: tuple[Path, ...]) -> int:
 
     The decision logs must be equal; otherwise the first difference is shown and the exit code is 1.
     """
-    from vajra_py.experiment.folder import find_runs
+    from vajra_py.experiment.folder import find_all_runs
     from vajra_py.experiment.replay import replay as replay_run
 
     different = False
-    for path in (found for run in runs for found in find_runs(run)):
+    for path in find_all_runs(runs):
         report = replay_run(path)
         what = f"{report.num_steps} steps, {report.num_requests} requests"
         if report.is_equal:

@@ -42,7 +42,9 @@ TURNED_AWAY = ("the queue is full", "every replica has failed")
     help="Points of a sweep to run at once, by default one for each core there; a single run is divided among so many, where that is exact.",
 )
 @click.option("--overwrite", is_flag=True, help="Run again, over results that are there.")
-@click.option("--report", type=click.Path(path_type=Path), help="Write the HTML report of the runs here.")
+@click.option(
+    "--report", type=click.Path(path_type=Path, dir_okay=False), help="Write the HTML report of the runs here."
+)
 @click.option(
     "--validate", is_flag=True, help="Simulate each run of the engine too, and show how far the simulation is off."
 )

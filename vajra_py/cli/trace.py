@@ -9,7 +9,12 @@ import click
 
 @click.command(no_args_is_help=True)
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: timeline.json.gz in the run's folder.")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Default: timeline.json.gz in the run's folder.",
+)
 def trace(run: Path, output: Path | None) -> None:
     """Write the timeline of RUN: steps, requests, queue and KV use; open it at ui.perfetto.dev."""
     from vajra_py.metrics.run_data import RunData

@@ -21,7 +21,9 @@ from vajra_py.cli.options import engine_option, latency_option
 @click.option(
     "--output", "-o", type=click.Path(path_type=Path), help="Folder for the simulation; default: runs/validation/NAME."
 )
-@click.option("--report", type=click.Path(path_type=Path), help="Write a page with table and pictures here.")
+@click.option(
+    "--report", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with table and pictures here."
+)
 def validate(  # noqa: PLR0913 - one argument for each option
     measured: Path,
     simulated: Path | None,

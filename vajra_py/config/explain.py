@@ -100,7 +100,8 @@ def _message(each: Mapping[str, Any], annotation: Any) -> tuple[str, str | None]
         return "unknown key", did_you_mean(str(each["loc"][-1]), names) if names else "No keys are allowed here"
     if kind in LIMITS:
         words, name = LIMITS[kind]
-        return f"{words} {context.get(name):g} (got {show(value)})", None
+        limit = context[name]
+        return f"{words} {int(limit) if limit == int(limit) else limit} (got {show(value)})", None
     if kind in ("literal_error", "enum"):
         choices = _expected(each)
         allowed = did_you_mean(str(value), choices) if choices else f"Allowed: {context.get('expected')}"

@@ -23,8 +23,12 @@ else:  # the loader validates it; importing it here would load the arithmetic of
     WorkloadConfig = Any
 
 Count: TypeAlias = Annotated[int, Field(strict=True, ge=0)]
-PositiveCount: TypeAlias = Annotated[int, Field(strict=True, gt=0)]
-Seconds: TypeAlias = Annotated[float, Field(strict=True, ge=0)]
+PositiveCount: TypeAlias = Annotated[int, Field(strict=True, gt=0, le=2**31 - 1)]
+ReplicaCount: TypeAlias = Annotated[int, Field(strict=True, gt=0, le=1_000_000)]
+StageCount: TypeAlias = Annotated[int, Field(strict=True, gt=0, le=1024)]
+BlockSize: TypeAlias = Annotated[int, Field(strict=True, gt=0, le=65_536)]
+Seconds: TypeAlias = Annotated[float, Field(strict=True, ge=0, le=9_000_000)]
+PositiveSeconds: TypeAlias = Annotated[float, Field(strict=True, gt=0, le=9_000_000)]
 Switch: TypeAlias = Annotated[bool, Field(strict=True)]
 Text: TypeAlias = Annotated[str, Field(strict=True, min_length=1)]
 
@@ -144,7 +148,7 @@ class PrefixCacheConfig(Section):
 class MemoryConfig(Section):
     """KV memory of one replica."""
 
-    block_size: PositiveCount = Field(16, description="Tokens of a KV block.")
+    block_size: BlockSize = Field(16, description="Tokens of a KV block.")
     num_blocks: PositiveCount | None = Field(
         None, description="KV blocks of a replica; null: what model and device leave."
     )
@@ -193,9 +197,7 @@ class ReplicaConfig(Section):
     max_model_len: PositiveCount | None = Field(
         None, description="Most tokens of a request, prompt and output; null: what the model was trained for."
     )
-    pipeline_stages: PositiveCount | None = Field(
-        None, description="Pipeline stages; null: what the latency model has."
-    )
+    pipeline_stages: StageCount | None = Field(None, description="Pipeline stages; null: what the latency model has.")
     kv_parallel: KvParallelConfig = Field(default_factory=KvParallelConfig, description="KV parallelism.")
     memory: MemoryConfig = Field(default_factory=MemoryConfig, description="KV memory.")
 
@@ -253,7 +255,7 @@ class ReplicasetConfig(Section):
     )
     scheduling: SchedulingConfig = Field(description="Policies of this replicaset.")
     replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Sizes of its replicas.")
-    num_replicas: PositiveCount = Field(1, description="Replicas.")
+    num_replicas: ReplicaCount = Field(1, description="Replicas.")
     view_interval_s: Seconds = Field(0.0, description="As at the top.")
 
 
@@ -287,7 +289,7 @@ class SimulatorConfig(Section):
     output_length: TypedChoice = Field(
         default_factory=lambda: TypedChoice(type="none"), description="What policies are told about output lengths."
     )
-    horizon_s: Annotated[float, Field(strict=True, gt=0)] | None = Field(
+    horizon_s: PositiveSeconds | None = Field(
         None, description="Simulated time after which the run ends, seconds; null: when everything is served."
     )
     warmup_s: Seconds = Field(0.0, description="Requests that arrive earlier are served and not counted, seconds.")
@@ -354,7 +356,7 @@ class ExperimentConfig(Section):
         None, description="Policies of the three layers; may be left out when every replicaset names its own."
     )
     replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Sizes and memory of each replica.")
-    num_replicas: PositiveCount = Field(1, description="Replicas of the single replicaset.")
+    num_replicas: ReplicaCount = Field(1, description="Replicas of the single replicaset.")
     view_interval_s: Seconds = Field(
         0.0,
         description=(
@@ -368,7 +370,7 @@ class ExperimentConfig(Section):
     admission: AdmissionConfig = Field(default_factory=AdmissionConfig, description="Bounds of the queues.")
     workload: WorkloadConfig = Field(description="Requests: when they arrive and how long they are.")
     backend: BackendConfig = Field(description="What runs the experiment.")
-    policy_timeout_s: Annotated[float, Field(strict=True, gt=0)] | None = Field(
+    policy_timeout_s: PositiveSeconds | None = Field(
         60.0,
         description=(
             "Real time after which a policy that has not returned breaks the contract: a run ends with its name, a server takes its "

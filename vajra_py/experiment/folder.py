@@ -6,10 +6,12 @@ so that everything else is equal to the byte for equal settings, seed and versio
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from vajra_py.errors import ConfigError, Problem
 from vajra_py.plugins import Registry
 
 RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
+_FIRST_FILES = {"environment.json", "environment.partial", "config.yaml", "manifest.partial"}
+"""What a run writes before its manifest: a folder that holds nothing else is that of a run that was killed at its start."""
 
 
 def config_digest(config: ExperimentConfig) -> str:
@@ -67,16 +71,22 @@ def find_runs(path: Path) -> list[Path]:
     return found or [path]
 
 
+def find_all_runs(paths: Iterable[Path]) -> list[Path]:
+    """The run folders at these paths, each once, however often and by whatever way it is named."""
+    return list({found.resolve(): found for path in paths for found in find_runs(path)}.values())
+
+
 def _is_hidden(manifest: Path, path: Path) -> bool:
     """Whether a run is none of its own: a part of one, or not complete yet."""
     return any(name.startswith(".") for name in manifest.relative_to(path).parts)
 
 
 class RunFolder:
-    """The folder of one run."""
+    """The folder of one run; from `start` to `close` no other process writes a run there."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock: int | None = None
 
     def is_finished(self, config: ExperimentConfig) -> bool:
         """Whether it holds the complete results of just these settings and the files that they name."""
@@ -86,17 +96,22 @@ class RunFolder:
 
     def holds_other_results(self, config: ExperimentConfig) -> bool:
         """Whether something else than a run of these settings lies there."""
-        if not self.path.exists() or not any(self.path.iterdir()):
+        if not self.path.exists() or {one.name for one in self.path.iterdir()} <= _FIRST_FILES:
             return False
         return self._manifest().get("config_digest") != config_digest(config)
 
     def check(self, config: ExperimentConfig, *, overwrite: bool) -> None:
-        """Raises `ConfigError` when other results lie there and `overwrite` was not asked for."""
+        """Raises `ConfigError` when other results lie there and `overwrite` was not asked for, or something that is not a run's."""
         changed = [] if overwrite else self._changed_files(config)
         if changed:
             message = f"holds results from before these files changed ({', '.join(changed)})"
             raise ConfigError(Problem(f"output {self.path}", message, "Another name or folder, or overwrite it"))
-        if self.holds_other_results(config) and not overwrite:
+        if self.holds_other_results(config):
+            if "config_digest" not in self._manifest():
+                message = "holds something else than a run, of which nothing is deleted"
+                raise ConfigError(Problem(f"output {self.path}", message, "Another name or folder, or an empty one"))
+            if overwrite:
+                return
             raise ConfigError(
                 Problem(
                     f"output {self.path}",
@@ -106,11 +121,21 @@ class RunFolder:
             )
 
     def start(self, config: ExperimentConfig, registry: Registry, *, overwrite: bool, is_private: bool = False) -> None:
-        """Make the folder ready for a run of these settings, for everyone or its owner only; raises like `check`."""
+        """Make the folder ready for a run of these settings, for everyone or its owner only.
+
+        Raises like `check`, and `ConfigError` while another run is written there.
+        """
         self.check(config, overwrite=overwrite)
-        if self.path.exists():
-            shutil.rmtree(self.path)
-        self.path.mkdir(0o700 if is_private else 0o777, parents=True)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        self.check(config, overwrite=overwrite)
+        for entry in self.path.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        if is_private:
+            self.path.chmod(0o700)
         manifest = run_manifest(config, registry)
         environment = manifest.pop("environment")
         self._facts = {**manifest, "config_digest": config_digest(config), "files": files_digest(config)}
@@ -122,6 +147,27 @@ class RunFolder:
         """Write the run's status (and more facts) into its manifest."""
         self._facts.update(facts)
         self._write_json("manifest.json", {**self._facts, "status": status})
+
+    def close(self) -> None:
+        """Let other runs be written there."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _take_lock(self) -> None:
+        """Lock the folder itself, so that nothing is left when a process is killed."""
+        lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            message = "another run is being written there"
+            raise ConfigError(
+                Problem(f"output {self.path}", message, "Wait for it, or another name or folder")
+            ) from None
+        except OSError:  # a file system without locks: as good as it gets
+            pass
+        self._lock = lock
 
     def _changed_files(self, config: ExperimentConfig) -> list[str]:
         """Files that the settings name whose contents are not what the results were made from."""

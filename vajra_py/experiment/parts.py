@@ -82,6 +82,13 @@ def run_in_parts(
 
 def _combine(config: ExperimentConfig, registry: Registry, place: RunFolder, paths: Sequence[Path]) -> None:
     place.start(config, registry, overwrite=True)
+    try:
+        _write_combined(config, place, paths)
+    finally:
+        place.close()
+
+
+def _write_combined(config: ExperimentConfig, place: RunFolder, paths: Sequence[Path]) -> None:
     tables = Tables(RequestsBuilder(), StepsBuilder(), TbtBuilder())
     manifests, step_times = [], []
     for path in paths:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract.observer import Observer
-from vajra_py.errors import ConfigError, Problem, RunInterrupted, VajraError
+from vajra_py.errors import ConfigError, Problem, RunInterrupted, VajraError, WorkloadError
 from vajra_py.experiment.backend import Backend, MakeBackend, Progress, Run, make_backend
 from vajra_py.experiment.device_figures import devices_of
 from vajra_py.experiment.folder import FAILED, FINISHED, INTERRUPTED, RunFolder
@@ -17,6 +17,7 @@ from vajra_py.metrics.recorder import Recorder
 from vajra_py.metrics.run_data import DECISIONS_FILE, RunData
 from vajra_py.plugins import Registry, build_observer, load_registry
 from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.support.clock import LAST_S
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.workload import Workload, build_workload
 
@@ -55,12 +56,18 @@ def run_experiment(
         _Attempt(run, prepared, place).execute()
     finally:
         prepared.close()
+        place.close()
     return RunData.load(place.path)
 
 
 def load_workload(config: ExperimentConfig) -> Workload:
     """The experiment's workload; the same for every experiment with the same seed and workload settings."""
-    return build_workload(config.workload, SeedTree(config.seed).child("workload").stream, Path.cwd())
+    workload = build_workload(config.workload, SeedTree(config.seed).child("workload").stream, Path.cwd())
+    last = float(workload.columns.arrived_at.max())
+    if not last <= LAST_S:
+        message = f"a request arrives {last:,.0f} s after the run's begin"
+        raise WorkloadError(workload.name, None, message, f"Allowed: at most {LAST_S:,.0f} s; a higher rate")
+    return workload
 
 
 class _Attempt:

@@ -30,7 +30,7 @@ from vajra_py.latency.table import OperatorTableModel, TableOptions
 
 Dtype = Literal["float32", "bfloat16", "float16", "fp8"]
 _Seconds = Annotated[float, Field(ge=0)]
-_Degree = Annotated[int, Field(ge=1)]
+_Degree = Annotated[int, Field(ge=1, le=1024)]
 
 
 class SettingsModel(BaseModel):

@@ -24,6 +24,7 @@ COLUMN_IN = 3.35
 """Width of a column of a two-column paper, inches."""
 PAGE_IN = 7.0
 """Width of its page."""
+MIN_WIDTH_IN, MAX_WIDTH_IN = 2.0, 40.0
 FORMATS = ("pdf", "svg", "png")
 COLUMNS = ("panel", "title", "x_label", "y_label", "series", "category", "x", "y", "y_high")
 """Of a figure's data: `category` names the row of a bar, `y_high` is the upper end of an interval (or of an area) that begins at `y`."""
@@ -40,15 +41,18 @@ def write_figures(
 ) -> list[Path]:
     """Write every figure of the runs' report (or `only` these) in each format, its numbers as CSV beside it, and the comparison as `table.tex`, `table.md` and `table.csv`.
 
-    Returns the paths. `formats` are some of `FORMATS`. Raises `RunError` for another format or an unknown figure. The same runs give the same bytes.
+    Returns the paths. `formats` are some of `FORMATS`. Raises `RunError` for another format or width, or an unknown figure. The same runs give the same bytes.
     """
     known = {spec.key: spec for spec in FIGURES}
+    formats, only = ([one] if isinstance(one, str) else one for one in (formats, only))
     for name in only:
         if name not in known:
             raise RunError(f"figures: there is none of that name ({name!r}). {did_you_mean(name, known)}")
     for form in formats:
         if form not in FORMATS:
             raise RunError(f"figures: not a format for files ({form!r}). {did_you_mean(form, FORMATS)}")
+    if not MIN_WIDTH_IN <= width_in <= MAX_WIDTH_IN:
+        raise RunError(f"figures: not a width ({width_in}). Allowed: {MIN_WIDTH_IN:g} to {MAX_WIDTH_IN:g} inches.")
     comparison = compare(runs)
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vajra_py.errors import RunError
 from vajra_py.metrics.comparison import OVERALL, Comparison, compare
 from vajra_py.metrics.comparison_metrics import BY_KEY, METRICS, Metric, metric_text
 from vajra_py.metrics.comparison_tables import WIDE
@@ -34,8 +35,11 @@ _MAX_NAMES = 8
 
 
 def write_report(runs: Sequence[RunData], path: str | Path, title: str | None = None) -> None:
-    """Write the report of these runs; the file appears when it is whole."""
+    """Write the report of these runs; the file appears when it is whole, and folders on its way are made. Raises `RunError` for a folder's name."""
     target = Path(path)
+    if target.is_dir():
+        raise RunError(f"report {target}: is a folder. Name a file, such as {target / 'report.html'}.")
+    target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(target.name + ".partial")
     partial.write_text(render_report(runs, title), encoding="utf-8")
     os.replace(partial, target)

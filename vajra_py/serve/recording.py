@@ -167,6 +167,7 @@ class RunRecording:
                 file.chmod(0o600)
         except OSError as failed:
             _log.error("the state of the recording cannot be written: %s", failed)
+        self._place.close()
 
     def _finish_logs(self, loop: EngineLoop) -> None:
         assert self._inputs is not None

@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from vajra_py.contract import BatchFeatures
 from vajra_py.contract.latency import LatencyModel
+from vajra_py.errors import ExecutorError
 from vajra_py.latency import PredictsDecodeRuns
-from vajra_py.runtime.support.clock import TICKS_PER_SECOND
+from vajra_py.runtime.support.clock import LAST_S, TICKS_PER_SECOND
 
 FIRST_STEPS, MAX_STEPS = 32, 4096
 """Steps that are worked out at once, at first and at most; a longer run goes on in another."""
@@ -40,9 +41,17 @@ def decode_run_times_s(latency: LatencyModel) -> Callable[[int, int, int], StepT
     return one_by_one
 
 
+def check_step_time(seconds: float) -> None:
+    """Raises `ExecutorError` for what a latency model cannot have meant as the duration of a step, or of a run of them."""
+    if not 0.0 <= seconds <= LAST_S:
+        raise ExecutorError(f"latency model: a step cannot last {seconds} s. Allowed: 0 to {LAST_S:,.0f} s.")
+
+
 def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> list[int]:
     """When steps end that begin now, are predicted to last so long, and have a fixed overhead each; at least one tick each."""
     if isinstance(seconds, np.ndarray):
+        check_step_time(float(seconds.min()))
+        check_step_time(float(seconds.max()))
         ticks: npt.NDArray[np.int64] = np.rint(seconds * TICKS_PER_SECOND).astype(np.int64)
         if overhead_ticks:
             ticks += overhead_ticks
@@ -50,6 +59,8 @@ def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> list[int]:
         ticks[0] += now
         ends: list[int] = ticks.cumsum().tolist()
         return ends
+    check_step_time(sum(seconds))  # also finds a NaN among them, which `min` may pass over
+    check_step_time(min(seconds))
     durations = [round(time * TICKS_PER_SECOND) + overhead_ticks for time in seconds]
     if min(durations) < 1:
         durations = [max(1, duration) for duration in durations]

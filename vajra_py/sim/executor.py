@@ -12,9 +12,9 @@ from vajra_py.latency import CountsSteps, VariesSteps
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.step.plan import StepPlan, StepResult
-from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_ticks
+from vajra_py.runtime.support.clock import LAST_S, TICKS_PER_SECOND, to_ticks
 from vajra_py.runtime.support.seeds import SeedTree
-from vajra_py.sim.decode_runs import decode_run_times_s, run_ends_of
+from vajra_py.sim.decode_runs import check_step_time, decode_run_times_s, run_ends_of
 from vajra_py.sim.factors import StepFactors
 
 
@@ -46,7 +46,10 @@ class PredictedTimer:
 
     def stage_ticks(self, plan: StepPlan) -> int:
         """The latency model's answer for the plan's slowest group."""
-        return round(self._stage_time_s(plan.shape) * TICKS_PER_SECOND) + self._overhead_ticks
+        seconds = self._stage_time_s(plan.shape)
+        if not 0.0 <= seconds <= LAST_S:
+            check_step_time(seconds)
+        return round(seconds * TICKS_PER_SECOND) + self._overhead_ticks
 
     def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> list[int]:
         """When steps end that begin now and do nothing but decode, one after another."""
@@ -69,7 +72,9 @@ class VariedTimer(PredictedTimer):
         """The latency model's answer for the plan's slowest group, varied."""
         shape = plan.shape
         (factor,) = self._factors.of(plan.step_index, 1, has_prompts=shape.num_prefills > 0)
-        return to_ticks(self._stage_time_s(shape) * float(factor)) + self._overhead_ticks
+        seconds = self._stage_time_s(shape) * float(factor)
+        check_step_time(seconds)
+        return to_ticks(seconds) + self._overhead_ticks
 
     def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> list[int]:
         """See `TimesRuns`: the step just formed and those after it."""

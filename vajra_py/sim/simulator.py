@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from vajra_py.contract.observer import EndReason
-from vajra_py.errors import PolicyError
+from vajra_py.errors import ExecutorError, PolicyError
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.records.input_log import Abandonment, Failure, PolicyChange, Restart
 from vajra_py.runtime.requests.request import Request
@@ -21,7 +21,7 @@ from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.workload_adapter import facts_of, hashes_of
 from vajra_py.runtime.step.plan import StepPlan
-from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
+from vajra_py.runtime.support.clock import LAST_S, NEVER, to_seconds, to_ticks
 from vajra_py.runtime.support.gc_control import infrequent_collections
 from vajra_py.sim.decode_runs import TimesRuns
 from vajra_py.sim.executor import SimulatedExecutor, StepTimer, TimesFirstStage
@@ -135,6 +135,8 @@ class Simulator(Backend[SimReplica]):
                 if stall is not None:
                     raise stall
                 return
+            if driver.until == NEVER:
+                raise ExecutorError(f"simulator: the clock ends after {LAST_S:,.0f} s, and requests are left.")
             until = driver.now = driver.until
             for name in self.controller.replicasets:
                 self._fast_forward.interrupt_all(name)

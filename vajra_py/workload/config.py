@@ -38,7 +38,8 @@ __all__ = [
     "WorkloadOptions",
 ]
 
-_Count: TypeAlias = Annotated[int, Field(ge=1)]
+_Count: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000_000)]
+_Priority: TypeAlias = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 CsvField: TypeAlias = Literal[
     "arrived_at", "num_prompt_tokens", "num_output_tokens", "max_tokens", "priority", "ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_s",
     "expires_after_s", "think_time_s", "request_id", "tenant", "slo_class", "session_id", "follows",
@@ -57,7 +58,7 @@ class _Config(BaseModel):
 class PriorityShare(_Config):
     """A client priority and how many requests have it."""
 
-    priority: int = Field(description="The priority; lower is more urgent.")
+    priority: _Priority = Field(description="The priority; lower is more urgent.")
     share: Positive = Field(description="Share of the requests, relative to the other priorities'.")
 
 
@@ -93,7 +94,7 @@ class SloClassConfig(_Config):
     expires_after_s: Positive | None = Field(
         None, description="Leaves the queue when not started so many seconds after arrival."
     )
-    priority: int | None = Field(
+    priority: _Priority | None = Field(
         None, description="Client priority of the class, lower is more urgent; null leaves the requests' own."
     )
 

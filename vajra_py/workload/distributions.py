@@ -35,6 +35,7 @@ NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LARGEST = float(np.iinfo(np.int32).max)
+Bounded: TypeAlias = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
 
 
 class _Model(BaseModel):
@@ -61,7 +62,7 @@ class Constant(_Model):
     """Always the same value."""
 
     type: Literal["constant"] = "constant"
-    value: NonNegative = Field(description="The value.")
+    value: Bounded = Field(description="The value.")
 
     def quantiles(self, z: F64) -> F64:
         """The value, as often as asked."""
@@ -72,8 +73,8 @@ class Uniform(_Model):
     """Any value between two bounds, equally likely; as lengths, any whole number from min to max."""
 
     type: Literal["uniform"] = "uniform"
-    min: NonNegative = Field(description="Smallest value.")
-    max: NonNegative = Field(description="Largest value.")
+    min: Bounded = Field(description="Smallest value.")
+    max: Bounded = Field(description="Largest value.")
 
     @model_validator(mode="after")
     def _ordered(self) -> Uniform:

@@ -54,7 +54,9 @@ class ClosedLoop(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     type: Literal["closed_loop"] = "closed_loop"
-    num_users: int = Field(ge=1, description="Number of users, which is the most requests in the system at once.")
+    num_users: int = Field(
+        ge=1, le=1_000_000, description="Number of users, which is the most requests in the system at once."
+    )
     think_time_s: Distribution = Field(
         Constant(value=0.0), description="Time between an answer and the user's next request, in seconds."
     )
