@@ -383,9 +383,8 @@ class ExperimentConfig(Section):
         None, description="Values to try: a grid `path: [values]`, `zip: {…}`, or a list of points `- {path: value}`."
     )
 
-    replications: PositiveCount = Field(
+    replications: Annotated[int, Field(strict=True, gt=0, le=MAX_REPLICATIONS)] = Field(
         1,
-        le=MAX_REPLICATIONS,
         description=(
             "Runs of each setting, under the seeds `seed`, `seed` + 1, …: the same ones for every point of a sweep, so that settings are "
             "compared in pairs."
