@@ -73,7 +73,7 @@ def find_runs(path: Path) -> list[Path]:
 
 def find_all_runs(paths: Iterable[Path]) -> list[Path]:
     """The run folders at these paths, each once, however often and by whatever way it is named."""
-    return list({found.resolve(): found for path in paths for found in find_runs(path)}.values())
+    return list({os.path.realpath(found): found for path in paths for found in find_runs(path)}.values())
 
 
 def _is_hidden(manifest: Path, path: Path) -> bool:
