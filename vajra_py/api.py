@@ -10,13 +10,9 @@ vajra.plots.latency_cdfs([run])            # a matplotlib figure
 
 from __future__ import annotations
 
-<<<<<<< HEAD
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-=======
-import os
-from collections.abc import Iterable, Mapping, Sequence
->>>>>>> a1a4afb (Runs lock their folders and delete nothing but runs; numbers that nobody can mean are refused where they stand)
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -24,12 +20,8 @@ from vajra_py.config import ExperimentConfig, config_from_mapping, expand_sweep,
 from vajra_py.contract import Layer, PolicySpec
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.backend import Progress
-<<<<<<< HEAD
-from vajra_py.experiment.folder import find_runs
-from vajra_py.experiment.pool import MakePool, RunTask, run_in_pool
-=======
 from vajra_py.experiment.folder import find_all_runs
->>>>>>> a1a4afb (Runs lock their folders and delete nothing but runs; numbers that nobody can mean are refused where they stand)
+from vajra_py.experiment.pool import MakePool, RunTask, run_in_pool
 from vajra_py.experiment.run import load_workload, run_experiment
 from vajra_py.experiment.sweep import SweepProgress, SweepResult
 from vajra_py.experiment.sweep import sweep as run_sweep
@@ -105,7 +97,7 @@ def run(
     `policies` need not be installed: the experiment's file names them like any other. An experiment that names one of them is
     always run anew, since no version tells whether its code has changed.
     """
-<<<<<<< HEAD
+    config = _loaded(config, policies)
     place = config.output_dir / config.name if folder is None else Path(folder)
     with _pool(on, config, None, policies) as pool:
         if pool is not None and config.is_single:
@@ -117,16 +109,6 @@ def run(
             progress=progress,
             registry=_registry(policies),
         )
-=======
-    config = _loaded(config, policies)
-    return run_experiment(
-        config,
-        folder=None if folder is None else Path(folder),
-        overwrite=overwrite or _names_any(config, policies),
-        progress=progress,
-        registry=_registry(policies),
-    )
->>>>>>> a1a4afb (Runs lock their folders and delete nothing but runs; numbers that nobody can mean are refused where they stand)
 
 
 def sweep(
@@ -246,7 +228,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-<<<<<<< HEAD
+def _loaded(config: Experiment, policies: Iterable[PolicySpec]) -> ExperimentConfig:
+    return config if isinstance(config, ExperimentConfig) else load(config, policies=policies)
+
+
 @contextmanager
 def _pool(
     on: str, config: ExperimentConfig, workers: int | None, policies: Sequence[PolicySpec]
@@ -260,10 +245,6 @@ def _pool(
         raise ConfigError(Problem("on", message, "Install their package on every node, or leave `on` out"))
     with ray_cluster(on) as cluster:
         yield None if cluster is None else pool_on(cluster, config, workers)
-=======
-def _loaded(config: Experiment, policies: Iterable[PolicySpec]) -> ExperimentConfig:
-    return config if isinstance(config, ExperimentConfig) else load(config, policies=policies)
->>>>>>> a1a4afb (Runs lock their folders and delete nothing but runs; numbers that nobody can mean are refused where they stand)
 
 
 def _registry(policies: Iterable[PolicySpec]) -> Registry:
