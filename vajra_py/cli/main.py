@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+from click.utils import PacifyFlushWrapper
 
 from vajra_py import __version__
 from vajra_py.errors import VajraError
@@ -97,7 +98,7 @@ def _run(arguments: list[str]) -> int:
         click.echo("interrupted", err=True)
         return 130
     except SystemExit as error:  # click's own way to end when nobody reads what is written
-        if isinstance(sys.stdout, click.utils.PacifyFlushWrapper):
+        if isinstance(sys.stdout, PacifyFlushWrapper):
             return 0
         raise error
     except OSError as error:  # a folder that cannot be written, a full disk
