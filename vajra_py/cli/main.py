@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
-from click.utils import PacifyFlushWrapper
 
 from vajra_py import __version__
 from vajra_py.errors import VajraError
@@ -97,8 +96,8 @@ def _run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         return 130
-    except SystemExit as error:  # click's own way to end when nobody reads what is written
-        if isinstance(sys.stdout, PacifyFlushWrapper):
+    except SystemExit as error:  # click's own way to end when nobody reads what is written: it wraps the output
+        if type(sys.stdout).__name__ == "PacifyFlushWrapper":
             return 0
         raise error
     except OSError as error:  # a folder that cannot be written, a full disk
