@@ -30,7 +30,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_NEXT := $(VLLM_VENV)/vllm-0.33
 VLLM_NEEDS := $(if $(filter $(VLLM_VENV)/bin/python,$(VLLM_PYTHON)),$(VLLM_STAMP))
 
-.PHONY: test-vllm vllm help install demo lint format test test-fast test-random bench validate-run bench-silicon vllm-cpu bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs clean
+.PHONY: test-vllm vllm vllm-prediction help install demo lint format test test-fast test-random bench validate-run bench-silicon vllm-cpu bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -90,6 +90,9 @@ bench-silicon: install ## compare closed loops with the measured points of aicon
 vllm-cpu: install ## profile a real vLLM on this CPU, calibrate, predict another workload: VLLM_PYTHON=python of an environment with vllm-cpu
 	@test -n "$(VLLM_PYTHON)" || { echo 'make vllm-cpu: needs VLLM_PYTHON=python of an environment with vllm-cpu.' >&2; exit 2; }
 	$(PY) benchmarks/vllm_cpu.py --python "$(VLLM_PYTHON)" runs/vllm-cpu
+
+vllm-prediction: $(VLLM_NEEDS) ## profile a vLLM on this CPU, run nine experiments on it, and compare each with its simulation (a quarter of an hour)
+	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || $(VLLM_PYTHON) benchmarks/prediction.py runs/vllm-prediction --backend vllm --wall --rounds 4 --passes 6
 
 golden: install ## replay recorded decisions: DIR=folder
 	$(PY) -P -m vajra_py.testing.golden $(DIR)

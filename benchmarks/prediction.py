@@ -1,17 +1,18 @@
-"""How far is the simulator from the engine on this machine, after `vajra profile`?
+"""Measure how far the simulator is from the engine, or from a vLLM, on this machine after `vajra profile`.
 
-`python benchmarks/prediction.py DIR` writes a model of about 10 M parameters to DIR, profiles it, runs every combination of
+`python benchmarks/prediction.py DIR` writes a tiny model to DIR, profiles it, runs every combination of
 policies on every workload on the engine, simulates the same requests with the profile, and prints the errors of TTFT, TBT and
-E2E, and how both order the policies. The engine keeps the time of a machine of steady pace
-(`vajra_py.experiment.steady`): a reference batch after each step tells how fast the machine is, and its pace is taken out of
-the times; on a clock on the wall (`--wall`), two equal runs on a shared machine differ by more than what is looked for.
+E2E, and how both order the policies. `--backend vllm`, in an environment that has vLLM, computes with that. The engine keeps the
+time of a machine of steady pace (`vajra_py.experiment.steady`): a reference batch after each step tells how fast the machine is, and
+its pace is taken out of the times; on a clock on the wall (`--wall`), two equal runs on a shared machine differ by more than what is
+looked for. One model is loaded for everything that a process measures.
 
 A machine that others use too is not the same after ten minutes, and not all steps slow down alike. So the profile that the
 simulation is made with is measured in turns with the runs, some of its shapes before each; what the engine's policies are told
 that steps will take, they know from a short profile beforehand, and they are told the same in the simulation. Of several runs
 the median counts, and of several simulations, whose steps vary differently; how far the runs lie apart is shown; a run beside
-other work is repeated. What is in DIR already is not measured again: a broken-off comparison goes on, and when all is there, it is
-only simulated anew. DIR/prediction.json gets all figures.
+other work is repeated. What is in DIR already is not measured again: a comparison that was
+broken off resumes, and when all is there, it is only simulated anew. DIR/prediction.json gets all figures, DIR/prediction.md the tables.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from itertools import combinations, product
@@ -31,9 +32,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
 
+from loaded_once import LoadedOnce
+
 from vajra_py import __version__
 from vajra_py.config import ExperimentConfig, TypedChoice, config_from_mapping
-from vajra_py.engine.compute import ModelRunner, RunnerOptions, load_runner
+from vajra_py.engine.clock import WallClock
+from vajra_py.engine.compute import ModelRunner, RunnerOptions
 from vajra_py.engine.tiny import write_tiny_model
 from vajra_py.experiment.backend import Backend, Run
 from vajra_py.experiment.bench import Batch, Bench, Reference
@@ -48,13 +52,14 @@ from vajra_py.metrics.run_data import RunData
 
 FIRST_PROFILE, PROFILE = "first-profile.json", "profile.json"
 FIRST_PASSES, SIMULATIONS = 3, 25
-QUANTILES = ("p50", "p90")
+KEYS = [(metric, quantile) for metric in METRICS for quantile in ("p50", "p90")]
 TOLERANCE = 0.10
 _QUIET_CORES = 0.15
 _MOST_TRIES = 10
 _NOTE = "slowness.json"
-ENGINE = {"num_threads": 1}
 REPLICA = {"max_batch_size": 24, "max_batch_tokens": 1024, "max_model_len": 640}
+KV_TOKENS = 24 * 640
+"""Room for every request of a batch at its longest: what is loaded, and what a profile measures with."""
 POLICIES: Mapping[str, Mapping[str, Any]] = {
     "fcfs, fixed_chunk": {
         "request_prioritizer": "fcfs",
@@ -73,24 +78,53 @@ WARM = (Batch((100,)), Batch((100,) * 8), Batch((), ((384, 0),)), Batch((100,) *
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One workload: requests a second, how many in all, and the KV blocks that they share."""
+    """One workload: requests a second, how many in all, and the tokens for whose KV there is room."""
 
     rate: float
     num_requests: int
-    num_blocks: int
+    kv_tokens: int
 
 
 LOADS = {
-    "light": Load(rate=1.5, num_requests=40, num_blocks=600),
-    "heavy": Load(rate=14.0, num_requests=120, num_blocks=600),
-    "starved": Load(rate=8.0, num_requests=120, num_blocks=80),
+    "light": Load(rate=1.5, num_requests=40, kv_tokens=9600),
+    "heavy": Load(rate=14.0, num_requests=120, kv_tokens=9600),
+    "starved": Load(rate=8.0, num_requests=120, kv_tokens=1280),
 }
 
 
-def experiment(model: Path, load_name: str, policy: str) -> ExperimentConfig:
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """What computes: a section of `backend`, a model's size that it has kernels for, and how long its KV blocks are."""
+
+    kind: str
+    section: Mapping[str, Any]
+    size: str
+    block_size: int
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """Requests a second of workloads where they are others than usual."""
+
+    def memory(self, kv_tokens: int) -> dict[str, Any]:
+        """Settings of a KV memory."""
+        return {"block_size": self.block_size, "num_blocks": kv_tokens // self.block_size}
+
+
+BACKENDS = {
+    "engine": Computing("engine", {"num_threads": 1}, "10m", 16),
+    "vllm": Computing("vllm", {"num_threads": 1, "engine_args": {"enforce_eager": True}}, "30m", 32, {"light": 3.0}),
+}
+VLLM_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+"""One thread, wherever the machine has room for it."""
+
+
+def experiment(computing: Computing, model: Path, load_name: str, policy: str) -> ExperimentConfig:
     """One policy combination on one workload, on the engine."""
     load = LOADS[load_name]
-    memory = {"num_blocks": load.num_blocks, "reservation": "incremental", "watermark_fraction": 0.01}
+    memory = {**computing.memory(load.kv_tokens), "reservation": "incremental", "watermark_fraction": 0.01}
     return config_from_mapping(
         {
             "version": 1,
@@ -100,15 +134,15 @@ def experiment(model: Path, load_name: str, policy: str) -> ExperimentConfig:
             "replica": {**REPLICA, "memory": memory},
             "workload": {
                 "type": "synthetic",
-                "arrivals": {"type": "poisson", "rate": load.rate},
+                "arrivals": {"type": "poisson", "rate": computing.rates.get(load_name, load.rate)},
                 "num_requests": load.num_requests,
                 "prompt_tokens": {"type": "uniform", "min": 16, "max": 384},
                 "output_tokens": {"type": "uniform", "min": 8, "max": 96},
             },
             "backend": {
-                "engine": {
+                computing.kind: {
                     "model": str(model),
-                    **ENGINE,
+                    **computing.section,
                     "latency": {"type": "profiled", "path": str(model / FIRST_PROFILE)},
                 }
             },
@@ -123,13 +157,17 @@ class _Enough(Exception):
 class Profiles:
     """The model and its two profiles: a short one first, which policies are told, and one in turns with the runs."""
 
-    def __init__(self, folder: Path, size: str, passes: int, wall: bool) -> None:
+    def __init__(self, folder: Path, computing: Computing, passes: int, wall: bool) -> None:
         self.model = folder / "model"
         if not self.model.exists():
-            write_tiny_model(self.model, size=size)
-        self._config = profile_config(self.model, {"replica": REPLICA, "backend": {"engine": ENGINE}})
+            write_tiny_model(self.model, size=computing.size)
+        replica = {**REPLICA, "memory": computing.memory(KV_TOKENS)}
+        self._config = profile_config(self.model, {"replica": replica, "backend": {computing.kind: computing.section}})
+        self.runner = LoadedOnce(KV_TOKENS)
+        self._load = self.runner.loader(self._config)
         if not (self.model / FIRST_PROFILE).exists():
-            profile_model(ProfileSettings(self._config, FIRST_PASSES), self.model / FIRST_PROFILE)
+            settings = ProfileSettings(self._config, FIRST_PASSES)
+            profile_model(settings, self.model / FIRST_PROFILE, load=self._load)
         self.reference_s = float(read_profile(self.model / FIRST_PROFILE).facts["reference_s"])
         """What the reference takes at the pace that counts, in the profile and in the runs."""
         paced = None if wall else self.reference_s
@@ -149,7 +187,7 @@ class Profiles:
                 raise _Enough
 
         with suppress(_Enough):
-            profile = profile_model(self._settings, self.file, report)
+            profile = profile_model(self._settings, self.file, report, self._load)
             print(f"profile: errors {json.dumps(profile.errors)}")
 
 
@@ -199,7 +237,8 @@ def medians(found: Sequence[Figures]) -> Figures:
 class Engines:
     """Runs experiments on the engine, on the wall's clock or on a steady one."""
 
-    def __init__(self, typical_s: float, wall: bool) -> None:
+    def __init__(self, runner: LoadedOnce, typical_s: float, wall: bool) -> None:
+        self._runner = runner
         self._typical_s = typical_s
         self._wall = wall
 
@@ -227,26 +266,23 @@ class Engines:
             raise SystemExit(f"{folder.name}: other work never leaves the machine alone. Stop it, and run this again.")
 
     def _backend(self, slowness: list[float], run: Run) -> Backend:
-        if self._wall:
-            return EngineRun(run)
         clocks: list[NormalizedClock] = []
 
         def load(options: RunnerOptions) -> ModelRunner:
-            memory = run.config.replica.memory
-            assert memory.num_blocks is not None
-            runner = load_runner(Reference.room(options))
-            runner.allocate(memory.num_blocks + Reference.num_blocks(options), memory.host_blocks)
-            reference = Reference(runner, options, memory.num_blocks)
-            bench = Bench(runner, options.block_size, memory.num_blocks)
+            runner, num_blocks = self._runner.loader(run.config)(options), KV_TOKENS // options.block_size
+            bench, reference = Bench(runner, options.block_size, num_blocks), Reference(runner, options, num_blocks)
             for batch in WARM:
                 bench.time_s(batch)
+            if self._wall:
+                runner.close()  # leaves it as a run finds it
+                return runner
             reference.frees(bench)
             clock = NormalizedClock(reference.time_s, self._typical_s)
             clock.slowness = slowness
             clocks.append(clock)
             return SteadyRunner(runner, clock)
 
-        return EngineRun(run, load=load, make_clock=lambda: clocks[0].start())
+        return EngineRun(run, load=load, make_clock=lambda: clocks[0].start() if clocks else WallClock())
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,20 +305,20 @@ def turns_of(folder: Path, options: argparse.Namespace) -> list[Turn]:
     ]
 
 
-def measure(turns: Sequence[Turn], profiles: Profiles, wall: bool) -> None:
+def measure(turns: Sequence[Turn], computing: Computing, profiles: Profiles, wall: bool) -> None:
     """Make the runs that are not there, and the profile between them."""
-    engines = Engines(profiles.reference_s, wall)
+    engines = Engines(profiles.runner, profiles.reference_s, wall)
     missing = [turn for turn in turns if not engines.is_there(turn.folder)]
     for number, turn in enumerate(missing):
         profiles.go_on(len(missing) - number)
         print(f"run {number + 1} of {len(missing)}: {turn.folder.name}", file=sys.stderr)
-        engines.run(experiment(profiles.model, turn.load, turn.policy), turn.folder)
+        engines.run(experiment(computing, profiles.model, turn.load, turn.policy), turn.folder)
     profiles.go_on(0)
 
 
-def compare(load_name: str, policy: str, folders: Sequence[Path], profiles: Profiles) -> Compared:
+def compare(computing: Computing, load_name: str, policy: str, folders: Sequence[Path], profiles: Profiles) -> Compared:
     """The runs of one combination on one workload, and their simulations."""
-    config = experiment(profiles.model, load_name, policy)
+    config = experiment(computing, profiles.model, load_name, policy)
     latency = TypedChoice.model_validate({"type": "profiled", "path": str(profiles.file)})
     runs = [RunData.load(folder) for folder in folders]
     simulated = [
@@ -301,8 +337,7 @@ def compare(load_name: str, policy: str, folders: Sequence[Path], profiles: Prof
 def figures(run: RunData) -> Figures:
     """What is compared."""
     assert run.summary is not None
-    keys = [(metric, quantile) for metric in METRICS for quantile in QUANTILES]
-    return {key: float(run.summary.value(f"overall.{key[0]}.{key[1]}")) for key in keys}
+    return {key: float(run.summary.value(f"overall.{key[0]}.{key[1]}")) for key in KEYS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,40 +363,38 @@ def ordered(compared: Sequence[Compared], key: tuple[str, str]) -> Iterator[Pair
 # What is shown and kept
 
 
-def show(compared: Sequence[Compared]) -> bool:
-    """Print the tables; whether every error is within the tolerance."""
-    keys = [(metric, quantile) for metric in METRICS for quantile in QUANTILES]
-    heads = [f"{metric.removesuffix('_s').upper()} {quantile}" for metric, quantile in keys]
-    print(
-        "Each cell: measured (median of the runs), error of the simulation, (farthest run of the engine from the median)"
-    )
-    print("".join(["workload policies            preempted  pace", *(f"{head:>27}" for head in heads)]))
-    within = True
+def tables(compared: Sequence[Compared]) -> list[str]:
+    """Lines of Markdown: every number, and which orders of policies are kept."""
+    heads = [f"{metric.removesuffix('_s').upper()} {quantile.upper()}" for metric, quantile in KEYS]
+    lines = [
+        "Each cell: measured (median of the runs), error of the simulation, (farthest run from the median).",
+        "",
+        f"| workload | policies | preempted | pace | {' | '.join(heads)} |",
+        f"|---|---|--:|--:|{'--:|' * len(heads)}",
+    ]
     for one in compared:
-        cells = []
-        for key in keys:
-            within &= abs(one.error(key)) <= TOLERANCE
-            cells.append(f"{one.measured[key] * 1e3:.1f} ms {one.error(key):+.1%} ({one.noise(key):+.1%})".rjust(27))
+        cells = [f"{one.measured[key] * 1e3:.1f} ms {one.error(key):+.1%} ({one.noise(key):+.1%})" for key in KEYS]
         pace = "" if None in one.slowness else f"{median(one.slowness):.2f}"
-        print(f"{one.load:8} {one.policy:20} {one.num_preemptions:8} {pace:>6}" + "".join(cells))
+        lines.append(f"| {one.load} | {one.policy} | {one.num_preemptions} | {pace} | {' | '.join(cells)} |")
+    lines.append("")
     for load in LOADS:
         chosen = [one for one in compared if one.load == load]
-        pairs = {head: list(ordered(chosen, key)) for key, head in zip(keys, heads, strict=True)}
-        num_kept = sum(pair.is_kept for found in pairs.values() for pair in found)
-        print(
-            f"{load}: {num_kept} of the {sum(map(len, pairs.values()))} orders that every run of the engine shows are kept"
-        )
-        for head, found in pairs.items():
-            for pair in found:
-                if not pair.is_kept:
-                    print(
-                        f"  {head}: {pair.first} and {pair.second} are swapped ({pair.apart:.1%} apart on the engine)"
-                    )
-    return within
+        pairs = [(head, pair) for key, head in zip(KEYS, heads, strict=True) for pair in ordered(chosen, key)]
+        swapped = [
+            f"{head}: {pair.first} and {pair.second} ({pair.apart:.1%} apart)"
+            for head, pair in pairs
+            if not pair.is_kept
+        ]
+        kept = f"{len(pairs) - len(swapped)} of the {len(pairs)} orders that every run shows are kept"
+        lines.append(f"- {load}: {'; swapped: '.join([kept, *swapped])}")
+    errors = [abs(one.error(key)) for one in compared for key in KEYS]
+    num_within = sum(error <= TOLERANCE for error in errors)
+    lines.append(f"- {num_within} of {len(errors)} errors are within {TOLERANCE:.0%}, the largest is {max(errors):.1%}")
+    return lines
 
 
-def write(file: Path, profiles: Profiles, compared: Sequence[Compared], wall: bool) -> None:
-    """All figures, as JSON."""
+def write(folder: Path, profiles: Profiles, compared: Sequence[Compared], options: argparse.Namespace) -> None:
+    """All figures as JSON, and the tables with where they come from."""
     profile = read_profile(profiles.file)
 
     def named(values: Figures) -> dict[str, float]:
@@ -378,38 +411,57 @@ def write(file: Path, profiles: Profiles, compared: Sequence[Compared], wall: bo
         }
         for one in compared
     ]
+    facts = profile.facts
     data = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "clock": "wall" if wall else "steady",
-        "profile": {"facts": dict(profile.facts), "errors": profile.errors},
+        "backend": facts["forward"],
+        "machine": f"{processor()}, {os.cpu_count()} cores",
+        "clock": "wall" if options.wall else "steady",
+        "rounds": options.rounds,
+        "profile": {"facts": dict(facts), "errors": profile.errors},
         "rows": rows,
     }
-    file.write_text(json.dumps(data, indent=1) + "\n")
+    (folder / "prediction.json").write_text(json.dumps(data, indent=1) + "\n")
+    told = [f"{name}: {data[name]}" for name in ("at", "backend", "machine", "clock", "rounds")]
+    (folder / "prediction.md").write_text("\n".join([", ".join(told) + ".", "", *tables(compared)]) + "\n")
+
+
+def processor() -> str:
+    """What the machine says it computes with."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def main() -> int:
     """Measure, simulate, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="where model, profile and runs are kept")
-    parser.add_argument("--size", default="10m", help="of the model: 1m, 10m or 30m")
+    parser.add_argument("--backend", choices=BACKENDS, default="engine", help="what computes")
     parser.add_argument("--passes", type=int, default=8, help="measurements of each shape in the profile")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each combination on the engine")
     parser.add_argument("--wall", action="store_true", help="the engine keeps the wall's time")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    profiles = Profiles(options.folder, options.size, options.passes, options.wall)
+    computing = BACKENDS[options.backend]
+    if computing.kind == "vllm":
+        os.environ.update(VLLM_ENVIRONMENT)
+    profiles = Profiles(options.folder, computing, options.passes, options.wall)
     turns = turns_of(options.folder, options)
-    measure(turns, profiles, options.wall)
+    measure(turns, computing, profiles, options.wall)
     compared = [
-        compare(load, policy, [one.folder for one in turns if (one.load, one.policy) == (load, policy)], profiles)
+        compare(
+            computing, load, policy, [one.folder for one in turns if (one.load, one.policy) == (load, policy)], profiles
+        )
         for load, policy in product(LOADS, POLICIES)
     ]
-    within = show(compared)
-    write(options.folder / "prediction.json", profiles, compared, options.wall)
-    print(f"written: {options.folder / 'prediction.json'}")
-    return 0 if within else 1
+    print("\n".join(tables(compared)))
+    write(options.folder, profiles, compared, options)
+    print(f"written: {options.folder / 'prediction.json'}, {options.folder / 'prediction.md'}")
+    return 0 if all(abs(one.error(key)) <= TOLERANCE for one in compared for key in KEYS) else 1
 
 
 if __name__ == "__main__":

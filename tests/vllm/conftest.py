@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-SCHEDULERS_ALONE = ("test_vllm_async.py", "test_vllm_decisions.py", "test_vllm_faults.py", "test_vllm_interface.py")
+SCHEDULERS_ALONE = (
+    "test_vllm_async.py",
+    "test_vllm_decisions.py",
+    "test_vllm_faults.py",
+    "test_vllm_interface.py",
+    "test_vllm_recording.py",
+    "test_vllm_refusals.py",
+)
 """What runs no model."""
 collect_ignore_glob = ["test_*.py"]
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

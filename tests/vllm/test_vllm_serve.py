@@ -139,7 +139,9 @@ def _metric(server: Server, name: str) -> float:
 
 
 def test_wrong_objectives_are_an_error_of_that_request(server: Server) -> None:
-    assert server.post(vllm_xargs={"vajra_ttft_slo_s": -1.0}).status_code == 500
+    answer = server.post(vllm_xargs={"vajra_ttft_slo_s": -1.0})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "InternalServerError"
     assert server.post().status_code == 200
     assert "vajra_ttft_slo_s" in server.log.read_text()
 

@@ -15,15 +15,13 @@ import gzip
 import io
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract.observer import EndReason, Observer
-from vajra_py.engine.build import Engine
-from vajra_py.engine.loop import EngineLoop
-from vajra_py.engine.outputs import Submission
 from vajra_py.errors import ConfigError, Problem, VajraError
 from vajra_py.experiment.engined import ENGINE_FILE, OUTPUTS_FILE
 from vajra_py.experiment.folder import FAILED, FINISHED, RunFolder
@@ -75,13 +73,33 @@ class _Log(io.RawIOBase):
         super().close()
 
 
+@dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """Where a session stands when it ends.
+
+    Attributes:
+        now: tick of the last thing that happened.
+        alive: requests that have not ended, with their tokens.
+    """
+
+    controller: Controller
+    now: int
+    num_steps: int
+    alive: Iterable[tuple[Request, Sequence[int]]]
+
+
+def check_is_free(folder: Path) -> None:
+    """Raise `ConfigError` when the folder of a recording holds something."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        problem = Problem(f"run folder {folder}", "is there already, and not empty", "A folder that is not there")
+        raise ConfigError(problem)
+
+
 class RunRecording:
     """Keeps one session. Made before the model is loaded, so that a folder that is taken is found out at once."""
 
     def __init__(self, config: ExperimentConfig, registry: Registry, folder: Path) -> None:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            problem = Problem(f"run folder {folder}", "is there already, and not empty", "A folder that is not there")
-            raise ConfigError(problem)
+        check_is_free(folder)
         self._place = RunFolder(folder)
         self._place.start(config, registry, overwrite=False, is_private=True)
         (folder / _RESERVE).write_bytes(bytes(_RESERVE_BYTES))
@@ -117,15 +135,14 @@ class RunRecording:
         """See `Recording`."""
         return [one for one in (self._recorder, self._decisions, self._changes) if one is not None]
 
-    def begin(self, engine: Engine) -> None:
-        """See `Recording`."""
+    def begin(self, description: Mapping[str, Any], controller: Controller) -> None:
+        """The model is loaded, and nothing has happened yet; `description` has its sizes by replicaset."""
         path = self._place.path
-        description = json.dumps(engine.description(), indent=1, sort_keys=True)
-        (path / ENGINE_FILE).write_text(description + "\n")
-        sizes = {name: one.replicas[0].memory.num_blocks for name, one in engine.controller.replicasets.items()}
+        (path / ENGINE_FILE).write_text(json.dumps(description, indent=1, sort_keys=True) + "\n")
+        sizes = {name: one.replicas[0].memory.num_blocks for name, one in controller.replicasets.items()}
         self._decisions = DecisionLog(path / "decisions.parquet", self._open)
         self._recorder = Recorder(sizes.__getitem__, steps=self._keeps_steps, log=self._decisions)
-        self._controller = engine.controller
+        self._controller = controller
         self._inputs = InputLog(path / INPUTS_FILE, self._open)
         self._raw_outputs = self._open(path / OUTPUTS_FILE)
         self._outputs = gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=self._raw_outputs, mtime=0)
@@ -136,20 +153,20 @@ class RunRecording:
         if self._keeps_on():
             self._inputs.note(entry)
 
-    def ended(self, submission: Submission, request: Request, reason: EndReason) -> None:
-        """See `Recording`."""
+    def ended(self, request: Request, reason: EndReason, token_ids: Sequence[int], *, is_faulty: bool = False) -> None:
+        """A request has ended with these tokens; `is_faulty`: it failed by itself, in the token after them."""
         if self._keeps_on():
-            self._write_output(request, submission, reason.value)
+            self._write_output(request, reason.value, token_ids, is_faulty=is_faulty)
 
-    def finish(self, loop: EngineLoop | None, error: BaseException | None) -> None:
-        """See `Recording`."""
+    def finish(self, end: SessionEnd | None, error: BaseException | None) -> None:
+        """Nothing more will happen. No end: it never began."""
         facts: dict[str, Any] = {}
         try:
-            if loop is not None:
-                self._finish_logs(loop)
-                facts = self._facts(loop)
+            if end is not None:
+                self._finish_logs(end)
+                facts = self._facts(end)
                 if not self.stopped:
-                    self._write_tables(loop)
+                    self._write_tables(end.controller)
         except Exception as failed:  # whatever it is, the server has done its work
             self._stop(failed)
         for partial in self._place.path.glob("*.partial"):  # makes room on a full disk
@@ -169,32 +186,32 @@ class RunRecording:
             _log.error("the state of the recording cannot be written: %s", failed)
         self._place.close()
 
-    def _finish_logs(self, loop: EngineLoop) -> None:
+    def _finish_logs(self, end: SessionEnd) -> None:
         assert self._inputs is not None
         assert self._outputs is not None
         assert self._decisions is not None
-        for request, submission in loop.alive():
-            self._write_output(request, submission, "")
+        for request, token_ids in end.alive:
+            self._write_output(request, "", token_ids)
         self._inputs.close()
         self._outputs.close()
         self._raw_outputs.close()
         self._decisions.close()
 
-    def _write_tables(self, loop: EngineLoop) -> None:
+    def _write_tables(self, controller: Controller) -> None:
         recorder, path = self._recorder, self._place.path
         assert recorder is not None
-        recorder.record_unfinished(loop.controller.alive())
+        recorder.record_unfinished(controller.alive())
         write_parquet(recorder.requests, path / "requests.parquet")
         write_parquet(recorder.steps, path / "steps.parquet")
         write_parquet(recorder.tbt, path / "tbt.parquet")
         requests, steps, tbt = recorder.requests.to_table(), recorder.steps.to_table(), recorder.tbt.to_table()
         (path / "summary.json").write_text(summarise(requests, steps, tbt, None).to_json())
 
-    def _facts(self, loop: EngineLoop) -> dict[str, Any]:
-        controller = loop.controller
+    def _facts(self, end: SessionEnd) -> dict[str, Any]:
+        controller = end.controller
         return {
-            "ended_at_s": to_seconds(loop.now),
-            "num_steps": loop.num_steps,
+            "ended_at_s": to_seconds(end.now),
+            "num_steps": end.num_steps,
             "num_submitted": controller.num_submitted,
             "num_ended": {reason.value: count for reason, count in sorted(controller.num_ended.items(), key=str)},
             "num_unfinished": controller.num_alive,
@@ -202,14 +219,16 @@ class RunRecording:
             **self._changes.facts(),
         }
 
-    def _write_output(self, request: Request, submission: Submission, reason: str) -> None:
+    def _write_output(
+        self, request: Request, reason: str, token_ids: Sequence[int], *, is_faulty: bool = False
+    ) -> None:
         assert self._outputs is not None
         row = {
             "index": request.index,
             "request_id": request.request_id,
             "reason": reason,
             "detail": request.detail,
-            "failed_at": request.num_computed_tokens if submission.collected.is_faulty else None,
-            "token_ids": submission.collected.token_ids,
+            "failed_at": request.num_computed_tokens if is_faulty else None,
+            "token_ids": token_ids,
         }
         self._outputs.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")

@@ -13,9 +13,10 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 from vajra_py.config import ExperimentConfig
@@ -39,6 +40,7 @@ from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_swap import Swapped
 from vajra_py.runtime.serving.replicaset import AdmissionLimits
 from vajra_py.serve.output_streams import End, LoopBridge, OutputStream
+from vajra_py.serve.recording import SessionEnd
 
 _log = logging.getLogger(__name__)
 
@@ -65,17 +67,17 @@ class Recording(Protocol):
     def observers(self) -> Sequence[Observer]:
         """Who has to watch it."""
 
-    def begin(self, engine: Engine) -> None:
+    def begin(self, description: Mapping[str, Any], controller: Controller) -> None:
         """The engine is loaded, and nothing has happened yet."""
 
     def note(self, entry: Input) -> None:
         """Something reached the controller."""
 
-    def ended(self, submission: Submission, request: Request, reason: EndReason) -> None:
-        """A request has ended."""
+    def ended(self, request: Request, reason: EndReason, token_ids: Sequence[int], *, is_faulty: bool = False) -> None:
+        """A request has ended with these tokens."""
 
-    def finish(self, loop: EngineLoop | None, error: BaseException | None) -> None:
-        """Nothing more will happen; called in the engine's thread before the engine is closed. No loop: it never began."""
+    def finish(self, end: SessionEnd | None, error: BaseException | None) -> None:
+        """Nothing more will happen; called in the engine's thread before the engine is closed. No end: it never began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +365,7 @@ class EngineSession:
         self.engine = engine
         recording = parts.recording
         if recording is not None:
-            recording.begin(engine)
+            recording.begin(engine.description(), engine.controller)
         kept = () if recording is None else recording.observers
         found = [one for make in self.watchers for one in make(engine.controller)]
         engine.controller.watch([*found, *kept])
@@ -372,7 +374,7 @@ class EngineSession:
         self._loop.on_formed = self.on_formed
         self._loop.on_failed = lambda _: loop.stop()
         if recording is not None:
-            self._loop.on_ended = recording.ended
+            self._loop.on_ended = partial(_note_end, recording)
         with self._gate:
             self._takes = True
         self._set_state(SessionState.READY)
@@ -391,7 +393,7 @@ class EngineSession:
     def _finish(self, error: BaseException | None) -> None:
         try:
             if self._parts.recording is not None:
-                self._parts.recording.finish(self._loop, error)
+                self._parts.recording.finish(None if self._loop is None else _end_of(self._loop), error)
         finally:
             if self.engine is not None:
                 self.engine.close()
@@ -415,3 +417,13 @@ class EngineSession:
         assert self._mailbox is not None
         assert self._changed is not None
         self._mailbox.call(self._changed.set)
+
+
+def _note_end(recording: Recording, submission: Submission, request: Request, reason: EndReason) -> None:
+    collected = submission.collected
+    recording.ended(request, reason, collected.token_ids, is_faulty=collected.is_faulty)
+
+
+def _end_of(loop: EngineLoop) -> SessionEnd:
+    alive = ((request, submission.collected.token_ids) for request, submission in loop.alive())
+    return SessionEnd(loop.controller, loop.now, loop.num_steps, alive)

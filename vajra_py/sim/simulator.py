@@ -68,6 +68,8 @@ class Acceptance:
     """When the client sent it, seconds."""
     is_queued: bool = True
     """Whether the scheduler sees it at once; otherwise with the next step that is scheduled."""
+    salt: str | None = None
+    """Only requests with the same one share prefixes; None: as the settings say."""
 
 
 Injected: TypeAlias = Acceptance | Failure | Restart | Abandonment | PolicyChange | str
@@ -175,12 +177,12 @@ class Simulator(Backend[SimReplica]):
         if self._driver.now > self._horizon:
             return
         if isinstance(payload, Acceptance):
-            spec, arrived_at = payload.spec, payload.arrived_at
+            spec, arrived_at, salt = payload.spec, payload.arrived_at, payload.salt
             if not payload.is_queued and (seen_at := self._next_scheduling()) > self.now:
-                self.inject(seen_at, Phase.ARRIVAL, Acceptance(spec, arrived_at))
+                self.inject(seen_at, Phase.ARRIVAL, Acceptance(spec, arrived_at, salt=salt))
                 return
         else:
-            spec, arrived_at = payload, None
+            spec, arrived_at, salt = payload, None, None
             if not spec.parents:  # first, so that no step is formed between arrivals of one tick
                 self._next_arrival()
             options = self._options
@@ -188,7 +190,8 @@ class Simulator(Backend[SimReplica]):
                 acceptance = Acceptance(spec, to_seconds(self.now), is_queued=not options.asynchronous)
                 self.inject(self.now + to_ticks(options.arrival_delay_s), Phase.ARRIVAL, acceptance)
                 return
-        salt = spec.tenant if self._options.tenant_salt else ""
+        if salt is None:
+            salt = spec.tenant if self._options.tenant_salt else ""
         self._driver.submit(facts_of(spec), lambda size: hashes_of(spec, size, salt), spec, arrived_at)
 
     def _next_scheduling(self) -> int:

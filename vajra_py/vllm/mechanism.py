@@ -62,6 +62,8 @@ class Intake:
     Attributes:
         prompt_token_ids: what identifies its KV blocks; None: no block of it is looked up in the prefix cache, or kept there.
         on_ended: told of its end, whatever ended it.
+        output: its tokens as far as they are known, those from before it was handed in again too.
+        num_kept: how many of them it had when it was handed in.
         request: what the mechanism made of it, once it has been taken in.
     """
 
@@ -72,6 +74,8 @@ class Intake:
     on_ended: Callable[[Request, EndReason], None]
     hashes: TokenBlockHashes | None = None
     request: Request | None = None
+    output: list[int] = field(default_factory=list)
+    num_kept: int = 0
 
     def make_hashes(self, block_size: int) -> BlockHashes | None:
         """What identifies its blocks in the prefix cache."""
@@ -134,6 +138,8 @@ class Mechanism(Backend[_VllmReplica]):
             controller, self, (self._one,), DriverOptions(isolates_policies=True), self._note
         )
         self._turn: int | None = None
+        self.on_ended: Callable[[Request, EndReason, Intake], None] | None = None
+        """Told of every end, after whoever handed the request in."""
         self._refusal: VajraError | None = None
         """Why a change of policies could not be made; the rest of it is not made either."""
         self._intakes: dict[Request, Intake] = {}
@@ -171,9 +177,9 @@ class Mechanism(Backend[_VllmReplica]):
         """The step in flight."""
         return self._one.plan
 
-    def intake_of(self, request: Request) -> Intake:
-        """What a request was handed in as."""
-        return self._intakes[request]
+    def alive(self) -> Sequence[tuple[Request, Intake]]:
+        """Requests that have not ended, with what they were handed in as."""
+        return [(request, self._intakes[request]) for request in self.controller.alive()]
 
     # Between steps
 
@@ -224,10 +230,13 @@ class Mechanism(Backend[_VllmReplica]):
         self._driver.events.push(tick, Phase.FAILURE, Restart(tick, name, replica_id))
 
     def stop(self, request: Request) -> None:
-        """The request's last token is known: it ends with the step in flight, whatever that gives."""
-        if request.state is RequestState.RUNNING:
+        """The request's last token is known: it ends with the step in flight, whatever that gives.
+
+        One that is not part of that step, which was formed before the token was known, is taken back instead.
+        """
+        if self._one.plan is not None and _is_part(self._one.plan, request):
             self._one.stopped.add(request)
-        elif request.state is not RequestState.ENDED:  # it was preempted after its last token had been computed
+        elif request.state is not RequestState.ENDED:
             self.abort(request.request_id)
 
     def step(self) -> StepPlan | None:
@@ -262,7 +271,7 @@ class Mechanism(Backend[_VllmReplica]):
         now = self._driver.now
         if self.note is not None:
             tokens = None if payload.prompt_token_ids is None else tuple(payload.prompt_token_ids)
-            self.note(Arrival(now, payload.arrived_at, payload.facts, None, tokens))
+            self.note(Arrival(now, payload.arrived_at, payload.facts, None, tokens, salt=payload.salt))
         self._driver.submit(payload.facts, payload.make_hashes, payload, payload.arrived_at)
 
     def on_step_end(self, replica: _VllmReplica, payload: StepResult) -> None:
@@ -291,7 +300,10 @@ class Mechanism(Backend[_VllmReplica]):
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """See `Backend`."""
         for request, reason in ended:
-            self._intakes.pop(request).on_ended(request, reason)
+            intake = self._intakes.pop(request)
+            intake.on_ended(request, reason)
+            if self.on_ended is not None:
+                self.on_ended(request, reason, intake)
 
     def on_isolated(self, replicaset: str, error: PolicyError) -> None:
         """See `Backend`."""
@@ -300,6 +312,11 @@ class Mechanism(Backend[_VllmReplica]):
     def _note(self, entry: Input) -> None:
         if self.note is not None:
             self.note(entry)
+
+
+def _is_part(plan: StepPlan, request: Request) -> bool:
+    in_pool = plan.pool is not None and request in plan.pool
+    return in_pool or any(chunk.request is request for chunk in plan.chunks)
 
 
 def make_mechanism(

@@ -13,6 +13,7 @@ from typing import Any
 
 from vajra_py.errors import VajraError
 from vajra_py.plugins import load_registry
+from vajra_py.serve.recording import check_is_free
 from vajra_py.vllm.settings import experiment_of, fallback_of, sizes_of, wishes_of
 from vajra_py.vllm.support import check_options, check_version, installed_version
 
@@ -58,7 +59,10 @@ def check(config: Any, version: tuple[int, int]) -> None:
     check_options(config)
     registry = load_registry()
     sizes = sizes_of(config, config.cache_config.block_size or 16, _MANY_BLOCKS, version)
-    fallback_of(experiment_of(sizes, wishes_of(config.additional_config), config.scheduler_config, registry), registry)
+    wishes = wishes_of(config.additional_config)
+    fallback_of(experiment_of(sizes, wishes, config.scheduler_config, registry), registry)
+    if wishes.save_run is not None:
+        check_is_free(wishes.save_run)
 
 
 def _is_command() -> bool:

@@ -30,7 +30,6 @@ class Record:
         "is_over",
         "is_plain",
         "limit",
-        "num_kept",
         "num_told",
         "output",
         "ran_in",
@@ -47,7 +46,7 @@ class Record:
         self.request_id = request.request_id
         self.client_index = request.client_index
         self.intake = intake
-        self.output: list[int] = []
+        self.output = intake.output
         self.limit = min(request.max_tokens, max_model_len - request.num_prompt_tokens)
         self.stops: dict[int, int | None] = {token: token for token in params.stop_token_ids or ()}
         """Tokens that end it, with the reason that its client is told."""
@@ -66,13 +65,16 @@ class Record:
         """Leading entries of its block table that the workers have."""
         self.ran_in = -1
         """The last step that it was part of."""
-        self.num_kept = 0
-        """Output tokens that it had when it was handed to the mechanism last; there they are part of its prompt."""
 
     @property
     def own(self) -> Request | None:
         """What the mechanism made of it."""
         return self.intake.request
+
+    @property
+    def num_kept(self) -> int:
+        """Output tokens that it had when it was handed to the mechanism last; there they are part of its prompt."""
+        return self.intake.num_kept
 
     def hand_in_again(self) -> Intake:
         """Make it a new request to the mechanism that goes on after the output it has; all of it is to be computed again."""
@@ -83,8 +85,8 @@ class Record:
             expires_after_s=None if self.is_known else before.facts.expires_after_s,
         )
         tokens = None if before.prompt_token_ids is None else self.all_tokens()
-        self.intake = replace(before, facts=facts, prompt_token_ids=tokens, hashes=None, request=None)
-        self.append_token, self.num_kept, self.num_told = None, kept, 0
+        self.intake = replace(before, facts=facts, prompt_token_ids=tokens, num_kept=kept, hashes=None, request=None)
+        self.append_token, self.num_told = None, 0
         return self.intake
 
     def finishes_plainly(self, token: int) -> bool:

@@ -25,9 +25,11 @@ from vllm.v1.request import RequestStatus
 from vajra_py.errors import ConfigError, VajraError
 from vajra_py.plugins import load_registry
 from vajra_py.plugins.watchdog import no_endless_calls
+from vajra_py.serve.recording import RunRecording
 from vajra_py.vllm.endings import Endings
 from vajra_py.vllm.mechanism import EndReason, Mechanism, Request, StepPlan, make_mechanism
 from vajra_py.vllm.messages import Messages
+from vajra_py.vllm.recording import SessionRecording, facts_of
 from vajra_py.vllm.records import Record, RecordRules, record_of
 from vajra_py.vllm.settings import experiment_of, fallback_of, sizes_of, wishes_of
 from vajra_py.vllm.support import check_cache, check_options, check_version, installed_version
@@ -74,9 +76,8 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         self._zero_ns = time.monotonic_ns()
         registry = load_registry()
         sizes = sizes_of(vllm_config, block_size, kv_cache_config.num_blocks - 1, version)
-        self.config = experiment_of(
-            sizes, wishes_of(vllm_config.additional_config), vllm_config.scheduler_config, registry
-        )
+        wishes = wishes_of(vllm_config.additional_config)
+        self.config = experiment_of(sizes, wishes, vllm_config.scheduler_config, registry)
         self._fallback = fallback_of(self.config, registry)
         """Policies that take over from one that breaks the contract; None: its requests end, and so do all that come."""
         group = kv_cache_config.kv_cache_groups[0]
@@ -86,6 +87,10 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         )
         if self._fallback is not None:
             self.mechanism.check_policies(self._fallback)
+        self._recording: SessionRecording | None = None
+        if wishes.save_run is not None:
+            run = RunRecording(self.config, registry, wishes.save_run)
+            self._recording = SessionRecording(run, self.mechanism, facts_of(vllm_config, sizes, bytes_per_token))
         self._watchdog = ExitStack()
         """Interrupts policies that do not return, in the thread that schedules."""
         self._thread_id: int | None = None
@@ -348,6 +353,8 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         outputs: dict[int, list[EngineCoreOutput]] = {}
         if model_runner_output.sampled_token_ids:
             self._take_tokens(model_runner_output, outputs)
+        if self._recording is not None:
+            self._recording.take_tokens()
         told = self._endings.told(outputs, self.requests)
         if self.log_stats and (stats := self.make_stats()) is not None:
             if not told:
@@ -488,3 +495,6 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         """Give back what the scheduler holds."""
         self._watchdog.close()
         self._thread_id = None
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.finish()

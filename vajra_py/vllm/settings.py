@@ -2,7 +2,8 @@
 
 The file is named by `--additional-config '{"vajra": {"experiment": "FILE"}}'` or by the environment variable
 `VAJRA_VLLM_EXPERIMENT`; both reach the process that vLLM schedules in. Without a file vLLM's own options decide, and its
-own algorithm schedules (preset `vllm-v1`).
+own algorithm schedules (preset `vllm-v1`). A folder for the record of the session is named likewise (`save_run`,
+`VAJRA_VLLM_SAVE_RUN`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from vajra_py.vllm.config import problems_of
 from vajra_py.vllm.support import policy_options
 
 EXPERIMENT_VARIABLE = "VAJRA_VLLM_EXPERIMENT"
+SAVE_RUN_VARIABLE = "VAJRA_VLLM_SAVE_RUN"
+_VARIABLES = {"experiment": EXPERIMENT_VARIABLE, "save_run": SAVE_RUN_VARIABLE}
+"""What `--additional-config` takes under `vajra`, and the variables that say the same."""
 _WORKLOAD = {"type": "jsonl", "path": "requests come from vLLM's clients"}
 
 
@@ -32,9 +36,11 @@ class Wishes:
 
     Attributes:
         experiment: the experiment file; None: vLLM's own algorithm.
+        save_run: folder that gets the session as a run; None: it is not recorded.
     """
 
     experiment: Path | None = None
+    save_run: Path | None = None
 
 
 def wishes_of(additional: Any, environment: Mapping[str, str] = os.environ) -> Wishes:
@@ -42,15 +48,15 @@ def wishes_of(additional: Any, environment: Mapping[str, str] = os.environ) -> W
     given = additional.get("vajra", {}) if isinstance(additional, Mapping) else {}
     where = "--additional-config vajra"
     if not isinstance(given, Mapping):
-        raise ConfigError(Problem(where, f"is not a mapping ({given!r})", "experiment"))
+        raise ConfigError(Problem(where, f"is not a mapping ({given!r})", ", ".join(_VARIABLES)))
     for name in given:
-        if name != "experiment":
-            raise ConfigError(Problem(where, f"is not known ({name!r})", did_you_mean(name, ["experiment"])))
+        if name not in _VARIABLES:
+            raise ConfigError(Problem(where, f"is not known ({name!r})", did_you_mean(name, list(_VARIABLES))))
     for name, value in given.items():
         if not isinstance(value, str) or not value:
             raise ConfigError(Problem(f"{where}.{name}", f"is not a name ({value!r})", "A text"))
-    experiment = given.get("experiment") or environment.get(EXPERIMENT_VARIABLE)
-    return Wishes(Path(experiment) if experiment else None)
+    said = {name: given.get(name) or environment.get(variable) for name, variable in _VARIABLES.items()}
+    return Wishes(**{name: Path(value) for name, value in said.items() if value})
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ class Arrival:
         content: segments that identify its prompt in the prefix cache, where it is known by segments.
         prompt_token_ids: its prompt, where it is known by tokens. Neither: it shares nothing.
         num_output_tokens: after how many tokens it was to stop, where that was known beforehand.
+        salt: only requests with the same one share prefixes; None: as the settings say.
     """
 
     tick: int
@@ -55,6 +56,7 @@ class Arrival:
     content: tuple[tuple[SegmentId, int], ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     num_output_tokens: int | None = None
+    salt: str | None = None
 
     def spec(self) -> RequestSpec:
         """The request as a workload would hold it; an unknown output length is the longest that it may have."""
@@ -203,6 +205,8 @@ def _arrival_row(entry: Arrival) -> dict[str, Any]:
         row["prompt_token_ids"] = list(entry.prompt_token_ids)
     if entry.num_output_tokens is not None:
         row["num_output_tokens"] = entry.num_output_tokens
+    if entry.salt is not None:
+        row["salt"] = entry.salt
     return row
 
 
@@ -245,6 +249,7 @@ def _input_of(row: dict[str, Any]) -> Input:
         None if content is None else tuple((_segment(name), length) for name, length in content),
         None if prompt is None else tuple(prompt),
         row.get("num_output_tokens"),
+        row.get("salt"),
     )
 
 

@@ -1,0 +1,65 @@
+"""Load a model once for many profiles and runs of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from vajra_py.config import ExperimentConfig
+from vajra_py.engine.compute import DoneStep, ModelFacts, ModelRunner, PendingStep, RunnerOptions, StepInput, StepOutput
+from vajra_py.experiment.bench import Reference
+
+
+class LoadedOnce:
+    """A `ModelRunner` for many profiles and runs, which load and close it one after another.
+
+    It has KV memory for so many tokens, and room for a `Reference` besides; what it loads is what the first one asks for.
+    """
+
+    def __init__(self, kv_tokens: int) -> None:
+        self._kv_tokens = kv_tokens
+        self._runner: ModelRunner | None = None
+        self._slots: set[int] = set()
+        self._left: list[int] = []
+        """Slots that the last run left behind."""
+
+    def loader(self, config: ExperimentConfig) -> Callable[[RunnerOptions], ModelRunner]:
+        """How a profile or a run of this experiment loads it."""
+
+        def load(options: RunnerOptions) -> ModelRunner:
+            if self._runner is None:
+                self._runner = config.backend.settings.load(Reference.room(options))
+                self._runner.allocate(self._kv_tokens // options.block_size + Reference.num_blocks(options))
+            return self
+
+        return load
+
+    @property
+    def facts(self) -> ModelFacts:
+        """See `ModelRunner`."""
+        assert self._runner is not None
+        return self._runner.facts
+
+    def profile_num_blocks(self, memory_fraction: float) -> int:
+        """See `ModelRunner`."""
+        return self._kv_tokens // self.facts.block_size
+
+    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """It is done already."""
+
+    def submit(self, step: StepInput) -> PendingStep:
+        """See `ModelRunner`; it is done at once."""
+        return DoneStep(self.run(step))
+
+    def run(self, step: StepInput) -> StepOutput:
+        """See `ModelRunner`."""
+        assert self._runner is not None
+        if self._left:
+            step, self._left = replace(step, freed=[*self._left, *step.freed]), []
+        self._slots = (self._slots - set(step.freed)) | {row.slot for row in step.new}
+        return self._runner.run(step)
+
+    def close(self) -> None:
+        """The model stays; the slots that are in use are free again with the next step."""
+        self._left += self._slots - set(self._left)
+        self._slots.clear()

@@ -1,0 +1,194 @@
+"""What a vLLM is asked for and this scheduler cannot do is refused before a model is loaded, in one line for each option."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1 import kv_cache_interface as kv
+
+from tests.vllm.core import kv_cache, vllm_config
+from vajra_py.errors import ConfigError
+from vajra_py.vllm.plugin import check_early
+from vajra_py.vllm.support import check_cache, check_options
+
+OWN = "Leave --scheduler-cls out to use vLLM's own scheduler"
+
+
+@pytest.fixture
+def model(tiny_model: str, tmp_path: Path) -> Path:
+    """A model without weights: whoever loads it fails otherwise."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in Path(tiny_model).iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's configurations are checked as they are made, as its plug-in does it."""
+    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
+    check_early()
+
+
+def refusal(caught: pytest.ExceptionInfo[ConfigError], option: str) -> str:
+    """The one line about this option."""
+    lines = str(caught.value).splitlines()
+    (line,) = (one for one in lines if one.startswith(f"{option}: "))
+    assert OWN in line
+    return line
+
+
+BY_ARGUMENTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "speculative decoding": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        "--speculative-config",
+        "taken back",
+    ),
+    "LoRA": ({"enable_lora": True}, "--enable-lora", "adapters"),
+    "KV connector": (
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        "--kv-transfer-config",
+        "connectors",
+    ),
+    "KV events": (
+        {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}},
+        "--kv-events-config",
+        "not published",
+    ),
+    "pooling": ({"runner": "pooling"}, "--runner", "'pooling'"),
+    "pipeline parallelism": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size", "got 2"),
+    "prompt embeddings": ({"enable_prompt_embeds": True}, "--enable-prompt-embeds", "tokens"),
+}
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("what", BY_ARGUMENTS)
+def test_an_argument_of_the_engine_is_refused_before_weights_are_looked_for(model: Path, what: str) -> None:
+    arguments, option, word = BY_ARGUMENTS[what]
+    with pytest.raises(ConfigError) as caught:
+        vllm_config(str(model), max_model_len=256, scheduler_cls="vajra_py.vllm.Scheduler", **arguments)
+    assert word in refusal(caught, option)
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("what", [name for name in BY_ARGUMENTS if name != "KV connector"])
+def test_vllms_own_scheduler_takes_the_same(model: Path, what: str) -> None:
+    """So that the refusal is this scheduler's, and not vLLM's own."""
+    assert vllm_config(str(model), max_model_len=256, **BY_ARGUMENTS[what][0]) is not None
+
+
+class Changed:
+    """An object with some attributes that are others."""
+
+    def __init__(self, base: Any, **given: Any) -> None:
+        self._base = base
+        self.__dict__.update(given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+
+BY_CONFIGURATION: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "data parallelism": ("parallel_config", {"data_parallel_size": 2}, "--data-parallel-size", "route between them"),
+    "context parallelism, decodes": (
+        "parallel_config",
+        {"decode_context_parallel_size": 2},
+        "--decode-context-parallel-size",
+        "block tables",
+    ),
+    "context parallelism, prompts": (
+        "parallel_config",
+        {"prefill_context_parallel_size": 2},
+        "--prefill-context-parallel-size",
+        "block tables",
+    ),
+    "multimodal inputs": ("model_config", {"supports_multimodal_inputs": True}, "model", "multimodal"),
+    "hybrid models": ("model_config", {"is_hybrid": True}, "model", "hybrid"),
+    "states beside attention": ("model_config", {"has_inner_state": True}, "model", "hybrid"),
+    "sliding windows": ("model_config", {"get_sliding_window": lambda: 64}, "model", "window of 64 tokens"),
+    "encoder-decoders": ("model_config", {"is_encoder_decoder": True}, "model", "encoder"),
+    "diffusion": ("model_config", {"is_diffusion": True}, "model", "diffusion"),
+    "sampling masks": ("model_config", {"return_sampling_mask": True}, "--return-sampling-mask", "not passed on"),
+}
+
+
+@pytest.mark.parametrize("what", BY_CONFIGURATION)
+def test_a_configuration_is_refused(tiny_model: str, what: str) -> None:
+    """What this machine cannot make a real configuration of."""
+    part, given, option, word = BY_CONFIGURATION[what]
+    config = vllm_config(tiny_model, max_model_len=256)
+    with pytest.raises(ConfigError) as caught:
+        check_options(Changed(config, **{part: Changed(getattr(config, part), **given)}))
+    assert word in refusal(caught, option)
+    assert str(caught.value).count("\n") == 0
+
+
+def test_an_encoder_connector_is_refused(tiny_model: str) -> None:
+    config = vllm_config(tiny_model, max_model_len=256)
+    with pytest.raises(ConfigError) as caught:
+        check_options(Changed(config, ec_transfer_config=SimpleNamespace()))
+    refusal(caught, "--kv-transfer-config")
+
+
+def test_every_option_has_its_line(tiny_model: str) -> None:
+    config = vllm_config(tiny_model, max_model_len=256)
+    parallel = Changed(config.parallel_config, data_parallel_size=2, pipeline_parallel_size=4)
+    with pytest.raises(ConfigError) as caught:
+        check_options(Changed(config, parallel_config=parallel, lora_config=object()))
+    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == [
+        "--enable-lora",
+        "--data-parallel-size",
+        "--pipeline-parallel-size",
+    ]
+
+
+@pytest.mark.usefixtures("checked")
+def test_a_real_model_with_a_window_is_refused(model: Path) -> None:
+    file = model / "config.json"
+    config = json.loads(file.read_text())
+    config |= {"sliding_window": 32, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    file.write_text(json.dumps(config))
+    with pytest.raises(ConfigError) as caught:
+        vllm_config(str(model), max_model_len=256, scheduler_cls="vajra_py.vllm.Scheduler")
+    assert "window of 32" in refusal(caught, "model")
+
+
+def group(spec: Any) -> kv.KVCacheGroupSpec:
+    return kv.KVCacheGroupSpec(["layer"], spec)
+
+
+SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+FULL = kv.FullAttentionSpec(**SIZES)
+WINDOW = kv.SlidingWindowSpec(**SIZES, sliding_window=64)
+CACHES = {
+    "several groups": ([group(FULL), group(FULL)], "2 groups"),
+    "hybrid": ([group(FULL), group(WINDOW)], "FullAttentionSpec, SlidingWindowSpec"),
+    "windows alone": ([group(WINDOW)], "another kind than full attention"),
+    "full attention that has windows": (
+        [group(kv.FullAttentionSpec(**SIZES, sliding_window=64))],
+        "another kind than full attention",
+    ),
+    "no attention": ([], "0 groups"),
+}
+
+
+@pytest.mark.parametrize("what", CACHES)
+def test_a_cache_of_another_kind_is_refused(what: str) -> None:
+    groups, word = CACHES[what]
+    cache = kv.KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=groups)
+    with pytest.raises(ConfigError) as caught:
+        check_cache(cache)
+    assert word in refusal(caught, "model")
+    assert str(caught.value).count("\n") == 0
+
+
+def test_one_group_of_full_attention_is_taken() -> None:
+    check_cache(kv_cache(10, 16))

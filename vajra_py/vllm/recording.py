@@ -1,0 +1,63 @@
+"""Record a session of a vLLM as a run's folder, as `vajra serve --save-run` does: to compare, plot and replay it.
+
+The tokens of a request are written when they are known, which may be after the mechanism has ended it. A token that was computed
+after a request had stopped, as happens with asynchronous scheduling, is written as 0: nobody was told it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vajra_py.serve.recording import RunRecording, SessionEnd
+from vajra_py.vllm.mechanism import EndReason, Intake, Mechanism, Request
+from vajra_py.vllm.settings import Sizes
+
+
+class SessionRecording:
+    """Keeps what a mechanism is told and decides, from before the first request until `finish`."""
+
+    def __init__(self, run: RunRecording, mechanism: Mechanism, description: Mapping[str, Any]) -> None:
+        self._run = run
+        self._mechanism = mechanism
+        self._ended: list[tuple[Request, EndReason, Intake]] = []
+        """Requests whose last tokens come with the next step's."""
+        self._run.begin({mechanism.replica.replicaset: description}, mechanism.controller)
+        mechanism.note = self._run.note
+        mechanism.on_ended = lambda *end: self._ended.append(end)
+        mechanism.watch(self._run.observers)
+
+    def take_tokens(self) -> None:
+        """The tokens of all steps that have ended are known."""
+        ended, self._ended = self._ended, []
+        for request, reason, intake in ended:
+            self._run.ended(request, reason, _tokens(request, intake))
+
+    def finish(self) -> None:
+        """Nothing more will happen."""
+        self.take_tokens()
+        mechanism = self._mechanism
+        alive = [(request, _tokens(request, intake)) for request, intake in mechanism.alive()]
+        self._run.finish(SessionEnd(mechanism.controller, mechanism.now, mechanism.num_steps, alive), None)
+
+
+def _tokens(request: Request, intake: Intake) -> Sequence[int]:
+    """As many tokens as the mechanism has counted since the request was handed in."""
+    count = request.num_output_tokens
+    known = intake.output[intake.num_kept : intake.num_kept + count]
+    return known + [0] * (count - len(known))
+
+
+def facts_of(vllm_config: Any, sizes: Sizes, bytes_per_token: int) -> Mapping[str, Any]:
+    """What a replay and a reader of the results need to know of a vLLM."""
+    model = vllm_config.model_config
+    return {
+        "model_type": model.hf_text_config.model_type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(vllm_config.device_config.device_type),
+        "forward": "vllm " + ".".join(map(str, sizes.version)),
+        "max_model_len": sizes.max_model_len,
+        "kv_bytes_per_token": bytes_per_token,
+        "vocab_size": model.get_vocab_size(),
+        "num_blocks": sizes.num_blocks,
+    }
