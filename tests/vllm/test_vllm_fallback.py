@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -122,6 +123,8 @@ def test_clients_get_what_they_would_have_had(vllm: LLM, breaking: Callable[...,
     expected = said(vllm, wanted, params)
     scheduler = breaking(at_step)
     found = said(vllm, wanted, params)
+    constrained = found.pop(3)[0], expected.pop(3)[0]
+    assert all(re.fullmatch("[ab]{24}", text) and why == "stop" for [(_, text, why, _)] in constrained)
     drawn = found.pop(1)[0], expected.pop(1)[0]  # the random stream of a request begins anew
     assert found == expected
     assert [[(len(tokens), why) for tokens, _, why, _ in one] for one in drawn] == [[(30, "length")] * 3] * 2
