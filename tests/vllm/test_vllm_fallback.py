@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -32,8 +31,9 @@ def vllm(tiny_model: str) -> Iterator[LLM]:
         block_size=32,
         max_model_len=256,
         max_num_seqs=16,
-        max_num_batched_tokens=128,
+        max_num_batched_tokens=1024,  # with a seed, vLLM cannot cut a prompt on a CPU
         enforce_eager=True,
+        enable_prefix_caching=False,  # the schedulers take turns, and do not know what others write
         async_scheduling=False,
         num_gpu_blocks_override=25,
     )
@@ -122,12 +122,7 @@ def test_clients_get_what_they_would_have_had(vllm: LLM, breaking: Callable[...,
     ]
     expected = said(vllm, wanted, params)
     scheduler = breaking(at_step)
-    found = said(vllm, wanted, params)
-    constrained = found.pop(3)[0], expected.pop(3)[0]
-    assert all(re.fullmatch("[ab]{24}", text) and why == "stop" for [(_, text, why, _)] in constrained)
-    drawn = found.pop(1)[0], expected.pop(1)[0]  # the random stream of a request begins anew
-    assert found == expected
-    assert [[(len(tokens), why) for tokens, _, why, _ in one] for one in drawn] == [[(30, "length")] * 3] * 2
+    assert said(vllm, wanted, params) == expected
     assert scheduler._fault is not None
     assert scheduler.mechanism.fault is None
     assert scheduler.mechanism.num_steps > at_step
