@@ -97,7 +97,7 @@ def _run(arguments: list[str]) -> int:
         click.echo("interrupted", err=True)
         return 130
     except SystemExit as error:  # click's own way to end when nobody reads what is written: it wraps the output
-        if type(sys.stdout).__name__ == "PacifyFlushWrapper":
+        if type(sys.stdout).__name__.endswith("PacifyFlushWrapper"):
             return 0
         raise error
     except OSError as error:  # a folder that cannot be written, a full disk
