@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -45,7 +46,8 @@ class RayPool:
         self._progress = progress
         self._shipment = Shipment(self._ray.put)
         context = self._ray.get_runtime_context()
-        self._workspace = Workspace(f"vajra-{context.get_job_id()}-{os.getpid()}", os.getcwd())
+        # Of this pool alone: nodes may still be removing that of the one before.
+        self._workspace = Workspace(f"vajra-{uuid4().hex}", os.getcwd())
         self._execute = self._ray.remote(num_cpus=1, max_retries=0)(execute_run)
         # Not on a node that computes, where it would get the worker process that a run could have begun in.
         beside_asker = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True)
