@@ -76,7 +76,7 @@ bench-sim: install ## simulation speed on a CSV of arrivals, prompt and output t
 	@test -n "$(WORKLOAD)" || { echo 'make bench-sim: no workload. WORKLOAD=file.csv: arrivals, prompt and output tokens.' >&2; exit 2; }
 	$(PY) benchmarks/simulate.py --workload "$(WORKLOAD)" --replicas $(REPLICAS)
 
-bench-engine: install ## tokens per second of the engine on this CPU, against transformers (16 minutes)
+bench-engine: install ## tokens per second of the engine on this CPU, against transformers (under 6 minutes)
 	$(PY) benchmarks/engine_cpu.py
 
 validate-run: install ## compare a measured run with its simulation: RUN=folder PROFILE=folder [CALIBRATION=file]

@@ -234,11 +234,13 @@ def table_row(group: Sequence[Row], num_runs: int) -> str:
     return "| " + " | ".join((*cells, *shown.values())) + " |"
 
 
-def write(found: Sequence[Row]) -> None:
+def write(path: Path, found: Sequence[Row]) -> None:
     """Put the rows into the results, in place of those of the same systems."""
     measured = {row.system for row in found}
-    kept = [row for row in json.loads(RESULTS.read_text()) if row["system"] not in measured] if RESULTS.exists() else []
-    RESULTS.write_text(json.dumps([*kept, *map(asdict, found)], indent=1) + "\n")
+    kept = [row for row in json.loads(path.read_text()) if row["system"] not in measured] if path.exists() else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([*kept, *map(asdict, found)], indent=1) + "\n")
+    print(f"written: {path}")
 
 
 def main() -> None:
@@ -246,6 +248,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=1000, help="of each system and length (default 1,000)")
     parser.add_argument("--only", default="", help="systems whose name contains this, such as 'chunked prefill, 10'")
+    parser.add_argument("--output", type=Path, default=Path("runs") / RESULTS.name, help="where the JSON goes")
+    parser.add_argument("--record", action="store_true", help=f"write it to results/{RESULTS.name} instead")
     arguments = parser.parse_args()
     print("| system | requests a run | interval | given | mean (half-width) | P50 | P90 | P95 | P99 |")
     print("|---|--:|---|--:|--:|--:|--:|--:|--:|", flush=True)
@@ -258,7 +262,7 @@ def main() -> None:
         print(table_row(members, arguments.runs), flush=True)
     if not found:
         parser.error(f"--only: no such system ({arguments.only}). Allowed: a part of a name in docs/metrics.md")
-    write(found)
+    write(RESULTS if arguments.record else arguments.output, found)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every benchmark in one run: `make bench` prints the figures, writes `benchmarks/latest.json` and keeps a history.
+"""Every benchmark in one run: `make bench` prints the figures, writes `latest.json` and keeps a history, in `runs/bench` or where told.
 
 Figures named `_x_` are ratios taken in this run and may be compared between machines; the others belong to this machine.
 """
@@ -47,8 +47,13 @@ def main() -> int:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--large", action="store_true", help="also a million requests on a thousand replicas")
-    parser.add_argument("--output", type=Path, default=HERE, help="folder of latest.json and history.jsonl")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs") / "bench", help="folder of latest.json and history.jsonl"
+    )
+    parser.add_argument("--record", action="store_true", help=f"write to {HERE.name}/ instead, which is committed")
     options = parser.parse_args()
+    if options.record:
+        options.output = HERE
     figures: dict[str, float] = {}
     for name, measure in (
         ("steps", steps.measure),

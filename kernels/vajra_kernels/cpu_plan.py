@@ -26,7 +26,7 @@ GROUP_BYTES = 2 << 20
 """Gathered K of one decode group stays within this, so that it is still cached when it is multiplied."""
 GROUP_WASTE_BYTES = 384 << 10
 """Padding (K and V) that costs about as much as the fixed overhead of one more group."""
-PIECE_ROWS = 128
+PIECE_ROWS = 64
 """Query tokens of one piece of a chunk."""
 
 

@@ -40,6 +40,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Kernels of Triton that were to be launched, by name; tensors of the CPU count as a GPU's."""
     found: Counter[str] = Counter()
     monkeypatch.setattr(Launch, "run", lambda launch: found.update([launch.kernel.__name__]))
+    monkeypatch.setattr(fused_parts, "can_pack", lambda weight: False)  # as on a GPU
     for module in (fused, fused_parts, attention):
         monkeypatch.setattr(module, "uses_triton", lambda device: True)
     return found

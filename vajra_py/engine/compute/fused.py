@@ -1,8 +1,8 @@
 """Decoder forward pass with merged projections and fused operations.
 
 Transformers' modules spend some 200 µs a layer on a CPU beyond the arithmetic. This forward pass does the same arithmetic
-from rearranged weights: one product for Q, K and V and one for gate and up, stored as [inputs, outputs]; products that
-add to the residual in place; and in float32 on a CPU norms' weights multiplied into the products that follow, and rotary
+from rearranged weights: one product for Q, K and V and one for gate and up; on a CPU packed for oneDNN; on a GPU products
+that add to the residual in place; and in float32 on a CPU norms' weights multiplied into the products that follow, and rotary
 embedding as one complex product (rows of W_q and W_k are reordered so that the two halves of a rotated pair are
 neighbours: the same reordering in Q and K leaves their scores as they are).
 
@@ -214,7 +214,7 @@ class _Builder:
         """The last norm and the output layer."""
         if model.lm_head.weight is model.model.embed_tokens.weight:
             # Shared with the embedding: used as it is, since a rearranged copy would cost its memory again.
-            return self._norm(model.model.norm), Product(self.shard.vocabulary_rows(embedding).t(), None)
+            return self._norm(model.model.norm), Product(self.shard.vocabulary_rows(embedding), None)
         weight = self.shard.vocabulary_rows(model.lm_head.weight)
         norm, weight = self._before(model.model.norm, weight)
         product = self._product(weight, None)
@@ -233,11 +233,7 @@ class _Builder:
         return Norm.of(module.to(self.device))
 
     def _product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        bias = None if bias is None else bias.to(self.device)
-        if self.folds:
-            # Products of few rows run faster over rows of the transposed weight (measured, oneMKL).
-            return Product(weight.t().contiguous(), bias)
-        return Product(weight.to(self.device).contiguous().t(), bias)
+        return Product.packed(weight.to(self.device), None if bias is None else bias.to(self.device))
 
     def _qkv(self, attention: Any, facts: LayerFacts, rope: Rope) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows of W_q, W_k, W_v of this rank, one below the other, with their biases."""

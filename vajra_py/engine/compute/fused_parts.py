@@ -18,16 +18,56 @@ if TYPE_CHECKING:
 Rotation = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(slots=True)
 class Product:
-    """x @ weight + bias; weight [inputs, outputs]."""
+    """x @ weight.T + bias, over a weight in the layout that its device computes fastest from."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    __slots__ = ("_bias", "_is_packed", "_weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """`weight` [outputs, inputs] is used as it is."""
+        self._weight = weight
+        self._bias = bias
+        self._is_packed = False
+
+    @classmethod
+    def packed(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+        """The product over a copy of `weight` [outputs, inputs] in oneDNN's blocked layout, where `can_pack` allows it."""
+        product = cls(weight.contiguous(), bias)
+        if can_pack(weight):
+            product._weight = torch.ops.mkldnn._reorder_linear_weight(product._weight, _PACKED_FOR_ROWS)
+            product._is_packed = True
+        return product
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, outputs] of x [T, inputs]."""
-        return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+        if self._is_packed:
+            result: torch.Tensor = _packed_linear(x, self._weight, self._bias, "none", [], "")
+            return result
+        return functional.linear(x, self._weight, self._bias)
+
+    def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """`hidden` [T, outputs] after adding the product of x [T, inputs] in place."""
+        if self._is_packed:
+            return hidden.add_(self(x))
+        if self._bias is not None:
+            hidden += self._bias
+        return hidden.addmm_(x, self._weight.t())
+
+
+_packed_linear = torch.ops.mkldnn._linear_pointwise.default
+_PACKED_FOR_ROWS = 32
+"""Rows of x that the layout is chosen for: one chosen for 8 or more is as fast for any number (measured)."""
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether oneDNN computes from a packed copy of this weight on this machine."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if weight.dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return weight.dtype == torch.float32
 
 
 class Norm:

@@ -62,14 +62,15 @@ def _prepared(loaded: LoadedModel, options: RunnerOptions, ranks: Ranks, device:
     counts = _count(loaded.model)
     if ranks.groups is not None:
         _check_windows(loaded, layers, ranks.groups.group_tokens, where)
+    fuses = options.fused and loaded.config.model_type in KNOWN_TYPES
     if ranks.divides_layers:
         _check_divisible(loaded, layers, ranks, options.fused, where)
-    elif options.self_check:
+    elif options.self_check and not fuses:
         layers = _check_modules(loaded, layers, where)
     local = ranks.own_layers(layers)
     forward: Forward | None = None
-    if options.fused and loaded.config.model_type in KNOWN_TYPES:
-        forward, difference = _fuse(loaded, local, ranks, options.self_check, device)
+    if fuses:
+        forward, difference = _fuse(loaded, layers, ranks, options.self_check, device)
         if forward is None and ranks.divides_layers:
             raise unsupported(where, loaded.model, f"its division among {options.num_ranks} ranks failed: {difference}")
         if forward is None:
@@ -116,19 +117,20 @@ def _check_windows(loaded: LoadedModel, layers: list[LayerFacts], group_tokens: 
 def _check_modules(loaded: LoadedModel, layers: list[LayerFacts], where: str) -> list[LayerFacts]:
     """What layers ask for, once transformers' modules with paged attention have passed the check."""
     model: Any = loaded.model
-    check = SelfCheck(loaded)
+    check = SelfCheck(loaded, layers)
     difference = check.difference(TransformersForward(model), check.layers, loaded.device)
     if difference is None:
         return layers
     model.set_attn_implementation(MASKED)
     try:
-        check = SelfCheck(loaded)
+        layers = probe_layers(model, where)
+        check = SelfCheck(loaded, layers)
         passes = check.difference(TransformersForward(model), check.layers, loaded.device) is None
     except ConfigError:  # what it met first says more
         passes = False
     if not passes:
         raise unsupported(where, model, difference)
-    return probe_layers(model, where)
+    return layers
 
 
 def _masked(model: Any, where: str) -> list[LayerFacts]:
@@ -141,17 +143,18 @@ def _fuse(
     loaded: LoadedModel, layers: list[LayerFacts], ranks: Ranks, checks: bool, device: torch.device
 ) -> tuple[Forward | None, str | None]:
     """(the fused forward pass, None), or (None, what is wrong with it)."""
-    check = SelfCheck(loaded) if checks else None
+    check = SelfCheck(loaded, layers) if checks else None
+    local = ranks.own_layers(layers)
     try:
         with torch.inference_mode():
-            forward = FusedForward(loaded.model, layers, ranks.shard, device, ranks.stage)
+            forward = FusedForward(loaded.model, local, ranks.shard, device, ranks.stage)
     except (AttributeError, ValueError, RuntimeError, AssertionError) as error:
         return None, f"its modules are not what {loaded.config.model_type} has ({error})"
     if check is not None:
         narrow = ranks.own_layers(check.layers)
         forward.set_layers(narrow)
         difference = check.difference(forward, narrow, device)
-        forward.set_layers(layers)
+        forward.set_layers(local)
         if difference is not None:
             return None, difference
     return forward, None

@@ -1,8 +1,8 @@
 """Check that a model with paged attention computes what transformers computes.
 
-Three ragged sequences go through chunks, a mixed step and decodes over shuffled blocks, and are compared with full forward
-passes of each sequence under transformers' plain attention. Windows are narrowed meanwhile, so that the short sequences
-reach past them.
+Three ragged sequences go through chunks, a mixed step and decodes over shuffled blocks, and are compared with one forward
+pass over all of them under transformers' plain attention. Windows are narrowed meanwhile, so that the short sequences
+reach past them. Weights are read once for the reference and once for each of the four steps.
 
 Invariants:
     - The model is left as it was found, whatever happens.
@@ -36,10 +36,11 @@ _LOCAL_NAMES = ("sliding_window", "attention_chunk_size")
 class SelfCheck:
     """What transformers' own forward pass gives for a model, to compare with."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, layers: list[LayerFacts]) -> None:
+        """`layers` is what they ask for as the model is."""
         self._loaded = loaded
-        with _narrowed(loaded):
-            self.layers = probe_layers(loaded.model, f"model {loaded.where}")
+        with _narrowed(loaded) as has_windows:
+            self.layers = probe_layers(loaded.model, f"model {loaded.where}") if has_windows else layers
             """What layers ask for while windows are narrow."""
             try:
                 self._expected = _reference(loaded)
@@ -77,7 +78,11 @@ def _reference(loaded: LoadedModel) -> list[torch.Tensor]:
     name = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        return [model(input_ids=ids[None], use_cache=False).logits[0].float() for ids in _tokens(loaded)]
+        sequences = _tokens(loaded)
+        # Padding comes last, where no position of a causal model sees it.
+        padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        logits = model(input_ids=padded, use_cache=False).logits.float()
+        return [rows[: len(ids)] for rows, ids in zip(logits, sequences, strict=True)]
     finally:
         model.set_attn_implementation(name)
 
@@ -117,8 +122,8 @@ def _paged(loaded: LoadedModel, forward: Forward, layers: list[LayerFacts], devi
 
 
 @contextmanager
-def _narrowed(loaded: LoadedModel) -> Iterator[None]:
-    """Within it, every window that could matter is `_WINDOW` tokens wide."""
+def _narrowed(loaded: LoadedModel) -> Iterator[bool]:
+    """Within it, every window that could matter is `_WINDOW` tokens wide. Gives whether there is one."""
     owners: list[Any] = [loaded.model.config, *loaded.model.modules()]
     owners += [config for module in loaded.model.modules() if (config := getattr(module, "config", None)) is not None]
     found: dict[tuple[int, str], tuple[Any, int]] = {}
@@ -130,7 +135,7 @@ def _narrowed(loaded: LoadedModel) -> Iterator[None]:
     try:
         for (_, name), (owner, _) in found.items():
             setattr(owner, name, _WINDOW)
-        yield
+        yield bool(found)
     finally:
         for (_, name), (owner, value) in found.items():
             setattr(owner, name, value)

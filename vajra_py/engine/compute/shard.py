@@ -78,9 +78,7 @@ class Shard:
         """`following(hidden)` after adding norm(sum over ranks of product(x)) to `hidden`, in place."""
         if self.size > 1 or norm is not None:
             return self.add(hidden, product(x), norm, following)
-        if product.bias is not None:
-            hidden += product.bias
-        return following(hidden.addmm_(x, product.weight))
+        return following(product.add_to(hidden, x))
 
     def add(self, hidden: torch.Tensor, part: torch.Tensor, norm: Norm | None, following: Norm) -> torch.Tensor:
         """`following(hidden)` after adding norm(sum over ranks of part) to `hidden`, in place."""
