@@ -1,10 +1,11 @@
-"""Measure how often 95 % intervals hold the long-run value: 1,000 short runs each of an M/M/1 queue and of a replica with chunked prefills.
+"""Measure how often 95 % intervals hold the long-run value: thousands of short runs of M/M/1 queues, and 1,000 of a replica with chunked prefills at each of two rates.
 
-Run `python benchmarks/interval_coverage.py` (about half an hour of one core; `--runs` and `--only` make it shorter); it prints the table of `docs/metrics.md` and writes
-`benchmarks/results/interval_coverage.json`, in which the rows of systems that were left out stay as they are.
+Run `python benchmarks/interval_coverage.py` (about half an hour of one core; `--runs` and `--only` make it shorter, `--keep FOLDER` makes it in pieces: simulations are kept there and
+not repeated); it prints the table of `docs/metrics.md` and writes `benchmarks/results/interval_coverage.json`, in which the rows of systems that were left out stay as they are.
 
-The queue's long-run values are known: time in system of M/M/1 is exponential with rate 1 - load (service rate 1). Those of the replica come from one run of 200,000 requests.
-Every run starts empty, as experiments do. Replications of runs that are too short to tell the long run say what runs of their length take: those are judged by the mean over all runs.
+The queue's long-run values are known: time in system of M/M/1 is exponential with rate 1 - load (service rate 1). Those of the replica are pooled from all of its runs, without the first
+and the last requests of each. Every run starts empty, as experiments do; runs of several lengths are the first requests of the longest. Replications of runs that are too short to tell
+the long run say what runs of their length take: those are judged by the mean over all runs.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
+from simulate import experiment
 
 from vajra_py.config import config_from_mapping
 from vajra_py.experiment.backend import Run, make_backend
@@ -39,8 +41,13 @@ RESULTS = Path(__file__).parent / "results" / "interval_coverage.json"
 FRACTIONS = {"P50": 0.5, "P90": 0.9, "P95": 0.95, "P99": 0.99}
 WITHIN = ("mean", "P50", "P90", "P95")
 ACROSS = ("mean", "P50", "P99")
+LATENCIES = {"TTFT": "ttft_s", "TPOT": "tpot_s", "E2E": "e2e_s", "queue": "queue_s"}
 SEEDS_EACH = 5
-LONG_REQUESTS = 200_000
+MIN_INTERVALS = 20
+"""Fewer say nothing."""
+RUNS_A_FILE = 250
+WARM_UP, DRAIN = 800, 100
+"""Requests at the start and at the end of a run of the replica that its long-run values leave out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,8 @@ class Row:
     metric: str
     judged_by: str
     """`long run`, or `this length`: the mean of the metric over all runs."""
+    runs: int
+    """Or groups of runs."""
     intervals: int
     """That were given: a run that is too short gets none."""
     coverage: float | None
@@ -63,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Latencies of runs of one length, a row a run, and how many independent requests each is worth by its load."""
+    """Latencies of runs of one length, a row a run (NaN: none), and how many independent requests each is worth by its load."""
 
     latencies: Floats
     by_load: list[float]
@@ -78,56 +87,59 @@ def mm1(load: float, num_requests: int, num_runs: int, seed: int) -> Runs:
     """Times in system of M/M/1 queues that start empty (Lindley's recursion); service rate 1."""
     rng = np.random.default_rng(seed)
     service, gaps = rng.exponential(1, (num_requests, num_runs)), rng.exponential(1 / load, (num_requests, num_runs))
-    times = np.empty((num_requests, num_runs))
-    wait = np.zeros(num_runs)
-    for i in range(num_requests):
-        times[i] = wait + service[i]
-        wait = np.maximum(times[i] - gaps[i], 0.0)
+    backlog = np.cumsum(service - gaps, axis=0) - (service - gaps)
+    times = backlog - np.minimum.accumulate(backlog) + service
     arrived_at = np.cumsum(gaps, axis=0) - gaps
     return Runs(times.T, [worth(arrived_at[:, i], times[:, i]) for i in range(num_runs)])
 
 
-def chunked_prefill(rate: float, num_requests: int, seed: int, registry: Registry) -> tuple[Floats, Floats]:
-    """Arrivals and TTFTs of a replica with chunked prefills under Poisson arrivals."""
-    config = config_from_mapping(
-        {
-            "version": 1,
-            "seed": seed,
-            "scheduling": {
-                "request_prioritizer": "fcfs",
-                "replicaset_scheduler": "round_robin",
-                "replica_scheduler": {"policy": "fixed_chunk", "params": {"chunk_size": 512}},
-            },
-            "workload": {
-                "type": "synthetic",
-                "arrivals": {"type": "poisson", "rate": rate},
-                "num_requests": num_requests,
-                "prompt_tokens": {"type": "lognormal", "mu": 6.5, "sigma": 0.8, "max": 4096},
-                "output_tokens": {"type": "lognormal", "mu": 3.5, "sigma": 0.5, "max": 256},
-            },
-            "backend": {
-                "simulator": {"latency": {"type": "roofline", "model": "llama-3.1-8b", "device": "a100-80gb-sxm"}}
-            },
-        }
-    )
+def chunked_prefill(rate: float, num_requests: int, seed: int, registry: Registry) -> dict[str, Floats]:
+    """Arrivals and latencies of a replica with chunked prefills under Poisson arrivals."""
+    workload = {
+        "type": "synthetic",
+        "arrivals": {"type": "poisson", "rate": rate},
+        "num_requests": num_requests,
+        "prompt_tokens": {"type": "lognormal", "mu": 6.5, "sigma": 0.8, "max": 4096},
+        "output_tokens": {"type": "lognormal", "mu": 3.5, "sigma": 0.5, "max": 256},
+    }
+    config = config_from_mapping({**experiment(workload, 1), "seed": seed})
     run = Run(config, registry, load_workload(config), SeedTree(seed), None)
     backend = make_backend(run)
     recorder = Recorder(lambda name: 1, steps=False)
     backend.controller.watch([recorder])
     backend.start()
     table = recorder.requests.to_table()
-    return table.column("arrived_at").to_numpy(), table.column("ttft_s").to_numpy()
+    return {name: table.column(name).to_numpy() for name in ("arrived_at", *LATENCIES.values())}
+
+
+def chunked_prefills(rate: float, num_requests: int, num_runs: int, keep: Path | None) -> dict[str, Floats]:
+    """Such columns of many runs, a row a run; with `keep`, files of `RUNS_A_FILE` runs each are read where they are and written where they are not."""
+    registry = load_registry()
+    parts: list[Mapping[str, Floats]] = []
+    for first in range(0, num_runs, RUNS_A_FILE):
+        path = None if keep is None else keep / f"{rate:g}-{num_requests}-{first}.npz"
+        if path is not None and path.exists():
+            parts.append(dict(np.load(path)))
+            continue
+        runs = [chunked_prefill(rate, num_requests, seed, registry) for seed in range(first, first + RUNS_A_FILE)]
+        parts.append({name: np.stack([run[name] for run in runs]) for name in runs[0]})
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            np.savez(path, **parts[-1])
+    return {name: np.concatenate([part[name] for part in parts])[:num_runs].astype(np.float64) for name in parts[0]}
 
 
 def within(system: str, runs: Runs, truth: dict[str, float]) -> Iterator[Row]:
     """Coverage of intervals of single runs."""
     for metric in WITHIN:
-        found = [
-            batch_means_interval(run, by_load=by_load)
-            if metric == "mean"
-            else quantile_interval(run, FRACTIONS[metric], by_load=by_load)
-            for run, by_load in zip(runs.latencies, runs.by_load, strict=True)
-        ]
+        found = []
+        for latencies, by_load in zip(runs.latencies, runs.by_load, strict=True):
+            run = latencies[np.isfinite(latencies)]
+            found.append(
+                batch_means_interval(run, by_load=by_load)
+                if metric == "mean"
+                else quantile_interval(run, FRACTIONS[metric], by_load=by_load)
+            )
         yield _row((system, runs.latencies.shape[1], "one run", metric, "long run"), found, truth[metric])
 
 
@@ -163,73 +175,83 @@ class Replications:
 
 def _row(named: tuple[str, int, str, str, str], found: list[Interval | None], truth: float) -> Row:
     intervals = [one for one in found if one is not None]
-    if len(intervals) < len(found) / 10:
-        return Row(*named, len(intervals), None, math.nan)
+    if len(intervals) < MIN_INTERVALS:
+        return Row(*named, len(found), len(intervals), None, math.nan)
     covered = sum(one.low <= truth <= one.high for one in intervals) / len(intervals)
-    return Row(*named, len(intervals), covered, float(np.median([one.half_width for one in intervals])) / truth)
+    return Row(
+        *named, len(found), len(intervals), covered, float(np.median([one.half_width for one in intervals])) / truth
+    )
 
 
 def mm1_rows(load: float, num_requests: int, num_runs: int) -> Iterator[Row]:
-    """An M/M/1 queue, whose long-run values are known."""
+    """An M/M/1 queue, whose long-run values are known: `SEEDS_EACH` times as many runs, so that there are as many groups of replications."""
     truth = {"mean": 1 / (1 - load)} | {
         name: -math.log(1 - fraction) / (1 - load) for name, fraction in FRACTIONS.items()
     }
-    system = _mm1_name(load)
-    replications = Replications(system)
-    for batch in range(SEEDS_EACH):  # as many groups as there are single runs
-        runs = mm1(load, num_requests, num_runs, 7 + batch)
-        if not batch:
-            yield from within(system, runs, truth)
-        replications.add(runs)
+    batches = [mm1(load, num_requests, num_runs, 7 + batch) for batch in range(SEEDS_EACH)]
+    together = Runs(
+        np.concatenate([runs.latencies for runs in batches]), [one for runs in batches for one in runs.by_load]
+    )
+    yield from within(_mm1_name(load), together, truth)
+    replications = Replications(_mm1_name(load))
+    replications.add(together)
     yield from replications.rows(truth)
 
 
-def chunked_prefill_rows(rate: float, lengths: Sequence[int], num_runs: int) -> Iterator[Row]:
-    """A replica with chunked prefills, whose long-run values are those of one long run."""
-    registry = load_registry()
-    long_run = chunked_prefill(rate, LONG_REQUESTS, 10**6, registry)[1][LONG_REQUESTS // 100 :]
-    truth = {"mean": float(long_run.mean())}
-    truth |= dict(zip(FRACTIONS, quantiles(long_run, tuple(FRACTIONS.values())), strict=True))
+def chunked_prefill_rows(rate: float, lengths: Sequence[int], num_runs: int, keep: Path | None) -> Iterator[Row]:
+    """A replica with chunked prefills, whose long-run values are pooled."""
+    columns = chunked_prefills(rate, max(lengths), num_runs, keep)
     for num_requests in lengths:
-        pairs = [chunked_prefill(rate, num_requests, seed, registry) for seed in range(num_runs)]
-        runs = Runs(np.stack([ttfts for _, ttfts in pairs]), [worth(*pair) for pair in pairs])
-        system = _chunked_prefill_name(rate)
-        yield from within(system, runs, truth)
-        replications = Replications(system)
-        replications.add(runs)
-        yield from replications.rows(truth)
+        arrived_at, ttft = columns["arrived_at"][:, :num_requests], columns["ttft_s"][:, :num_requests]
+        by_load = [worth(*one) for one in zip(arrived_at, ttft, strict=True)]
+        for name, column in LATENCIES.items():
+            pooled = columns[column][:, WARM_UP:-DRAIN]
+            pooled = pooled[np.isfinite(pooled)]
+            truth = {"mean": float(pooled.mean())}
+            truth |= dict(zip(FRACTIONS, quantiles(pooled, tuple(FRACTIONS.values())), strict=True))
+            runs = Runs(columns[column][:, :num_requests], by_load)
+            yield from within(_chunked_prefill_name(rate, name), runs, truth)
+            if name == "TTFT":
+                replications = Replications(_chunked_prefill_name(rate, name))
+                replications.add(runs)
+                yield from replications.rows(truth)
 
 
 def _mm1_name(load: float) -> str:
     return f"M/M/1, load {load:g}"
 
 
-def _chunked_prefill_name(rate: float) -> str:
-    return f"chunked prefill, {rate:g} requests/s, TTFT"
+def _chunked_prefill_name(rate: float, latency: str) -> str:
+    return f"chunked prefill, {rate:g} requests/s, {latency}"
 
 
-MM1 = ((0.5, 3000), (0.7, 5000), (0.7, 10_000), (0.8, 6000), (0.8, 10_000), (0.8, 20_000), (0.9, 3000))
-CHUNKED_PREFILL = ((7, (2000,)), (10, (1000, 5000)))
+MM1 = (
+    *((0.5, length) for length in (650, 730, 900, 3000)),
+    *((0.7, length) for length in (2250, 2500, 3100, 5000, 10_000)),
+    *((0.8, length) for length in (5000, 5500, 6000, 7500, 10_000, 20_000)),
+    (0.9, 3000),
+)
+CHUNKED_PREFILL = ((7, (1000, 2000)), (10, (1000, 2800, 3000, 4000, 5000, 6000)))
 
 
-def rows(num_runs: int, only: str) -> Iterator[Row]:
+def rows(num_runs: int, only: str, keep: Path | None) -> Iterator[Row]:
     """Every system whose name contains `only`, in turn."""
     for load, num_requests in MM1:
         if only in _mm1_name(load):
             yield from mm1_rows(load, num_requests, num_runs)
     for rate, lengths in CHUNKED_PREFILL:
-        if only in _chunked_prefill_name(rate):
-            yield from chunked_prefill_rows(rate, lengths, num_runs)
+        if only in _chunked_prefill_name(rate, ""):
+            yield from chunked_prefill_rows(rate, lengths, num_runs, keep)
 
 
-def table_row(group: Sequence[Row], num_runs: int) -> str:
+def table_row(group: Sequence[Row]) -> str:
     """One kind of interval of one system and length, as a row of the table in `docs/metrics.md`."""
     shown = dict.fromkeys(("mean", *FRACTIONS), "–")
     for row in group:
         mark = "†" if row.judged_by == "this length" else ""
         is_known = row.coverage is not None
         shown[row.metric] = f"{row.coverage:.1%}{mark} (±{row.half_width:.0%})" if is_known else "too short"
-    given = group[0].intervals / num_runs if group[0].method == "one run" else 1.0
+    given = group[0].intervals / group[0].runs
     cells = (group[0].system, f"{group[0].requests:,}", group[0].method, f"{given:.0%}", shown.pop("mean"))
     return "| " + " | ".join((*cells, *shown.values())) + " |"
 
@@ -250,16 +272,17 @@ def main() -> None:
     parser.add_argument("--only", default="", help="systems whose name contains this, such as 'chunked prefill, 10'")
     parser.add_argument("--output", type=Path, default=Path("runs") / RESULTS.name, help="where the JSON goes")
     parser.add_argument("--record", action="store_true", help=f"write it to results/{RESULTS.name} instead")
+    parser.add_argument("--keep", type=Path, help="folder in which the replica's simulations are kept, and looked for")
     arguments = parser.parse_args()
     print("| system | requests a run | interval | given | mean (half-width) | P50 | P90 | P95 | P99 |")
     print("|---|--:|---|--:|--:|--:|--:|--:|--:|", flush=True)
     found: list[Row] = []
     by_table_row = itertools.groupby(
-        rows(arguments.runs, arguments.only), key=lambda row: (row.system, row.requests, row.method)
+        rows(arguments.runs, arguments.only, arguments.keep), key=lambda row: (row.system, row.requests, row.method)
     )
     for _, group in by_table_row:
         found += (members := list(group))
-        print(table_row(members, arguments.runs), flush=True)
+        print(table_row(members), flush=True)
     if not found:
         parser.error(f"--only: no such system ({arguments.only}). Allowed: a part of a name in docs/metrics.md")
     write(RESULTS if arguments.record else arguments.output, found)

@@ -10,11 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
+from scipy import stats
 
 from vajra_py.metrics.comparison import compare
 from vajra_py.metrics.intervals import (
     MIN_EFFECTIVE,
+    Interval,
     batch_means_interval,
     effective_size,
     independent_by_load,
@@ -73,26 +77,115 @@ def test_a_sequence_that_is_too_short_for_its_correlation_has_no_interval() -> N
     assert not is_long_enough(correlated(6_000, 1, phi=0.97), 0.99)  # too few beyond it
 
 
-def busy_queue(load: float, num_requests: int, seed: int) -> NDArray[np.float64]:
-    """Times in system of an M/M/1 queue that starts empty."""
-    return queue_with_arrivals(load, num_requests, seed)[1]
+def queues(load: float, num_requests: int, num_runs: int, seed: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Arrivals and times in system of M/M/1 queues that start empty, a row a queue."""
+    rng = np.random.default_rng(seed)
+    shape = (num_requests, num_runs)
+    service, gaps = rng.exponential(1, shape), rng.exponential(1 / load, shape)
+    backlog = np.cumsum(service - gaps, axis=0) - (service - gaps)
+    times = backlog - np.minimum.accumulate(backlog) + service
+    return (np.cumsum(gaps, axis=0) - gaps).T, times.T
 
 
 def queue_with_arrivals(load: float, num_requests: int, seed: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Arrivals and times in system of such a queue."""
-    rng = np.random.default_rng(seed)
-    service, gaps = rng.exponential(1, num_requests), rng.exponential(1 / load, num_requests)
-    times, wait = np.empty(num_requests), 0.0
-    for i in range(num_requests):
-        times[i] = wait + service[i]
-        wait = max(times[i] - gaps[i], 0.0)
-    return np.cumsum(gaps) - gaps, times
+    """Arrivals and times in system of one such queue."""
+    arrived_at, times = queues(load, num_requests, 1, seed)
+    return arrived_at[0], times[0]
+
+
+def busy_queue(load: float, num_requests: int, seed: int) -> NDArray[np.float64]:
+    """Its times in system."""
+    return queue_with_arrivals(load, num_requests, seed)[1]
 
 
 def worth(load: float, num_requests: int, seed: int) -> float:
     """Independent requests that the queue is worth by its load."""
     arrived_at, times = queue_with_arrivals(load, num_requests, seed)
     return independent_by_load(arrived_at, arrived_at + times, np.zeros(num_requests, dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    ("load", "num_requests", "num_runs"), [(0.5, 700, 600), (0.5, 1200, 300), (0.8, 5500, 800), (0.8, 8000, 300)]
+)
+def test_runs_that_are_just_long_enough_hold_the_long_run_values_as_often_as_longer_ones(
+    load: float, num_requests: int, num_runs: int
+) -> None:
+    """Those of the shorter lengths have an interval only because they met fewer bursts than usual."""
+    arrived_at, times = queues(load, num_requests, num_runs, 11)
+    one = np.zeros(num_requests, dtype=np.int64)
+    truth = {fraction: (1 if fraction is None else -math.log(1 - fraction)) / (1 - load) for fraction in (None, 0.5, 0.9, 0.95)}  # fmt: skip
+    held: dict[float | None, list[bool]] = {fraction: [] for fraction in truth}
+    for arrivals, own in zip(arrived_at, times, strict=True):
+        by_load = independent_by_load(arrivals, arrivals + own, one)
+        for fraction, value in truth.items():
+            found = batch_means_interval(own, by_load=by_load) if fraction is None else quantile_interval(own, fraction, by_load=by_load)  # fmt: skip
+            if found is not None:
+                held[fraction].append(found.low <= value <= found.high)
+    for outcomes in held.values():
+        assert len(outcomes) >= 80
+        assert 0.89 <= np.mean(outcomes) <= 1
+
+
+@given(seed=st.integers(0, 10**6), sizes=st.lists(st.floats(75, 5000), min_size=2, max_size=4))
+@settings(max_examples=20)
+def test_the_upper_end_comes_down_as_a_run_is_worth_more_and_the_lower_end_stays(seed: int, sizes: list[float]) -> None:
+    values = np.random.default_rng(seed).exponential(1, 20_000)
+    for fraction in (None, 0.5, 0.9):
+        found = [
+            batch_means_interval(values, by_load=size)
+            if fraction is None
+            else quantile_interval(values, fraction, by_load=size)
+            for size in sorted(sizes)
+        ]
+        intervals = [one for one in found if one is not None]
+        assert len(intervals) == len(sizes)
+        assert len({one.low for one in intervals}) == 1
+        highs = [one.high for one in intervals]
+        assert highs == sorted(highs, reverse=True)
+
+
+def test_the_interval_of_a_mean_by_hand() -> None:
+    """Batch means without skewness: Student's t with the correlation that is left, and the chance of being longer by luck."""
+    steps = np.array([-2.0, 1.0, 0.0, 2.0, -1.0, 1.0, -1.0, 0.0, 2.0, -2.0])
+    noise = np.tile([-10.0, 10.0], 50 * len(steps))
+    values = 50 + np.repeat(steps, 100) + noise
+    around = (steps[1:] * steps[:-1]).sum() / (steps**2).sum() + 1 / 10
+    phi = max(around, 0.0)
+    half = stats.t.ppf(0.975, 9) * math.sqrt((1 + phi) / (1 - phi) * steps.var(ddof=1) / 10)
+    margin = 1.5 * (75 / 90) ** math.sqrt(90) * values.std() / math.sqrt(90)
+    spread_out = values.reshape(10, 100)[:, np.random.default_rng(0).permutation(100)].ravel()
+    found = batch_means_interval(spread_out, by_load=90)
+    long = batch_means_interval(spread_out, by_load=math.inf)
+    assert effective_size(spread_out) > 90  # so that the load decides
+    assert found is not None
+    assert long is not None
+    assert found.low == pytest.approx(50 * math.exp(-half / 50))
+    assert found.high == pytest.approx(50 / (1 - (half + margin) / 50))
+    assert long.high < found.high
+
+
+def test_a_metric_that_is_zero_or_negative_has_a_plain_interval() -> None:
+    """Relative errors mean nothing there."""
+    rng = np.random.default_rng(1)
+    assert batch_means_interval(np.zeros(5000)) == Interval(0, 0)
+    assert quantile_interval(np.zeros(5000), 0.9) == Interval(0, 0)
+    negative = rng.normal(-10, 1, 5000)
+    found = batch_means_interval(negative)
+    assert found is not None
+    assert found.low < -10 < found.high < -9.9
+
+
+@pytest.mark.parametrize(("fraction", "share_of_zeros", "expected"), [
+    (0.5, 0.8, (0, 0)), (0.9, 0.97, (0, 0)), (0.5, 0.2, (1, 1)), (0.5, 0.5, (0, 1)),
+])  # fmt: skip
+def test_a_quantile_among_equal_values_is_that_value_unless_its_share_is_in_doubt(
+    fraction: float, share_of_zeros: float, expected: tuple[float, float]
+) -> None:
+    """Requests that do not wait at all are many, and a queueing time of 0 is then certain."""
+    values = np.where(np.random.default_rng(3).random(5000) < share_of_zeros, 0.0, 1.0)
+    found = quantile_interval(values, fraction)
+    assert found is not None
+    assert (found.low, found.high) == expected
 
 
 @pytest.mark.parametrize("fraction", [None, 0.9])
@@ -103,7 +196,7 @@ def test_a_queue_gets_intervals_that_hold_as_often_as_they_say_and_a_short_one_g
         truth = (1 if fraction is None else -np.log(1 - fraction)) / (1 - load)
         found = [
             batch_means_interval(one) if fraction is None else quantile_interval(one, fraction)
-            for one in (busy_queue(load, num_requests, seed) for seed in range(runs))
+            for one in queues(load, num_requests, runs, 1)[1]
         ]
         given = [one for one in found if one is not None]
         return len(given), sum(one.low <= truth <= one.high for one in given)

@@ -50,8 +50,7 @@ def latency_interval(values: Sequence[float]) -> Interval | None:
     if found is None:
         return None
     mean = float(np.mean(values))
-    above = min((found.high - mean) / mean, _WIDEST) if mean > 0 else 0.0
-    return Interval(found.low, mean / (1 - above)) if above else found
+    return Interval(found.low, _of_reciprocal(found.high, mean)) if mean > 0 else found
 
 
 def floats(values: Sequence[float | None]) -> Floats:
@@ -70,6 +69,8 @@ MIN_EFFECTIVE_BEYOND = MIN_EFFECTIVE / 20
 _LENGTH_BATCHES = 32
 """Batches by which it is told how many independent values a sequence is worth: many, since 10 of them would not tell it well."""
 HIGH_QUANTILE = 0.9
+_MARGIN_ERRORS = 1.5
+"""Standard errors, by what a run is worth, that are added to the upper end at `MIN_EFFECTIVE`."""
 _WIDEST = 0.9
 """Part of a value that its interval may reach above it before that is stretched."""
 
@@ -135,12 +136,20 @@ def independent_by_load(arrived_at: Floats, served_at: Floats, replica: Ints) ->
     return len(arrived_at) / (correlation * burstiness)
 
 
-def is_long_enough(values: Floats, fraction: float | None = None, *, by_load: float = math.inf) -> bool:
-    """Whether a sequence is long enough for an interval of its long-run mean, or of this quantile.
+def independent_size(values: Floats, *, by_load: float = math.inf) -> float:
+    """How many independent values a sequence is worth: the smaller of its effective size and of what the run is worth by its load.
 
-    By the smaller of its effective size and of what the run is worth by its load: few values of a busy system may vary little by chance.
+    Few values of a busy system may vary little by chance, so that the variance alone would take lucky runs for long ones.
     """
-    size = min(effective_size(values), by_load)
+    return min(effective_size(values), by_load)
+
+
+def is_long_enough(values: Floats, fraction: float | None = None, *, by_load: float = math.inf) -> bool:
+    """Whether a sequence is long enough for an interval of its long-run mean, or of this quantile."""
+    return _is_enough(independent_size(values, by_load=by_load), fraction)
+
+
+def _is_enough(size: float, fraction: float | None) -> bool:
     beyond = math.inf if fraction is None else size * min(fraction, 1 - fraction)
     return size >= MIN_EFFECTIVE and beyond >= MIN_EFFECTIVE_BEYOND * (1 - 1e-9)
 
@@ -148,42 +157,60 @@ def is_long_enough(values: Floats, fraction: float | None = None, *, by_load: fl
 def batch_means_interval(values: Floats, *, by_load: float = math.inf) -> Interval | None:
     """Interval for the long-run mean of a stationary, correlated sequence of amounts; None when it is too short.
 
-    Student's t over batch means, corrected for their skewness and for what is left of their correlation as Skart does (Tafazzoli and Wilson, "Skart: A skewness- and
-    autoregression-adjusted batch-means procedure for simulation analysis", IIE Transactions 43, 2011), with a fixed number of values. The error of a mean grows with the mean (a
-    busier system varies more), so that a relative error is taken for one of the logarithm.
+    The error of a mean grows with the mean (a busier system varies more): the lower end is that of the logarithm, the upper end that of the reciprocal.
     """
-    if not is_long_enough(values, by_load=by_load):
+    size = independent_size(values, by_load=by_load)
+    if not _is_enough(size, None):
         return None
-    return _of_logarithm(_skewed_t(_batched(values, BATCHES)), float(values.mean()))
+    mean = float(values.mean())
+    found = _bounds(values, size)
+    return Interval(_of_logarithm(found.low, mean), _of_reciprocal(found.high, mean)) if mean > 0 else found
 
 
 def quantile_interval(values: Floats, fraction: float, *, by_load: float = math.inf) -> Interval | None:
     """Interval for the long-run quantile of such a sequence; None when it is too short.
 
     The share of values up to the observed quantile gets a batch-means interval; the quantiles of its two ends are those of the interval. The upper end of a
-    high quantile is stretched as if the error were one of the reciprocal, since it grows faster with the quantile than that of a mean. (A bootstrap of the batches covers less:
-    `benchmarks/interval_coverage.py`.)
+    high quantile is that of the reciprocal, since it grows faster with the quantile than that of a median. (A bootstrap of the batches covers less:
+    `docs/adr/0028-intervals.md`.)
     """
-    if not is_long_enough(values, fraction, by_load=by_load):
+    size = independent_size(values, by_load=by_load)
+    if not _is_enough(size, fraction):
         return None
     used = values[len(values) % BATCHES :]
     ordered = np.sort(used)
     place = min(max(math.ceil(fraction * len(ordered)) - 1, 0), len(ordered) - 1)
-    bounds = _skewed_t(_batched((used <= ordered[place]).astype(np.float64), BATCHES))
-    low, high = math.floor(bounds.low * len(ordered)), math.ceil(bounds.high * len(ordered)) - 1
-    found = Interval(float(ordered[max(low, 0)]), float(ordered[min(max(high, 0), len(ordered) - 1)]))
+    below = (used <= ordered[place]).astype(np.float64)
+    bounds, ties = _bounds(below, size), int(below.sum()) - (place + 1)
+    low, high = math.floor(bounds.low * len(ordered)) - ties, math.ceil(bounds.high * len(ordered)) - 1 - ties
+    found = Interval(*(float(ordered[min(max(end, 0), len(ordered) - 1)]) for end in (low, high)))
     quantile = float(ordered[place])
-    if fraction < HIGH_QUANTILE or not quantile > 0:
-        return _of_logarithm(found, quantile)
-    above = (found.high - quantile) / quantile
-    return Interval(found.low, quantile / (1 - above)) if above < _WIDEST else None
-
-
-def _of_logarithm(found: Interval, value: float) -> Interval:
-    """The interval with its relative ends taken for those of the value's logarithm; the same one where the value is not positive."""
-    if not value > 0:
+    if not quantile > 0:
         return found
-    return Interval(value * math.exp((found.low - value) / value), value * math.exp((found.high - value) / value))
+    if fraction < HIGH_QUANTILE:
+        return Interval(_of_logarithm(found.low, quantile), _of_logarithm(found.high, quantile))
+    return Interval(found.low, _of_reciprocal(found.high, quantile)) if found.high < (1 + _WIDEST) * quantile else None
+
+
+def _bounds(values: Floats, size: float) -> Interval:
+    """Interval for the mean of a sequence that is worth `size` independent values, by its batch means and by the chance that it is no shorter.
+
+    Of runs that are worth about `MIN_EFFECTIVE`, those get an interval that met fewer bursts and hence have lower values. The upper end is therefore moved up, the less the more a run
+    is worth: its worth is told with a standard error of about 1 / sqrt(size) of itself, so that a few of them above the bound chance decides nothing.
+    """
+    found = _skewed_t(_batched(values, BATCHES))
+    margin = _MARGIN_ERRORS * (MIN_EFFECTIVE / size) ** math.sqrt(size) * float(values.std()) / math.sqrt(size)
+    return Interval(found.low, found.high + margin)
+
+
+def _of_logarithm(end: float, value: float) -> float:
+    """The end of an interval whose relative error is taken for that of the value's logarithm."""
+    return value * math.exp((end - value) / value)
+
+
+def _of_reciprocal(end: float, value: float) -> float:
+    """The end of an interval whose relative error is taken for that of the value's reciprocal."""
+    return value / (1 - min((end - value) / value, _WIDEST))
 
 
 def _batched(values: Floats, count: int) -> Floats:
@@ -199,13 +226,18 @@ def _correlation(means: Floats) -> float:
 
 
 def _skewed_t(means: Floats) -> Interval:
+    """Student's t interval for the mean of batch means, corrected for their skewness and for what is left of their correlation.
+
+    As Skart does, with a fixed number of values (Tafazzoli and Wilson, "Skart: A skewness- and autoregression-adjusted batch-means procedure for simulation analysis", IIE Transactions
+    43, 2011); an estimated autocorrelation is too low by about one part in as many as there are batches (Kendall, Biometrika 41, 1954), which is added.
+    """
     from scipy import stats
 
     count, mean = len(means), float(means.mean())
     variance = float(means.var(ddof=1))
     if not variance > 0:
         return Interval(mean, mean)
-    phi = min(max(_correlation(means), 0.0), 0.9)
+    phi = min(max(_correlation(means) + 1 / count, 0.0), 0.9)
     error = math.sqrt((1 + phi) / (1 - phi) * variance / count)
     skewness = count * float(((means - mean) ** 3).sum()) / ((count - 1) * (count - 2)) / variance**1.5
     beta = skewness / (6 * math.sqrt(count))
