@@ -10,6 +10,7 @@ kind: see `latency_of` and `lengths_of`. Prints the distribution of the errors b
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -29,7 +30,9 @@ from vajra_py.latency.operator_tables import OperatorTables, tables_folder
 
 MODELS = {"Llama-3.1-70B": "Llama-3.1-70B", "Llama-3.1-8B": "Llama-3.1-8B", "Qwen3-32B": "Qwen3-32B"}
 STEP_TOKENS = 8192
-"""Prompt tokens a step: InferenceMAX's (its README), and the default of vLLM's and SGLang's servers on GPUs of this size, and of TensorRT-LLM."""
+"""Prompt tokens a step: InferenceMAX's (its README), and the default of SGLang's server on GPUs of this size."""
+SPARE_TOKENS = 1500
+"""What aiconfigurator's generator adds to the longest prompt where it sets the tokens of a step (generator/rule_plugin/*.rule)."""
 TURNS = 10
 """Requests of each user: InferenceMAX's `--num-prompts`, and the request count of aiconfigurator's own benchmark runner."""
 BLOCK = 16
@@ -45,6 +48,7 @@ class Point:
     name: str
     system: str
     engine: str
+    version: str
     model: str
     precision: str
     tensor: int
@@ -54,7 +58,12 @@ class Point:
     ttft_ms: float
     tpot_ms: float
     is_inferencemax: bool
-    """Measured by InferenceMAX; the others by tools whose settings the file does not say."""
+    """Measured by InferenceMAX; the others are taken to be servers that aiconfigurator's generator set up."""
+
+    @property
+    def release(self) -> tuple[int, ...]:
+        """Major, minor and patch number of the engine."""
+        return tuple(int(part) for part in re.findall(r"\d+", self.version)[:3])
 
 
 def points(path: Path) -> Iterator[Point]:
@@ -68,6 +77,7 @@ def points(path: Path) -> Iterator[Point]:
             name=row.id,
             system=row.system,
             engine=row.backend,
+            version=row.backend_version,
             model=model,
             precision=row.gemm_quant_mode if isinstance(row.gemm_quant_mode, str) else "bfloat16",
             tensor=int(row.tp_size),
@@ -98,7 +108,40 @@ def latency_of(point: Point, folder: Path) -> dict[str, Any]:
         "fused_norms": point.engine == "trtllm",
         "kv_dtype": "fp8" if point.precision in ("fp8", "nvfp4") else "bfloat16",
         "tensor_parallel": point.tensor,
+        "host": "vllm-0.19-sync" if is_synchronous(point) else "vllm-0.19-async",
     }
+
+
+def is_synchronous(point: Point) -> bool:
+    """Whether the engine schedules a step after the one before.
+
+    vLLM does until 0.14, whose release notes turn asynchronous scheduling on; InferenceMAX turns it on. TensorRT-LLM and SGLang overlap.
+    """
+    return point.engine == "vllm" and not point.is_inferencemax and point.release < (0, 14)
+
+
+def limits_of(point: Point) -> dict[str, Any]:
+    """What stands under `replica:` and `scheduling:`, as the servers were set up.
+
+    aiconfigurator's generator has vLLM and TensorRT-LLM compute as many tokens in a step as the longest prompt has, 1,500 more, and one for
+    each request; SGLang as many prompt tokens, beside decodes (`--enable-mixed-chunk`), and no more than 8,192. TensorRT-LLM does not cut
+    prompts (`enable_chunked_prefill: false`). The generator has known SGLang since December 2025; the older one is taken to have SGLang's
+    defaults: prompts first, without decodes beside them.
+    """
+    replica: dict[str, Any] = {"max_batch_size": 1024, "max_batch_tokens": STEP_TOKENS}
+    if point.is_inferencemax:
+        return {"replica": replica}
+    if point.engine != "sglang":
+        replica["max_batch_tokens"] = point.prompt + SPARE_TOKENS + point.users
+        if point.engine == "trtllm":
+            whole = {"policy": "vllm_v1", "params": {"chunked_prefill": False}}
+            return {"replica": replica, "scheduling": {"replica_scheduler": whole}}
+    elif point.release >= (0, 5, 3):
+        replica["max_batch_tokens"] = min(STEP_TOKENS, point.prompt + SPARE_TOKENS) + point.users
+    else:
+        params = {"prefill": "chunk_first", "prefill_budget_tokens": STEP_TOKENS}
+        return {"replica": replica, "scheduling": {"replica_scheduler": {"policy": "nano_vllm", "params": params}}}
+    return {"replica": replica}
 
 
 def lengths_of(longest: int, point: Point) -> dict[str, Any]:
@@ -122,27 +165,25 @@ def blocks_of(model: OperatorTablesModel, folder: Path, point: Point) -> int:
 
 def simulated(point: Point, model: OperatorTablesModel, folder: Path) -> tuple[float, float, float]:
     """(mean TTFT, mean TPOT in milliseconds, share of the step time by rule) of a simulation."""
-    replica: dict[str, Any] = {"max_batch_size": 1024, "max_batch_tokens": STEP_TOKENS}
+    limits = limits_of(point)
     if model.device is None:
-        replica["memory"] = {"num_blocks": blocks_of(model, folder, point)}
+        limits["replica"]["memory"] = {"num_blocks": blocks_of(model, folder, point)}
     mapping: dict[str, Any] = {
         "version": 1,
         "name": "point",
         "preset": "vllm-v1",
-        "replica": replica,
+        **limits,
         "workload": {
             "type": "synthetic",
             "num_requests": TURNS * point.users,
             "arrivals": {"type": "closed_loop", "num_users": point.users},
             "prompt_tokens": lengths_of(point.prompt, point),
             "output_tokens": lengths_of(point.output, point),
+            "max_tokens": point.output,
         },
         "backend": {"simulator": {"latency": latency_of(point, folder)}},
         "output": {"decision_log": False},
     }
-    if point.engine == "sglang":  # prompts first, without decodes beside them
-        params = {"prefill": "chunk_first", "prefill_budget_tokens": STEP_TOKENS}
-        mapping["scheduling"] = {"replica_scheduler": {"policy": "nano_vllm", "params": params}}
     with tempfile.TemporaryDirectory() as place:
         run = run_experiment(config_from_mapping(mapping), folder=Path(place) / "run")
         filled = float(run.summary.value("step_times.filled_fraction"))

@@ -310,7 +310,7 @@ class ProfileBundleModel:
             of_tokens = sum(self._token_parts(decodes + tokens, decodes + tokens).values())
             self._of_tokens_s[decodes + tokens] = of_tokens
         of_sequences, least = self._of_sequences_s.get(decodes + prefills) or self._of_sequences(decodes + prefills)
-        chunk, behind = _one_chunk(tokens, pairs)
+        chunk, behind = one_chunk(tokens, pairs)
         if decodes:
             microseconds = self._attention.mixed(decodes).at(chunk, behind, context / decodes)
             microseconds *= self._mixed_skew[decodes] if decodes < MOST_DECODES else self._mixed_skew[-1]
@@ -342,7 +342,7 @@ class ProfileBundleModel:
             parts["all_reduce"] += gathered
         mean = decode_context / decodes if decodes else 0.0
         if tokens:
-            chunk, context = _one_chunk(rank_tokens, shape.prefill_attention_pairs * rank_tokens / tokens)
+            chunk, context = one_chunk(rank_tokens, shape.prefill_attention_pairs * rank_tokens / tokens)
             alone, both = self._chunk_us(chunk, context, rank_decodes, mean)
             parts["prefill_attention"] = self._mixed_us_s * min(alone, both)
             if decodes:
@@ -406,7 +406,7 @@ class ProfileBundleModel:
         return captured[bisect_left(captured, tokens)]
 
 
-def _one_chunk(tokens: float, pairs: float) -> tuple[float, float]:
+def one_chunk(tokens: float, pairs: float) -> tuple[float, float]:
     """The chunk and its context with as many query-key pairs as a step's chunks have together.
 
     It has all their tokens where they have context enough; short chunks side by side have the pairs of one shorter chunk.
