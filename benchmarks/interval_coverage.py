@@ -1,7 +1,8 @@
 """Measure how often 95 % intervals hold the long-run value: thousands of short runs of M/M/1 queues, and 1,000 of a replica with chunked prefills at each of two rates.
 
 Run `python benchmarks/interval_coverage.py` (about half an hour of one core; `--runs` and `--only` make it shorter, `--keep FOLDER` makes it in pieces: simulations are kept there and
-not repeated); it prints the table of `docs/metrics.md` and writes `benchmarks/results/interval_coverage.json`, in which the rows of systems that were left out stay as they are.
+not repeated); it prints the table of `docs/metrics.md` and writes it as JSON below `runs/`, or with `--record` into `benchmarks/results/interval_coverage.json`, where the rows of
+systems that were left out stay as they are.
 
 The queue's long-run values are known: time in system of M/M/1 is exponential with rate 1 - load (service rate 1). Those of the replica are pooled from all of its runs, without the first
 and the last requests of each. Every run starts empty, as experiments do; runs of several lengths are the first requests of the longest. Replications of runs that are too short to tell

@@ -242,9 +242,3 @@ def _simulated_tokens(data: RunData, requests: MeasuredRequests, edges: Floats) 
     total = np.concatenate([[0.0], np.cumsum(tokens[order])])
     counted: Floats = np.diff(total[np.searchsorted(at[order], edges, side="right")])
     return counted
-
-
-def as_mapping(accuracy: Accuracy) -> Mapping[str, float]:
-    """Relative error of every metric and series, by name."""
-    errors = {error.name: error.relative for error in accuracy.errors}
-    return errors | {series.name: series.relative for series in accuracy.series}

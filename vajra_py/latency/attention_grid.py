@@ -98,7 +98,7 @@ class AttentionGrid:
         self._prefill = MixedSlice(
             chunks, contexts, np.array([0.0, 1.0]), np.repeat(filled(prefill, (chunks, contexts))[..., None], 2, axis=2)
         )
-        self._mixed_axes, self._mixed, self.measured_share = _mixed_grid(rows[(chunk > 0) & (decodes > 0)])
+        self._mixed_axes, self._mixed = _mixed_grid(rows[(chunk > 0) & (decodes > 0)])
         self.largest: Mapping[str, float] = {
             "prefill_chunk": float(chunks[-1]),
             "kv_prefill": float(contexts[-1]),
@@ -137,14 +137,13 @@ def _grid(first: Array, second: Array, times: Array) -> tuple[Array, Array, Grid
     return rows, columns, grid
 
 
-def _mixed_grid(rows: Array) -> tuple[tuple[Array, Array, Array, Array], Grid, float]:
-    """(axes, times by (decodes, chunk, context, decode context), share of the cells that were measured)."""
+def _mixed_grid(rows: Array) -> tuple[tuple[Array, Array, Array, Array], Grid]:
+    """(axes, times by (decodes, chunk, context, decode context))."""
     axes = (np.unique(rows[:, 2]), np.unique(rows[:, 0]), np.unique(rows[:, 1]), np.unique(rows[:, 3]))
     grid = np.full(tuple(map(len, axes)), np.nan)
     places = tuple(np.searchsorted(axis, rows[:, column]) for axis, column in zip(axes, (2, 0, 1, 3), strict=True))
     grid[places] = rows[:, 4]
-    share = float(np.isfinite(grid).mean())
-    return axes, filled(grid, axes), share
+    return axes, filled(grid, axes)
 
 
 def filled(grid: Grid, axes: tuple[Array, ...]) -> Grid:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 COLUMN_IN = 3.35
 """Width of a column of a two-column paper, inches."""
-PAGE_IN = 7.0
-"""Width of its page."""
 MIN_WIDTH_IN, MAX_WIDTH_IN = 2.0, 40.0
 FORMATS = ("pdf", "svg", "png")
 COLUMNS = ("panel", "title", "x_label", "y_label", "series", "category", "x", "y", "y_high")

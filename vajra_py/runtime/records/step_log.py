@@ -61,11 +61,6 @@ class Batch(NamedTuple):
     """Index of each, and the tick at which it arrived."""
     lists: Mapping[str, bytes]
 
-    @property
-    def num_records(self) -> int:
-        """How many they are."""
-        return len(self.rows) // _ROW.size
-
     def columns(self) -> dict[str, NDArray[np.int64]]:
         """Each of `FIELDS`, a number a record."""
         rows = np.frombuffer(self.rows, dtype=np.int64).reshape(-1, len(FIELDS))
