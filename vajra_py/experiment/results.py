@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from vajra_py.metrics.definitions import Floats, Window
 from vajra_py.metrics.intervals import mser5
 from vajra_py.metrics.run_warnings import rate_warnings
 from vajra_py.metrics.steps_table import StepsBuilder
-from vajra_py.metrics.summary import STEPS_READ, summarise
+from vajra_py.metrics.summary import STEPS_READ, Summary, summarise
 from vajra_py.metrics.tables import RequestsBuilder, TbtBuilder, write_parquet
 
 _WARMUP_OFF = (0.0, 0)
@@ -38,18 +39,27 @@ def write_results(
 
     `ended_at`: seconds on the run's clock; `step_times`: where they come from, as the summary says it.
     """
+    requests, steps, tbt = tables.requests.to_table(), tables.steps.to_table(STEPS_READ), tables.tbt.to_table()
+    with ThreadPoolExecutor(1) as beside:  # encoding needs no interpreter, for the most part
+        writing = beside.submit(_write_tables, path, tables)
+        summary = _summary(config, requests, steps, tbt, ended_at).with_step_times(step_times)
+        writing.result()
+    (path / "summary.json").write_text(summary.to_json())
+
+
+def _write_tables(path: Path, tables: Tables) -> None:
     write_parquet(tables.requests, path / "requests.parquet")
     write_parquet(tables.steps, path / "steps.parquet")
     write_parquet(tables.tbt, path / "tbt.parquet")
-    requests, steps, tbt = tables.requests.to_table(), tables.steps.to_table(STEPS_READ), tables.tbt.to_table()
+
+
+def _summary(config: ExperimentConfig, requests: Any, steps: Any, tbt: Any, ended_at: float) -> Summary:
+    """The summary of the tables, pyarrow's; `steps` has the columns that are read."""
     arrived_at, e2e_s = (requests.column(name).to_numpy() for name in ("arrived_at", "e2e_s"))
     summary = summarise(requests, steps, tbt, _window(config, arrived_at, e2e_s, ended_at))
     summary = summary.with_warnings(rate_warnings(summary.data, _asked_rate(config)))
-    summary = summary.with_step_times(step_times)
     devices = devices_of(config)
-    if devices:
-        summary = summary.with_sections(cost_sections(devices, summary.data, steps))
-    (path / "summary.json").write_text(summary.to_json())
+    return summary.with_sections(cost_sections(devices, summary.data, steps)) if devices else summary
 
 
 def _window(config: ExperimentConfig, arrived_at: Floats, e2e_s: Floats, ended_at: float) -> Window | None:

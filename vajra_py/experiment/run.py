@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from vajra_py.config import ExperimentConfig
@@ -124,10 +125,12 @@ class _Attempt:
         for observer in self._observers:
             observer.on_run_end(seconds)
         recorder.record_unfinished(self._backend.controller.alive())
-        if self._log is not None:
-            self._log.close()
         tables = Tables(recorder.requests, recorder.steps, recorder.tbt)
-        write_results(path, self._run.config, tables, seconds, self._backend.step_times.to_mapping())
+        with ThreadPoolExecutor(1) as beside:  # encoding needs no interpreter, for the most part
+            closing = None if self._log is None else beside.submit(self._log.close)
+            write_results(path, self._run.config, tables, seconds, self._backend.step_times.to_mapping())
+            if closing is not None:
+                closing.result()
 
 
 def _said(error: Exception) -> str:
