@@ -243,10 +243,11 @@ def test_an_interrupted_run_is_run_again(vajra: Vajra, small: Path, monkeypatch:
 
 
 def test_a_single_run_is_divided_among_workers_or_says_why_not(vajra: Vajra, small: Path) -> None:
-    whole = vajra("run", small, "--workers", "2", "--set", "num_replicas=2", "--set", "output.dir=whole")
+    shared = ("--set", "scheduling.replicaset_scheduler=pull")
+    whole = vajra("run", small, "--workers", "2", "--set", "num_replicas=2", "--set", "output.dir=whole", *shared)
     assert whole.code == 0
-    assert "not divided among 2 workers: its decision log is one sequence over all replicas" in whole.err
-    settings = ("--set", "num_replicas=2", "--set", "output.decision_log=false")
+    assert "not divided among 2 workers: default: pull leaves requests in a queue that the replicas share" in whole.err
+    settings = ("--set", "num_replicas=2")
     for name, more in (("one", ()), ("two", ("--workers", "2"))):
         (small.parent / name).mkdir()
         os.chdir(small.parent / name)

@@ -109,12 +109,16 @@ def _check_nodes(cluster: RayCluster) -> None:
     for node in nodes:
         where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         answers.append((node, probe.options(scheduling_strategy=where).remote()))
-    own = fingerprint()
+    own, num_gone = fingerprint(), 0
     for node, answer in answers:
         name = f"node {node['NodeManagerAddress']} ({node['NodeID'][:8]})"
         try:
             found = ray.get(answer, timeout=_ANSWER_S)
         except Exception as error:  # whatever it is, the node is of no use
+            if node["NodeID"] not in {one["NodeID"] for one in cluster.nodes()}:
+                num_gone += 1  # it died just now, as far as this machine can tell
+                if num_gone < len(nodes):
+                    continue
             said = str(error).strip().splitlines() or [type(error).__name__]
             raise RunError(f"{name}: does not answer ({said[-1]}). Mend it, or take it out of the cluster.") from None
         difference = found if isinstance(found, str) else _difference(own, found)
