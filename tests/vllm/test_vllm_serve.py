@@ -186,9 +186,9 @@ def test_offline_with_processes_of_its_own_a_fallback_finishes_what_runs(tiny_mo
     file = tmp_path / "experiment.yaml"
     file.write_text(EXPERIMENT.replace("600", "9") + "backend: {vllm: {fallback: vllm-v1}}\n")
     ours = {"scheduler_cls": "vajra_py.vllm.Scheduler", "additional_config": {"vajra": {"experiment": str(file)}}}
-    runs = []
+    runs, known = [], environment(tmp_path)
     for options in (ours, {}):
-        outputs, log = offline(tiny_model, options, tmp_path, environment(tmp_path))
+        outputs, log = offline(tiny_model, options, tmp_path, known)
         runs.append(outputs)
         if options:
             assert "policy breaks" in log
