@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +26,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def client_address(cluster: LocalCluster) -> Iterator[str]:
-    """Of a Ray Client server of the cluster."""
+    """Of a Ray Client server of the cluster; one at a time on a machine, since each begins with the same ports for its clients."""
+    with (Path(tempfile.gettempdir()) / "vajra-ray-client.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield from _serving(cluster)
+
+
+def _serving(cluster: LocalCluster) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     command = [sys.executable, "-m", "ray.util.client.server", "--address", cluster.address, "--host", "127.0.0.1"]
