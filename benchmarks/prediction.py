@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +32,7 @@ from statistics import median
 from typing import Any, TypeAlias
 
 from loaded_once import LoadedOnce
+from machine import processor
 
 from vajra_py import __version__
 from vajra_py.config import ExperimentConfig, TypedChoice, config_from_mapping
@@ -58,7 +58,7 @@ _QUIET_CORES = 0.15
 _MOST_TRIES = 10
 _NOTE = "slowness.json"
 REPLICA = {"max_batch_size": 24, "max_batch_tokens": 1024, "max_model_len": 640}
-KV_TOKENS = 24 * 640
+KV_TOKENS = REPLICA["max_batch_size"] * REPLICA["max_model_len"]
 """Room for every request of a batch at its longest: what is loaded, and what a profile measures with."""
 POLICIES: Mapping[str, Mapping[str, Any]] = {
     "fcfs, fixed_chunk": {
@@ -393,8 +393,10 @@ def tables(compared: Sequence[Compared]) -> list[str]:
     return lines
 
 
-def write(folder: Path, profiles: Profiles, compared: Sequence[Compared], options: argparse.Namespace) -> None:
-    """All figures as JSON, and the tables with where they come from."""
+def write(
+    folder: Path, profiles: Profiles, compared: Sequence[Compared], printed: str, options: argparse.Namespace
+) -> None:
+    """All figures as JSON, and what is printed with where it comes from."""
     profile = read_profile(profiles.file)
 
     def named(values: Figures) -> dict[str, float]:
@@ -424,16 +426,7 @@ def write(folder: Path, profiles: Profiles, compared: Sequence[Compared], option
     }
     (folder / "prediction.json").write_text(json.dumps(data, indent=1) + "\n")
     told = [f"{name}: {data[name]}" for name in ("at", "backend", "machine", "clock", "rounds")]
-    (folder / "prediction.md").write_text("\n".join([", ".join(told) + ".", "", *tables(compared)]) + "\n")
-
-
-def processor() -> str:
-    """What the machine says it computes with."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    (folder / "prediction.md").write_text(f"{', '.join(told)}.\n\n{printed}\n")
 
 
 def main() -> int:
@@ -458,8 +451,9 @@ def main() -> int:
         )
         for load, policy in product(LOADS, POLICIES)
     ]
-    print("\n".join(tables(compared)))
-    write(options.folder, profiles, compared, options)
+    printed = "\n".join(tables(compared))
+    print(printed)
+    write(options.folder, profiles, compared, printed, options)
     print(f"written: {options.folder / 'prediction.json'}, {options.folder / 'prediction.md'}")
     return 0 if all(abs(one.error(key)) <= TOLERANCE for one in compared for key in KEYS) else 1
 

@@ -21,6 +21,7 @@ import queues  # noqa: E402
 import simulate  # noqa: E402
 import startup  # noqa: E402
 import steps  # noqa: E402
+from machine import processor  # noqa: E402
 
 from vajra_py import __version__  # noqa: E402
 
@@ -77,21 +78,13 @@ def main() -> int:
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
         "python": platform.python_version(),
-        "machine": f"{_processor()}, {os.cpu_count()} cores",
+        "machine": f"{processor()}, {os.cpu_count()} cores",
         "figures": figures,
     }
     with (options.output / "history.jsonl").open("a") as file:
         file.write(json.dumps(entry) + "\n")
     print(f"written: {options.output / 'latest.json'}")
     return 0
-
-
-def _processor() -> str:
-    """The CPU's name, where the system tells."""
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 if __name__ == "__main__":

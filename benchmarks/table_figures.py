@@ -9,7 +9,6 @@ peaks (docs/latency-models.md, Devices); then how well one chunk with as many qu
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 from statistics import median
 
@@ -17,17 +16,12 @@ import numpy as np
 import pandas as pd
 
 from vajra_py.latency.devices import DeviceSpec, load_device
-from vajra_py.latency.operator_tables import tables_folder
+from vajra_py.latency.operator_config import AiconfiguratorConfig
+from vajra_py.latency.operator_tables import tables_folder, version_key
 from vajra_py.latency.profile_bundle import one_chunk
 
-SYSTEMS = {
-    "a100_sxm": "a100-80gb-sxm",
-    "h100_sxm": "h100-sxm",
-    "h200_sxm": "h200-sxm",
-    "b200_sxm": "b200-sxm",
-    "l40s": "l40s",
-    "rtx_pro_6000_server": "rtx-pro-6000",
-}
+SYSTEMS = ("a100_sxm", "h100_sxm", "h200_sxm", "b200_sxm", "l40s", "rtx_pro_6000_server")
+"""As the tables name them."""
 SIDE = 4096
 """Of the matrices whose product counts."""
 PROMPT = 8192
@@ -41,7 +35,7 @@ SUM_BYTES = (2**23, 2**25)
 def newest(folder: Path, name: str) -> pd.DataFrame:
     """The table of that name in the folder of the newest version."""
     files = folder.glob(f"*/{name}.parquet")
-    return pd.read_parquet(max(files, key=lambda file: [int(part) for part in re.findall(r"\d+", file.parent.name)]))
+    return pd.read_parquet(max(files, key=lambda file: version_key(file.parent.name)))
 
 
 def attention(folder: Path) -> pd.DataFrame:
@@ -103,10 +97,11 @@ def main() -> None:
     print(
         "| device | products | attention | memory | link, 2 | 4 KB, µs | link, 8 | 4 KB, µs |\n|---|---|---|---|---|---|---|---|"
     )
-    for system, name in SYSTEMS.items():
+    systems = {AiconfiguratorConfig(system=system).device_name: system for system in SYSTEMS}
+    for name, system in systems.items():
         print(f"| {name} | {' | '.join(reached(folder / system, load_device(name)))} |")
     print("\n| device | batches | median error | absolute, median | each prompt alone |\n|---|---|---|---|---|")
-    for system, name in SYSTEMS.items():
+    for name, system in systems.items():
         number, middle, absolute, apart = several(folder / system)
         print(f"| {name} | {number} | {100 * middle:+.0f} % | {100 * absolute:.0f} % | {100 * apart:+.0f} % |")
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
 
 import vajra_py as vajra
+from tests.experiment.small import SMALL, WORKLOAD
 from vajra_py.config import config_from_mapping, dump_effective
 from vajra_py.contract import BatchFeatures
 from vajra_py.contract.hookspecs import LatencyModelSpec
@@ -28,26 +29,7 @@ from vajra_py.experiment.run import run_experiment
 from vajra_py.plugins import PluginSource, load_registry
 from vajra_py.sim.decode_runs import run_ends_of
 
-NUM_REQUESTS = 12
-WORKLOAD: dict[str, Any] = {
-    "type": "synthetic",
-    "arrivals": {"type": "poisson", "rate": 20.0},
-    "num_requests": NUM_REQUESTS,
-    "prompt_tokens": {"type": "uniform", "min": 20, "max": 300},
-    "output_tokens": {"type": "uniform", "min": 2, "max": 20},
-}
-PLAIN: dict[str, Any] = {
-    "version": 1,
-    "name": "hostile",
-    "scheduling": {
-        "request_prioritizer": "fcfs",
-        "replicaset_scheduler": "round_robin",
-        "replica_scheduler": {"policy": "fixed_chunk", "params": {"chunk_size": 128}},
-    },
-    "workload": WORKLOAD,
-    "backend": {"simulator": {"latency": {"type": "constant", "step_time_s": 0.01}}},
-    "replica": {"max_model_len": 4096, "memory": {"num_blocks": 400}},
-}
+NUM_REQUESTS = WORKLOAD["num_requests"]
 CLASSES = {
     "name": "a", "ttft_slo_s": 1.0, "tpot_slo_s": 0.1, "tbt_slo_s": 0.2, "deadline_s": 4.0, "expires_after_s": 5.0, "priority": 1,
 }  # fmt: skip
@@ -109,7 +91,7 @@ def effective(variant: str) -> dict[str, Any]:
     """A variant with every default written out."""
     from ruamel.yaml import YAML
 
-    loaded: dict[str, Any] = YAML(typ="safe").load(dump_effective(config_from_mapping({**PLAIN, **VARIANTS[variant]})))
+    loaded: dict[str, Any] = YAML(typ="safe").load(dump_effective(config_from_mapping({**SMALL, **VARIANTS[variant]})))
     return loaded
 
 
@@ -229,8 +211,8 @@ def test_requests_that_would_arrive_beyond_the_clock_are_refused(rate: float, tm
 def test_a_slow_arrival_within_the_clock_is_served(tmp_path: Path) -> None:
     experiment = changed("plain", ("workload", "arrivals", "rate"), 2e-5)
     run = vajra.run(config_from_mapping(experiment), folder=tmp_path / "run")
-    frame = run.requests_frame("arrived_at", "reason", "e2e_s")
-    assert set(frame.reason) == {"stopped"} or frame.e2e_s.notna().all()
+    frame = run.requests_frame("arrived_at", "e2e_s")
+    assert frame.e2e_s.notna().all()
     assert frame.arrived_at.max() > 100_000
 
 
@@ -285,7 +267,7 @@ def test_a_step_time_that_cannot_be_ends_the_run_by_name(answer: float, in_runs:
         return [*registry.lazy(hook), *([(source, spec)] if hook == "vajra_latency_models" else [])]
 
     own = replace(registry, lazy=lazy)
-    experiment = {**PLAIN, "backend": {"simulator": {"latency": {"type": "wrong"}}}}
+    experiment = {**SMALL, "backend": {"simulator": {"latency": {"type": "wrong"}}}}
     config = config_from_mapping(experiment, registry=own)
     with pytest.raises(ExecutorError, match="latency model: a step cannot last"):
         run_experiment(config, folder=tmp_path / "run", registry=own)

@@ -16,29 +16,12 @@ from typing import Any
 import pytest
 
 import vajra_py as vajra
+from tests.experiment.small import SMALL
 from vajra_py.config import ExperimentConfig
 from vajra_py.errors import ConfigError, RunError
 from vajra_py.experiment.folder import RunFolder, config_digest, find_all_runs, find_runs
 from vajra_py.plugins import load_registry
 
-SMALL: dict[str, Any] = {
-    "version": 1,
-    "name": "kept",
-    "scheduling": {
-        "request_prioritizer": "fcfs",
-        "replicaset_scheduler": "round_robin",
-        "replica_scheduler": {"policy": "fixed_chunk", "params": {"chunk_size": 128}},
-    },
-    "workload": {
-        "type": "synthetic",
-        "arrivals": {"type": "poisson", "rate": 20.0},
-        "num_requests": 8,
-        "prompt_tokens": {"type": "uniform", "min": 20, "max": 300},
-        "output_tokens": {"type": "uniform", "min": 2, "max": 20},
-    },
-    "backend": {"simulator": {"latency": {"type": "constant", "step_time_s": 0.01}}},
-    "replica": {"max_model_len": 4096, "memory": {"num_blocks": 400}},
-}
 FILES = {
     "config.yaml", "decisions.parquet", "environment.json", "manifest.json", "requests.parquet", "steps.parquet", "summary.json",
     "tbt.parquet",

@@ -11,12 +11,15 @@ _WIDTHS = {"column": 3.35, "page": 7.0, "report": 10.0}
 
 def _inches(ctx: click.Context, param: click.Parameter, text: str) -> float:
     """The width that was asked for, inches."""
+    from vajra_py.metrics.figure_files import MAX_WIDTH_IN, MIN_WIDTH_IN
+
     try:
         found = _WIDTHS[text] if text in _WIDTHS else float(text)
     except ValueError:
         found = 0.0
-    if not 2.0 <= found <= 40.0:
-        raise click.BadParameter(f"not a width ({text}). Allowed: {', '.join(_WIDTHS)}, or 2 to 40 inches.", ctx, param)
+    if not MIN_WIDTH_IN <= found <= MAX_WIDTH_IN:
+        allowed = f"{', '.join(_WIDTHS)}, or {MIN_WIDTH_IN:g} to {MAX_WIDTH_IN:g} inches"
+        raise click.BadParameter(f"not a width ({text}). Allowed: {allowed}.", ctx, param)
     return found
 
 

@@ -101,29 +101,27 @@ def _check_nodes(cluster: RayCluster) -> None:
     """Raise `RunError` for the first node that is not like this machine, or when there is none to compute on."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    ray, nodes = cluster.ray, cluster.nodes()
-    if not nodes:
-        raise RunError("--on: no node of the cluster has a CPU to offer. Start one: ray start --address=HEAD:PORT")
+    ray = cluster.ray
     probe = ray.remote(num_cpus=0, max_retries=0)(_probe())
     answers = []
-    for node in nodes:
+    for node in cluster.nodes():
         where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         answers.append((node, probe.options(scheduling_strategy=where).remote()))
-    own, num_gone = fingerprint(), 0
+    own = fingerprint()
     for node, answer in answers:
         name = f"node {node['NodeManagerAddress']} ({node['NodeID'][:8]})"
         try:
             found = ray.get(answer, timeout=_ANSWER_S)
         except Exception as error:  # whatever it is, the node is of no use
-            if node["NodeID"] not in {one["NodeID"] for one in cluster.nodes()}:
-                num_gone += 1  # it died just now, as far as this machine can tell
-                if num_gone < len(nodes):
-                    continue
+            if all(one["NodeID"] != node["NodeID"] for one in cluster.nodes()):
+                continue  # it died just now
             said = str(error).strip().splitlines() or [type(error).__name__]
             raise RunError(f"{name}: does not answer ({said[-1]}). Mend it, or take it out of the cluster.") from None
         difference = found if isinstance(found, str) else _difference(own, found)
         if difference:
             raise RunError(f"{name}: {difference}. Every node needs what this machine has.")
+    if not cluster.nodes():
+        raise RunError("--on: no node of the cluster has a CPU to offer. Start one: ray start --address=HEAD:PORT")
 
 
 def _probe() -> Any:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator,
 from vajra_py.config.capacity import CapacityConfig
 from vajra_py.config.costs import CostsConfig
 from vajra_py.contract import Layer, RequestView
+from vajra_py.contract.latency import LAST_S
 
 if TYPE_CHECKING:
     from vajra_py.workload.config import WorkloadConfig
@@ -27,8 +28,8 @@ PositiveCount: TypeAlias = Annotated[int, Field(strict=True, gt=0, le=2**31 - 1)
 ReplicaCount: TypeAlias = Annotated[int, Field(strict=True, gt=0, le=1_000_000)]
 StageCount: TypeAlias = Annotated[int, Field(strict=True, gt=0, le=1024)]
 BlockSize: TypeAlias = Annotated[int, Field(strict=True, gt=0, le=65_536)]
-Seconds: TypeAlias = Annotated[float, Field(strict=True, ge=0, le=9_000_000)]
-PositiveSeconds: TypeAlias = Annotated[float, Field(strict=True, gt=0, le=9_000_000)]
+Seconds: TypeAlias = Annotated[float, Field(strict=True, ge=0, le=LAST_S)]
+PositiveSeconds: TypeAlias = Annotated[float, Field(strict=True, gt=0, le=LAST_S)]
 Switch: TypeAlias = Annotated[bool, Field(strict=True)]
 Text: TypeAlias = Annotated[str, Field(strict=True, min_length=1)]
 

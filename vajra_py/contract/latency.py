@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 CONTEXT_GRAIN_TOKENS = 64
+LAST_S = 9_000_000
+"""Seconds that the clock of a run reaches to at least, 104 days: no step lasts longer, and no request arrives later."""
 
 
 class BatchFeatures(NamedTuple):

@@ -81,8 +81,8 @@ def run_in_parts(
 
 
 def _combine(config: ExperimentConfig, registry: Registry, place: RunFolder, paths: Sequence[Path]) -> None:
-    place.start(config, registry, overwrite=True)
     try:
+        place.start(config, registry, overwrite=True)
         _write_combined(config, place, paths)
     finally:
         place.close()

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from vajra_py.config import ExperimentConfig
+from vajra_py.contract.latency import LAST_S
 from vajra_py.contract.observer import Observer
 from vajra_py.errors import ConfigError, Problem, RunInterrupted, VajraError, WorkloadError
 from vajra_py.experiment.backend import Backend, MakeBackend, Progress, Run, make_backend
@@ -18,7 +19,6 @@ from vajra_py.metrics.recorder import Recorder
 from vajra_py.metrics.run_data import DECISIONS_FILE, RunData
 from vajra_py.plugins import Registry, build_observer, load_registry
 from vajra_py.runtime.serving.controller import Controller
-from vajra_py.runtime.support.clock import LAST_S
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.workload import Workload, build_workload
 

@@ -85,7 +85,7 @@ def skew_ratio(
     The median of the measured batches of that number whose variation is near; numbers that were not measured take their neighbours'
     mean. No batches: 1.
     """
-    near = (samples[:, 1] > 0) == mixed if len(samples) else np.zeros(0, dtype=bool)
+    near = (samples[:, 1] > 0) == mixed
     near &= np.abs(samples[:, 2] - variation) <= SKEW_WINDOW
     if not near.any() or variation <= 0:
         return [1.0] * len(counts)

@@ -287,6 +287,13 @@ def gap_statistics(token_at: Floats) -> GapStatistics:
     return GapStatistics(p50_s, p99_s, float(gaps.max()))
 
 
+def covered_s(begins: Floats, ends: Floats, start_at: float) -> float:
+    """Seconds after `start_at` that are covered by spans in the order of their begins; where they overlap, once."""
+    covered = np.maximum.accumulate(ends)
+    before = np.concatenate(([start_at], covered[:-1]))
+    return float(np.maximum(ends - np.maximum(begins, before), 0.0).sum())
+
+
 def jain_index(shares: Floats) -> float:
     """Jain's fairness index, (sum x)^2 / (n * sum x^2): 1 when all get the same, 1/n when one gets all.
 

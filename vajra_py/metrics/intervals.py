@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vajra_py.metrics.definitions import Floats, Ints
+from vajra_py.metrics.definitions import Floats, Ints, covered_s
 
 CONFIDENCE = 0.95
 
@@ -111,10 +111,7 @@ def utilisation(arrived_at: Floats, served_at: Floats, replica: Ints) -> float:
     order = np.lexsort((arrived_at, replica))
     waiting = 0.0
     for own in np.split(order, np.flatnonzero(np.diff(replica[order])) + 1):
-        begins = arrived_at[own]
-        covered = np.maximum.accumulate(np.minimum(served_at[own], end_at))
-        before = np.concatenate(([start_at], covered[:-1]))
-        waiting += len(own) * float(np.maximum(covered - np.maximum(begins, before), 0.0).sum())
+        waiting += len(own) * covered_s(arrived_at[own], np.minimum(served_at[own], end_at), start_at)
     return waiting / len(order) / (end_at - start_at)
 
 

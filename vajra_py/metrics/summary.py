@@ -28,6 +28,7 @@ from vajra_py.metrics.definitions import (
     SloStatus,
     Window,
     attained_service,
+    covered_s,
     jain_index,
     judge_slos,
     quantiles,
@@ -393,12 +394,7 @@ def _busy(steps: ArrowTable, formed_at: Floats, duration_s: Floats, window: Wind
     order = np.argsort(replicas, kind="stable") if in_time else np.lexsort((begins, replicas))
     ordered = replicas[order]
     borders = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
-    busy = []
-    for own in np.split(order, borders):
-        covered = np.maximum.accumulate(ends[own])
-        before = np.concatenate(([window.start_at], covered[:-1]))
-        # Steps may overlap (pipeline stages): each adds what no earlier one covered.
-        busy.append(float(np.maximum(ends[own] - np.maximum(begins[own], before), 0.0).sum()))
+    busy = [covered_s(begins[own], ends[own], window.start_at) for own in np.split(order, borders)]
     return float(np.mean(busy)) / window.duration_s
 
 

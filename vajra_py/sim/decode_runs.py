@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vajra_py.contract import BatchFeatures
-from vajra_py.contract.latency import LatencyModel
+from vajra_py.contract.latency import LAST_S, LatencyModel
 from vajra_py.errors import ExecutorError
 from vajra_py.latency import PredictsDecodeRuns
-from vajra_py.runtime.support.clock import LAST_S, TICKS_PER_SECOND
+from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
 FIRST_STEPS, MAX_STEPS = 32, 4096
 """Steps that are worked out at once, at first and at most; a longer run goes on in another."""

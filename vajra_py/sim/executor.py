@@ -7,12 +7,12 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from vajra_py.contract.latency import LatencyModel
+from vajra_py.contract.latency import LAST_S, LatencyModel
 from vajra_py.latency import CountsSteps, VariesSteps
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.step.plan import StepPlan, StepResult
-from vajra_py.runtime.support.clock import LAST_S, TICKS_PER_SECOND, to_ticks
+from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_ticks
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.sim.decode_runs import check_step_time, decode_run_times_s, run_ends_of
 from vajra_py.sim.factors import StepFactors

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from vajra_py.contract.latency import LAST_S
 from vajra_py.contract.observer import EndReason
 from vajra_py.errors import ExecutorError, PolicyError
 from vajra_py.plugins.watchdog import no_endless_calls
@@ -21,7 +22,7 @@ from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.workload_adapter import facts_of, hashes_of
 from vajra_py.runtime.step.plan import StepPlan
-from vajra_py.runtime.support.clock import LAST_S, NEVER, to_seconds, to_ticks
+from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
 from vajra_py.runtime.support.gc_control import infrequent_collections
 from vajra_py.sim.decode_runs import TimesRuns
 from vajra_py.sim.executor import SimulatedExecutor, StepTimer, TimesFirstStage

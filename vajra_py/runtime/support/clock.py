@@ -7,9 +7,6 @@ TICKS_PER_SECOND = 10**12
 NEVER = 2**63 - 1
 """A tick later than any event."""
 
-LAST_S = 9_000_000.0
-"""Seconds that the clock of a run reaches to at least: 104 days."""
-
 
 def to_ticks(seconds: float) -> int:
     """The nearest tick to a time in seconds."""
