@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vajra_policies.fixed_chunk import FixedChunk
 from vajra_py.config import config_from_mapping, dump_effective
 from vajra_py.contract import Layer
 from vajra_py.engine.compute import RunnerOptions
@@ -178,6 +179,32 @@ def test_decisions_are_equal(number: int, hollow_model: Path, tmp_path: Path) ->
     report = replay(tmp_path / "run")
     assert report.difference is None
     assert report.num_steps == run.steps().num_rows > 20
+
+
+def test_a_replay_asks_nothing_of_the_policy_about_repeated_decode_steps(
+    hollow_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 0
+    schedule = FixedChunk.schedule
+
+    def counted(*arguments: Any) -> None:
+        nonlocal asked
+        asked += 1
+        schedule(*arguments)
+
+    monkeypatch.setattr(FixedChunk, "schedule", counted)
+    lengths = {
+        name: {"type": "constant", "value": value} for name, value in (("prompt_tokens", 9), ("output_tokens", 80))
+    }
+    workload = {"type": "synthetic", "arrivals": {"type": "at_once"}, "num_requests": 3, **lengths}
+    mapping = settings(hollow_model, layers("fcfs", "round_robin", "fixed_chunk"), workload, num_replicas=1)
+    mapping["replica"]["memory"]["num_blocks"] = 60
+    run_it(mapping, tmp_path / "run", aborts=False)
+    asked_by_engine, asked = asked, 0
+    report = replay(tmp_path / "run")
+    assert report.difference is None
+    assert asked_by_engine >= report.num_steps >= 80
+    assert asked < 20
 
 
 BUILTIN = {layer: builtin(layer) for layer in Layer}

@@ -51,6 +51,56 @@ def test_the_policy_decides_every_step_but_repetitions_of_its_own(prioritizer: s
     assert policy.num_asked < steps.num_steps  # decodes that repeat are worked out at once
 
 
+class Hearing(Counting):
+    """Is told when requests are admitted and leave, and keeps what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[tuple[Any, ...]] = []
+
+    def on_admission(self, request: Any, replica_id: int, now: float) -> None:
+        self.heard.append(("admitted", request.request_id, replica_id, now))
+
+    def on_departures(self, requests: Any, now: float) -> None:
+        self.heard += [("left", one.request_id, one.num_output_tokens, now) for one in requests]
+
+
+class HearingEachStep(Hearing):
+    """Is told of every step besides."""
+
+    def on_step_end(self, step: Any) -> None:
+        self.heard.append(("step", step.step_index, step.num_tokens, step.ended_at))
+
+
+def decode_alone(policy: Counting, *, fast_forward: bool = True) -> int:
+    """Two requests that come together and decode for long; how many steps that took."""
+    harness = Harness("fcfs", "round_robin", policy, HarnessOptions(num_blocks=400))
+    harness.controller.watch(())
+    simulator = harness.simulator(SimulationOptions(fast_forward=fast_forward))
+    simulator.run([RequestSpec("short", 0.0, 10, 400), RequestSpec("long", 0.0, 10, 1200)])
+    return simulator.num_steps
+
+
+@pytest.mark.parametrize("kind", [Counting, Hearing])
+def test_repetitions_of_a_steady_decode_step_are_not_decided(kind: type[Counting]) -> None:
+    policy = kind()
+    assert decode_alone(policy) == 1200
+    assert policy.num_asked < 12  # 32 steps at once, then four times as many each time, and again after an end
+
+
+def test_a_policy_that_listens_to_steps_is_asked_for_each_and_all_are_told_the_same() -> None:
+    policy = HearingEachStep()
+    assert decode_alone(policy) == 1200
+    assert policy.num_asked == 1200
+    alone = Hearing()
+    decode_alone(alone)
+    assert alone.heard == [one for one in policy.heard if one[0] != "step"]
+    assert [one[:3] for one in alone.heard[2:]] == [("left", "short", 400), ("left", "long", 1200)]
+    steps = [one for one in policy.heard if one[0] == "step"]
+    assert [one[1] for one in steps] == list(range(1200))
+    assert [len(one[2]) for one in steps] == [2] * 400 + [1] * 800
+
+
 def test_without_running_ahead_the_policy_is_asked_for_every_step() -> None:
     policy = Counting()
     harness = Harness("fcfs", "round_robin", policy, HarnessOptions(num_blocks=400))

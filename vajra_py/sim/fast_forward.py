@@ -56,12 +56,12 @@ class DecodeFastForward:
 
     def sync_all(self, replicaset: str) -> None:
         """See `FastForward`."""
-        for one in list(self._running[replicaset].values()):
+        for one in self._due(replicaset):
             self._sync(one, goes_on=True)
 
     def sync_before(self, replica: SimReplica) -> None:
         """See `FastForward`."""
-        for other in list(self._running[replica.replica.replicaset].values()):
+        for other in self._due(replica.replica.replicaset):
             self._sync(other, goes_on=True, up_to_now=other.rank < replica.rank)
 
     def on_queued(self, replica: SimReplica) -> None:
@@ -77,6 +77,11 @@ class DecodeFastForward:
         """See `FastForward`."""
         for one in list(self._running[replicaset].values()):
             self._sync(one, goes_on=False)
+
+    def _due(self, replicaset: str) -> list[SimReplica]:
+        """Replicas in a run of which a step has ended or ends now; most have none between two events of others."""
+        now = self._driver.now
+        return [one for one in self._running[replicaset].values() if one.run_ends and one.run_ends[0] <= now]
 
     def _sync(self, one: SimReplica, *, goes_on: bool, up_to_now: bool = True) -> None:
         """Apply the steps of a run that ended before now. Unless it goes on, the step in flight is its last.

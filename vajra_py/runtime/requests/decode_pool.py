@@ -133,8 +133,8 @@ class DecodePool:
 
     def growth_cycle(self, num_steps: int) -> list[int]:
         """How many members take a new block in each of the next `num_steps` steps, until that repeats."""
-        growing, start = self._growing, self.num_committed % self._block_size
-        return list(map(len, (growing + growing)[start : start + min(num_steps, self._block_size)]))
+        growing, size, start = self._growing, self._block_size, self.num_committed
+        return [len(growing[step % size]) for step in range(start, start + min(num_steps, size))]
 
     def growth_by_step(self, num_steps: int) -> list[int]:
         """How many members take a new block in each of the next `num_steps` steps."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import PolicyError, place_of_definition
@@ -58,11 +57,6 @@ class Controller:
     def unwatch(self, observers: Sequence[Observer]) -> None:
         """Let these observers see nothing any more; not while one of them is being told."""
         self.watch([one for one in self._observers if not any(one is other for other in observers)])
-
-    def call_before_reading(self, bring_up_to_date: Callable[[str], None]) -> None:
-        """Have this called with a replicaset's name before a policy that may refuse requests reads a replica's figures, which may lag behind."""
-        for name, replicaset in self.replicasets.items():
-            replicaset.bring_up_to_date = partial(bring_up_to_date, name)
 
     @property
     def num_alive(self) -> int:
@@ -172,7 +166,7 @@ class Controller:
         return ended
 
     def swap_policy(self, change: PolicyChange, now: int) -> Swapped:
-        """Put another policy in force; see `swapping.swap_policy`."""
+        """Put another policy in force; see `policy_swap.swap_policy`."""
         replicaset = self.replicasets[change.replicaset]
         swapped = swap_policy(replicaset, change, self._alive_of(replicaset), now)
         for observer in self._observers:

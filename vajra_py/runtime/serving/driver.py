@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heappop
 from typing import Any, Generic
 
@@ -113,7 +114,8 @@ class Driver(Generic[R]):
         """Let the backend launch several steps at once: what they changed is applied before somebody looks."""
         self.fast_forward = fast_forward
         self._read_declarations()
-        self.controller.call_before_reading(fast_forward.sync_all)
+        for name, replicaset in self.controller.replicasets.items():
+            replicaset.sync = partial(fast_forward.sync_all, name)
 
     # Time
 
@@ -365,7 +367,7 @@ class Driver(Generic[R]):
             self._offer(self.controller.replicasets[what.replicaset])
 
     def swap_policy(self, change: PolicyChange) -> Swapped:
-        """Put another policy in force; see `swapping.swap_policy`. Nothing has changed when it raises."""
+        """Put another policy in force; see `policy_swap.swap_policy`. Nothing has changed when it raises."""
         self._interrupt(change.replicaset)
         swapped = self.controller.swap_policy(change, self.now)
         self._read_declarations()

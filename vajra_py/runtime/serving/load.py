@@ -56,16 +56,16 @@ class LiveLoad:
 
 
 class LoadOnDemand:
-    """`ReplicaLoadView` that has its replica brought up to date before a figure is read."""
+    """`ReplicaLoadView` that has the steps that ended applied before a figure is read."""
 
-    __slots__ = ("_bring_up_to_date", "_live")
+    __slots__ = ("_live", "_sync")
 
-    def __init__(self, live: LiveLoad, bring_up_to_date: Callable[[], None]) -> None:
+    def __init__(self, live: LiveLoad, sync: Callable[[], None]) -> None:
         self._live = live
-        self._bring_up_to_date = bring_up_to_date
+        self._sync = sync
 
     def __getattr__(self, name: str) -> Any:
-        self._bring_up_to_date()
+        self._sync()
         return getattr(self._live, name)
 
 

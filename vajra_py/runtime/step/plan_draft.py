@@ -263,7 +263,8 @@ class PlanDraft:
         """
         assert plan.pool is not None
         num_blocks = plan.pool.growth(num_steps)
-        self._memory.reserve_blocks(num_blocks)
+        if num_blocks:
+            self._memory.reserve_blocks(num_blocks)
         num_decodes = plan.num_pool_decodes
         return StepPlan(
             plan.step_index + num_steps,
