@@ -58,6 +58,8 @@ class TransformersForward:
             out = self.model(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
+                # Without it, some models look for padding and packed sequences, for which the host waits for the device.
+                attention_mask=torch.ones_like(token_ids)[None],
                 use_cache=False,
                 logits_to_keep=rows,
             )
