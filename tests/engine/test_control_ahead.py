@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,6 @@ POLICIES: list[Any] = [
 ]
 CACHES: list[dict[str, Any]] = [{"enabled": True}, {"enabled": True, "reuse_order": "fifo"}, {"enabled": False}]
 FILES = ("requests.parquet", "decisions.parquet", "outputs.jsonl.gz", "inputs.jsonl.gz")
-
-
-@pytest.fixture(scope="module")
-def hollow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that passes for a model until somebody loads it."""
-    folder = tmp_path_factory.mktemp("hollow")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    return folder
 
 
 @pytest.fixture(scope="module")

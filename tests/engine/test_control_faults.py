@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -79,14 +78,6 @@ def experiment(batcher: Any, look_ahead: bool) -> dict[str, Any]:
         },
         "backend": {"engine": {"random_weights": True, "look_ahead": look_ahead, "time_scale": 0.2}},
     }
-
-
-@pytest.fixture(scope="module")
-def hollow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that passes for a model until somebody loads it."""
-    folder = tmp_path_factory.mktemp("hollow")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    return folder
 
 
 @pytest.mark.parametrize("look_ahead", [False, True], ids=["plain", "look-ahead"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,6 @@ from vajra_py.testing.fake_runner import EOS_TOKEN_ID, VOCAB_SIZE, FakeRunner, e
 
 SIZES = {"replica": {"max_model_len": 200, "memory": {"block_size": 8, "num_blocks": 60}}}
 PROMPTS = [[1, 2, 3], [500], list(range(90)), [3, 2, 1]]
-
-
-@pytest.fixture(scope="module")
-def hollow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that passes for a model until somebody loads it."""
-    folder = tmp_path_factory.mktemp("hollow")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    return folder
 
 
 def settings(**engine: Any) -> dict[str, Any]:

@@ -27,14 +27,6 @@ from vajra_py.testing.fake_runner import FakeRunner
 T = TypeVar("T")
 
 
-@pytest.fixture(scope="module")
-def hollow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that passes for a model until somebody loads it."""
-    folder = tmp_path_factory.mktemp("hollow")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    return folder
-
-
 class Idle(FakeRunner):
     """Computes nothing at all, and counts."""
 

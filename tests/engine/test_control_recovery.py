@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,14 +30,6 @@ BATCHERS: list[Any] = [
     "nano_vllm",
 ]
 CHOOSERS = ["round_robin", "pull", "least_loaded", "power_of_two", "random", "prefix_affinity"]
-
-
-@pytest.fixture(scope="module")
-def hollow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that passes for a model until somebody loads it."""
-    folder = tmp_path_factory.mktemp("hollow")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    return folder
 
 
 def experiment(model: Path, chooser: str, batcher: Any, recovery: dict[str, Any], **sections: Any) -> dict[str, Any]:

@@ -59,14 +59,6 @@ SINGLES = {
 }
 
 
-@pytest.fixture(scope="module")
-def hollow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that passes for a model until somebody loads it."""
-    folder = tmp_path_factory.mktemp("hollow")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    return folder
-
-
 def settings(model: Path, scheduling: Any, workload: Any = SINGLES, **sections: Any) -> dict[str, Any]:
     replica = {
         "max_batch_size": 6,

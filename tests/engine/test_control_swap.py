@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,14 +39,6 @@ OTHERS: dict[Layer, list[Any]] = {
         {"policy": "fixed_chunk", "params": {"chunk_size": 48, "preemption": "swap"}},
     ],
 }
-
-
-@pytest.fixture(scope="module")
-def hollow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that passes for a model until somebody loads it."""
-    folder = tmp_path_factory.mktemp("hollow")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    return folder
 
 
 def experiment(model: Path, seed: int = 3) -> dict[str, Any]:

@@ -132,7 +132,7 @@ class RunRecording:
 
     @property
     def observers(self) -> Sequence[Observer]:
-        """See `Recording`."""
+        """Who has to watch the run."""
         return [one for one in (self._recorder, self._decisions, self._changes) if one is not None]
 
     def begin(self, description: Mapping[str, Any], controller: Controller) -> None:
@@ -148,7 +148,7 @@ class RunRecording:
         self._outputs = gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=self._raw_outputs, mtime=0)
 
     def note(self, entry: Input) -> None:
-        """See `Recording`."""
+        """Something reached the controller."""
         assert self._inputs is not None
         if self._keeps_on():
             self._inputs.note(entry)

@@ -13,11 +13,11 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract.observer import EndReason, Observer
@@ -34,13 +34,13 @@ from vajra_py.engine.tokenizer import Tokenizer
 from vajra_py.engine.worker import calm_threads
 from vajra_py.errors import ConfigError, ExecutorError, Problem, VajraError
 from vajra_py.plugins import Registry
-from vajra_py.runtime.records.input_log import Input, PolicyChange
+from vajra_py.runtime.records.input_log import PolicyChange
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_swap import Swapped
 from vajra_py.runtime.serving.replicaset import AdmissionLimits
 from vajra_py.serve.output_streams import End, LoopBridge, OutputStream
-from vajra_py.serve.recording import SessionEnd
+from vajra_py.serve.recording import RunRecording, SessionEnd
 
 _log = logging.getLogger(__name__)
 
@@ -60,26 +60,6 @@ class Unavailable(Exception):
     """The session takes no requests now; the text says why."""
 
 
-class Recording(Protocol):
-    """What keeps a session's run."""
-
-    @property
-    def observers(self) -> Sequence[Observer]:
-        """Who has to watch it."""
-
-    def begin(self, description: Mapping[str, Any], controller: Controller) -> None:
-        """The engine is loaded, and nothing has happened yet."""
-
-    def note(self, entry: Input) -> None:
-        """Something reached the controller."""
-
-    def ended(self, request: Request, reason: EndReason, token_ids: Sequence[int], *, is_faulty: bool = False) -> None:
-        """A request has ended with these tokens."""
-
-    def finish(self, end: SessionEnd | None, error: BaseException | None) -> None:
-        """Nothing more will happen; called in the engine's thread before the engine is closed. No end: it never began."""
-
-
 @dataclass(frozen=True, slots=True)
 class SessionParts:
     """What a session is made of.
@@ -93,7 +73,7 @@ class SessionParts:
 
     config: ExperimentConfig
     registry: Registry
-    recording: Recording | None = None
+    recording: RunRecording | None = None
     replaced: dict[str, Any] | None = None
 
 
@@ -419,7 +399,7 @@ class EngineSession:
         self._mailbox.call(self._changed.set)
 
 
-def _note_end(recording: Recording, submission: Submission, request: Request, reason: EndReason) -> None:
+def _note_end(recording: RunRecording, submission: Submission, request: Request, reason: EndReason) -> None:
     collected = submission.collected
     recording.ended(request, reason, collected.token_ids, is_faulty=collected.is_faulty)
 

@@ -1,0 +1,16 @@
+"""What tests of the engine's control share: a model that nobody loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def hollow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that passes for a model until somebody loads it."""
+    folder = tmp_path_factory.mktemp("hollow")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
