@@ -88,22 +88,10 @@ def test_kv_bytes_per_token(name: str, kv_bytes: int) -> None:
     assert load_model(name).kv_bytes_per_token == kv_bytes
 
 
-def test_flops_per_token_are_two_per_active_weight_and_grow_with_context() -> None:
-    model = load_model("Llama-3.1-8B")
-    weights = model.parameters - model.head_weights - 65 * model.hidden_size  # no embedding table, no norms
-    assert model.flops_per_token(0) == pytest.approx(2 * weights, rel=1e-4)
-    assert model.flops_per_token(1001) - model.flops_per_token(1) == 1000 * 4 * 32 * 128 * 32
-    experts = load_model("Mixtral-8x7B")
-    assert experts.flops_per_token(0) < 2 * experts.parameters * 0.3
-
-
-def test_windows_bound_what_a_token_attends_to() -> None:
+def test_layers_with_a_window_are_counted() -> None:
     mistral, gemma = load_model("Mistral-7B"), load_model("Gemma-2-9B")
     assert mistral.num_sliding_layers == 32
-    assert mistral.flops_per_token(10_000) == mistral.flops_per_token(20_000)
     assert gemma.num_sliding_layers == 21
-    per_pair = gemma.decode_flops_per_pair
-    assert gemma.flops_per_token(20_000) - gemma.flops_per_token(10_000) == 10_000 * 21 * per_pair
 
 
 def test_a_model_is_found_by_name_organisation_file_and_folder(tmp_path: Path) -> None:

@@ -64,7 +64,6 @@ def test_kv_vllm_order_reuses_what_has_no_content_first_and_the_longest_idle_con
     memory.free(b)
     # The partly filled tails, latest release first; the block never used; then a's content from its tail, then b's.
     assert new_blocks(memory, 8) == [6, 3, 7, 2, 1, 0, 5, 4]
-    assert memory.stats().num_evicted_blocks == 5
 
 
 def test_kv_without_a_cache_the_latest_block_is_reused_first() -> None:
@@ -91,7 +90,6 @@ def test_kv_mini_order_gives_back_the_head_first_and_finds_only_what_is_in_use()
     memory.free(a)
     assert memory.cached_tokens(twin) == 0
     assert new_blocks(memory, 6) == [4, 5, 0, 1, 2, 3]
-    assert memory.stats().num_evicted_blocks == 0
 
 
 def test_kv_content_survives_until_its_block_is_reused() -> None:
@@ -133,8 +131,6 @@ def test_kv_one_token_is_always_left_to_compute() -> None:
     exact = arrive(memory, A[:6])
     assert memory.cached_tokens(exact) == 4
     assert memory.allocate(exact, 6) == 4
-    assert memory.stats().num_queried_tokens == 12
-    assert memory.stats().num_hit_tokens == 4
 
 
 def test_kv_equal_content_computed_twice_is_found_in_the_order_that_the_option_says() -> None:
@@ -310,7 +306,6 @@ def test_kv_swap_round_trip_moves_the_blocks_and_tells_the_copies() -> None:
         for copy, block in zip(out, memory.block_table(a), strict=False)
     ]
     assert memory.take_copies() == []
-    assert (memory.stats().num_swapped_out_blocks, memory.stats().num_swapped_in_blocks) == (3, 3)
     memory.check()
 
 

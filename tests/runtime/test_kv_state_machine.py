@@ -205,11 +205,11 @@ class Machine(RuleBasedStateMachine):
         hit = len(self.model.hits(request)) * BLOCK_SIZE
         needed = self.model.needed(request, num_tokens)
         assert self.memory.can_allocate(request, num_tokens) == (needed <= len(self.model.order))
-        before = self.memory.stats()
+        before = self.memory.free_blocks, self.memory.free_host_blocks
         got = self.memory.allocate(request, num_tokens)
         if needed > len(self.model.order):
             assert got is None
-            assert self.memory.stats() == before
+            assert (self.memory.free_blocks, self.memory.free_host_blocks) == before
             return
         assert got == self.model.admit(request, num_tokens) == hit
         assert got < len(request.tokens)

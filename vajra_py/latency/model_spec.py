@@ -169,13 +169,3 @@ class ModelSpec:
             query_key = self.latent.nope_head_dim + self.latent.rope_head_dim
             return 2 * self.num_heads * (query_key + self.latent.v_head_dim)
         return 4 * self.num_heads * self.head_dim
-
-    def flops_per_token(self, num_context_tokens: int) -> int:
-        """Operations to compute one token that attends to `num_context_tokens` cached tokens and itself, head included."""
-        active = self.dense_weights + self.head_weights
-        if self.experts is not None:
-            active += self.experts.num_layers * self.experts.experts_per_token * self.expert_weights
-        keys = num_context_tokens + 1
-        windowed = min(keys, self.sliding_window) if self.sliding_window is not None else keys
-        pairs = (self.num_layers - self.num_sliding_layers) * keys + self.num_sliding_layers * windowed
-        return 2 * active + self.decode_flops_per_pair * pairs

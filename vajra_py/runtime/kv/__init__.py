@@ -12,7 +12,7 @@ from vajra_py.runtime.kv.block_hashes import (
 )
 from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions
 from vajra_py.runtime.kv.host import BlockCopy, CopyDirection
-from vajra_py.runtime.kv.interface import KvMemory, KvRequest, KvStats
+from vajra_py.runtime.kv.interface import KvMemory, KvRequest
 from vajra_py.runtime.kv.paged import PagedKvMemory
 from vajra_py.runtime.kv.sharded import KvGroups, KvParallelMemory
 
@@ -25,7 +25,6 @@ __all__ = [
     "KvMemory",
     "KvParallelMemory",
     "KvRequest",
-    "KvStats",
     "PagedKvMemory",
     "PrefixCacheOptions",
     "PrivateBlockHashes",

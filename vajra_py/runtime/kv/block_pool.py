@@ -86,7 +86,6 @@ class BlockPool:
         "idle_version",
         "num_blocks",
         "num_cached",
-        "num_evicted",
         "num_free",
         "options",
         "removed",
@@ -100,7 +99,6 @@ class BlockPool:
         self.options = options
         self.num_free = num_blocks
         """Free blocks, idle ones with content included."""
-        self.num_evicted = 0
         """Blocks that lost their content by being handed out again; those of a run are counted together."""
         self.num_cached = 0
         """Blocks entered so far; unchanged means that nothing new can be found."""
@@ -155,11 +153,9 @@ class BlockPool:
             block, run = pop(False)
             if run is not None:
                 taken += run
-                self.num_evicted += len(run)
                 continue
             if block in hashed:
                 self._forget(block)
-                self.num_evicted += 1
             taken.append(block)
         self._freed = taken[: count - 1 : -1]
         del taken[count:]

@@ -33,7 +33,7 @@ class BlockCopy(NamedTuple):
 class HostSpace:
     """Host blocks, and the copies between them and the device."""
 
-    __slots__ = ("_copies", "_pool", "_records_copies", "has_copies", "num_stored", "num_taken_back")
+    __slots__ = ("_copies", "_pool", "_records_copies", "has_copies")
 
     def __init__(self, num_blocks: int, records_copies: bool) -> None:
         self._pool = BlockPool(num_blocks)
@@ -41,10 +41,6 @@ class HostSpace:
         self._copies: list[BlockCopy] = []
         self.has_copies = False
         """Whether copies were decided since they were taken last."""
-        self.num_stored = 0
-        """Blocks copied to the host so far."""
-        self.num_taken_back = 0
-        """Blocks copied back so far."""
 
     @property
     def num_blocks(self) -> int:
@@ -61,7 +57,6 @@ class HostSpace:
         if len(blocks) > self._pool.num_free:
             return None
         targets = self._pool.take(len(blocks))
-        self.num_stored += len(blocks)
         if self._records_copies:
             to_host = CopyDirection.TO_HOST
             self.has_copies = True
@@ -70,7 +65,6 @@ class HostSpace:
 
     def take_back(self, stored: list[int], blocks: Sequence[int], groups: Sequence[int]) -> None:
         """Note the copies of what is stored to the leading of these device blocks, and free the host blocks."""
-        self.num_taken_back += len(stored)
         if self._records_copies:
             to_device = CopyDirection.TO_DEVICE
             self.has_copies = True

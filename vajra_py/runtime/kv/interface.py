@@ -11,7 +11,6 @@ sums over the groups. A memory without groups is one of a single group, 0.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from vajra_py.runtime.kv.block_hashes import BlockHashes
@@ -27,20 +26,6 @@ class KvRequest(Protocol):
 
     def __hash__(self) -> int:
         """By identity."""
-
-
-@dataclass(frozen=True, slots=True)
-class KvStats:
-    """Counters since the memory was built."""
-
-    num_queried_tokens: int
-    """Known tokens of all admissions that consulted the prefix cache."""
-    num_hit_tokens: int
-    """Those of them that the cache spared."""
-    num_evicted_blocks: int
-    """Blocks whose cached content was given up for new content."""
-    num_swapped_out_blocks: int
-    num_swapped_in_blocks: int
 
 
 class KvMemory(Protocol):
@@ -192,9 +177,6 @@ class KvMemory(Protocol):
         """A chunk was computed."""
 
     # Books
-
-    def stats(self) -> KvStats:
-        """Counters so far."""
 
     def check(self) -> None:
         """`AssertionError` if the books do not agree."""

@@ -13,21 +13,40 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import repeat
 
-from vajra_py.runtime.kv.block_hashes import BlockHashes
+from vajra_py.runtime.kv.block_hashes import BlockHashes, PrivateBlockHashes
 from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions
-from vajra_py.runtime.kv.block_table import BlockTable
 from vajra_py.runtime.kv.host import BlockCopy, HostSpace
-from vajra_py.runtime.kv.interface import KvRequest, KvStats
+from vajra_py.runtime.kv.interface import KvRequest
 from vajra_py.runtime.kv.prefix_lookup import PrefixLookup
 
 _FIRST_LOOKUP_BLOCKS = 32
 _LOOKUP_GROWTH = 4
 
 
+class _BlockTable:
+    """One registered request: its block hashes and its blocks."""
+
+    __slots__ = ("blocks", "hashes", "host", "is_private", "lookup", "may_be_cached", "num_cached", "num_valid_tokens")
+
+    def __init__(self, hashes: BlockHashes | None) -> None:
+        self.hashes = hashes
+        self.is_private = isinstance(hashes, PrivateBlockHashes)
+        """Whether nobody else ever asks for its content."""
+        self.may_be_cached = hashes is not None and not self.is_private
+        """Whether a lookup can find anything; of private content, only what it gave back itself."""
+        self.blocks: list[int] = []
+        self.num_cached = 0
+        """Leading blocks of the table that carry a hash."""
+        self.num_valid_tokens = 0
+        """Leading tokens whose KV is known to be in the table (what `cache_blocks` was told)."""
+        self.host: list[int] = []
+        self.lookup: PrefixLookup | None = None
+
+
 class PagedKvMemory:
     """`KvMemory` of a single group, with or without a prefix cache. `excluded_groups` have no meaning here."""
 
-    __slots__ = ("_hit", "_host", "_pool", "_queried", "_reserved", "_tables", "block_size")
+    __slots__ = ("_host", "_pool", "_reserved", "_tables", "block_size")
 
     num_groups = 1
     can_reserve = True
@@ -48,10 +67,8 @@ class PagedKvMemory:
         self.block_size = block_size
         self._pool = BlockPool(num_blocks, prefix_cache)
         self._host = HostSpace(host_blocks, records_copies)
-        self._tables: dict[KvRequest, BlockTable] = {}
+        self._tables: dict[KvRequest, _BlockTable] = {}
         self._reserved: list[int] = []
-        self._queried = 0
-        self._hit = 0
 
     # Sizes
 
@@ -94,7 +111,7 @@ class PagedKvMemory:
         """A request arrives. Without hashes its content is never shared, not even with itself after a preemption."""
         if request in self._tables:
             raise ValueError(f"PagedKvMemory.register: already registered ({request!r}). Forget it first.")
-        self._tables[request] = BlockTable(hashes if self._pool.options is not None else None)
+        self._tables[request] = _BlockTable(hashes if self._pool.options is not None else None)
 
     def forget(self, request: KvRequest) -> None:
         """A request leaves for good; it must hold nothing."""
@@ -140,7 +157,7 @@ class PagedKvMemory:
         """
         return len(self._found(request, self._tables[request])) * self.block_size
 
-    def _found(self, request: KvRequest, entry: BlockTable) -> list[int]:
+    def _found(self, request: KvRequest, entry: _BlockTable) -> list[int]:
         """Blocks of the longest cached run of leading full blocks; not to be changed."""
         hashes = entry.hashes
         if not entry.may_be_cached or hashes is None or entry.blocks or entry.host:
@@ -171,7 +188,7 @@ class PagedKvMemory:
                 return
             width *= _LOOKUP_GROWTH
 
-    def _num_idle(self, entry: BlockTable, found: list[int]) -> int:
+    def _num_idle(self, entry: _BlockTable, found: list[int]) -> int:
         """How many of the found blocks are free: attaching them takes free capacity too."""
         lookup = entry.lookup
         if not found or lookup is None:
@@ -202,7 +219,7 @@ class PagedKvMemory:
         if not entry.is_private:
             self._cache(entry, hashes, min(num_tokens, hashes.num_public_tokens))
 
-    def _cache(self, entry: BlockTable, hashes: BlockHashes, num_tokens: int) -> None:
+    def _cache(self, entry: _BlockTable, hashes: BlockHashes, num_tokens: int) -> None:
         start = entry.num_cached
         stop = min(num_tokens, hashes.num_hashed_tokens) // self.block_size
         if stop > start:
@@ -271,11 +288,8 @@ class PagedKvMemory:
             entry.blocks = pool.take(num_new)
         entry.lookup = None
         entry.num_cached = len(found)
-        hit = entry.num_valid_tokens = len(found) * self.block_size
-        if entry.hashes is not None:
-            self._queried += request.num_known_tokens
-            self._hit += hit
-        return hit
+        entry.num_valid_tokens = len(found) * self.block_size
+        return entry.num_valid_tokens
 
     def grow(self, request: KvRequest, num_tokens: int) -> bool:
         """Let a resident request hold `num_tokens` leading tokens; False, nothing changed, if blocks are lacking."""
@@ -381,7 +395,7 @@ class PagedKvMemory:
     def _one_group(blocks: Sequence[int]) -> Sequence[int]:
         return list(repeat(0, len(blocks)))
 
-    def _resident(self, request: KvRequest, what: str) -> BlockTable:
+    def _resident(self, request: KvRequest, what: str) -> _BlockTable:
         entry = self._tables[request]
         if not entry.blocks:
             raise ValueError(
@@ -389,7 +403,7 @@ class PagedKvMemory:
             )
         return entry
 
-    def _swapped(self, request: KvRequest, what: str) -> BlockTable:
+    def _swapped(self, request: KvRequest, what: str) -> _BlockTable:
         entry = self._tables[request]
         if not entry.host:
             raise ValueError(
@@ -428,12 +442,6 @@ class PagedKvMemory:
         return (0,)
 
     # Books
-
-    def stats(self) -> KvStats:
-        """Counters so far."""
-        return KvStats(
-            self._queried, self._hit, self._pool.num_evicted, self._host.num_stored, self._host.num_taken_back
-        )
 
     def check(self) -> None:
         """AssertionError if the books do not agree."""

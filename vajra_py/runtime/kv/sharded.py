@@ -20,7 +20,7 @@ from itertools import chain
 from vajra_py.runtime.kv.block_hashes import BlockHashes
 from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions
 from vajra_py.runtime.kv.host import BlockCopy, HostSpace
-from vajra_py.runtime.kv.interface import KvRequest, KvStats
+from vajra_py.runtime.kv.interface import KvRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,10 +444,6 @@ class KvParallelMemory:
         return entry
 
     # Books
-
-    def stats(self) -> KvStats:
-        """Counters so far."""
-        return KvStats(0, 0, 0, self._host.num_stored, self._host.num_taken_back)
 
     def check(self) -> None:
         """AssertionError if the books do not agree."""
