@@ -100,10 +100,10 @@ golden: install ## replay recorded decisions: DIR=folder
 gauntlet: install ## attack a server in every way known, and count innocent clients harmed: SECONDS=600
 	$(PY) benchmarks/gauntlet.py --seconds $(SECONDS)
 
-gpu-check: install ## correctness of kernels and engine on an NVIDIA GPU
+gpu-check: install ## correctness of kernels and engine on an NVIDIA GPU (results go to runs/)
 	$(PY) benchmarks/gpu_check.py
 
-gpu-bench: install ## speed of kernels and engine on an NVIDIA GPU
+gpu-bench: install ## speed of kernels and engine on an NVIDIA GPU (results go to runs/)
 	$(PY) benchmarks/gpu_bench.py
 
 # A wheel that is not to be had here is no failure: the targets below then say so and do nothing.

@@ -1,7 +1,8 @@
 """Time the kernels and the engine on this GPU, against its own measured copy bandwidth and matrix rate.
 
 Writes one JSON file with the chip, the versions, the date and every figure. ``--sweep`` also times other tile shapes, to
-revise the built-in ones. Exit code 0, 1 where a part failed, 2 when there is no GPU.
+revise the built-in ones; ``--only PART ...`` measures some parts.
+Exit code 0, 1 where a part failed, 2 when there is no GPU.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from gpu_facts import RESULTS, machine, require_gpu, use_checkout, write_results
+from gpu_facts import machine, output_arguments, require_gpu, use_checkout, write_results
 
 use_checkout()
 
 import gpu_engine  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
 import vajra_kernels  # noqa: E402
 from vajra_kernels.call import AttentionCall  # noqa: E402
@@ -38,6 +39,7 @@ VOCABULARY, NUM_SAMPLED = 151_936, 256
 LONG_PROMPT = 8192
 NUM_BLOCKS, WRITTEN = 4096, (64, 8192)
 COPY_BYTES, MATRIX = 2**32, 8192
+PARTS = ("attention", "memory", "engine", "serving")
 DECODE_TILES = [TileConfig(16, n, warps, stages) for n in (32, 64, 128) for warps in (2, 4) for stages in (3, 5, 7)]
 CHUNK_TILES = [
     *(TileConfig(128, n, 8, stages) for n in (32, 64, 128) for stages in (3, 5, 6)),
@@ -123,6 +125,7 @@ def device_limits(device: str) -> dict[str, float]:
 def bench_attention(shapes: list[Shape], limits: dict[str, float], device: str) -> list[dict[str, Any]]:
     """Time, bytes and FLOP rates of every shape with the built-in configuration."""
     records = []
+    dense: dict[Shape, dict[str, Any]] = {}
     for shape in shapes:
         call = make_call(shape, device)
         launches = attention_launches(call, device_facts(call.q.device))
@@ -135,8 +138,10 @@ def bench_attention(shapes: list[Shape], limits: dict[str, float], device: str) 
             "copy_bandwidth_fraction": shape.kv_bytes / ms * 1e3 / limits["copy_bytes_per_s"],
             "matrix_rate_fraction": shape.flops / ms * 1e3 / limits["bf16_flop_per_s"],
         }
-        if shape.query_len == shape.kv_len and shape.window is None:
-            record["torch_dense_ms"] = dense_peer(call, shape)
+        key = replace(shape, block_size=0)
+        if key not in dense:
+            dense[key] = dense_peers(call, shape)
+        record |= dense[key]
         records.append(record)
         print({k: record[k] for k in ("num_seqs", "query_len", "kv_len", "heads", "block_size", "ms")}, record["tile"])
         print(
@@ -145,12 +150,47 @@ def bench_attention(shapes: list[Shape], limits: dict[str, float], device: str) 
     return records
 
 
-def dense_peer(call: AttentionCall, shape: Shape) -> float:
-    """Milliseconds of torch's own causal attention on the same heads, K and V dense (a peer for prompts)."""
+def dense_peers(call: AttentionCall, shape: Shape) -> dict[str, Any]:
+    """Milliseconds of torch's own attention on the same heads with K and V dense: SDPA and flex_attention; or why there are none."""
     q = call.q.view(shape.num_seqs, shape.query_len, *call.q.shape[1:]).transpose(1, 2)
-    k, v = (torch.randn_like(q[:, : shape.heads[1]]) for _ in range(2))
-    attention = torch.nn.functional.scaled_dot_product_attention
-    return milliseconds(lambda: attention(q, k, v, is_causal=True, enable_gqa=True))
+    found: dict[str, Any] = {}
+    for name, peer in (("torch_sdpa", sdpa_peer), ("torch_flex", flex_peer)):
+        try:
+            dense = (shape.num_seqs, shape.heads[1], shape.kv_len, shape.head_dim)
+            k, v = (torch.randn(dense, dtype=q.dtype, device=q.device) for _ in range(2))
+            found[f"{name}_ms"] = milliseconds(partial(peer(shape, q.device), q, k, v))
+        except Exception as problem:
+            found[f"{name}_left_out"] = repr(problem)[:200]
+    return found
+
+
+def sdpa_peer(shape: Shape, device: torch.device) -> Callable[..., torch.Tensor]:
+    """Scaled dot-product attention of the last queries of a causal sequence."""
+    if shape.window is not None:
+        raise ValueError("it has no window without a mask of all scores")
+    attention = partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
+    if shape.query_len == shape.kv_len:
+        return partial(attention, is_causal=True)
+    return (
+        attention
+        if shape.query_len == 1
+        else partial(attention, attn_mask=causal_lower_right(shape.query_len, shape.kv_len))
+    )
+
+
+def flex_peer(shape: Shape, device: torch.device) -> Callable[..., torch.Tensor]:
+    """flex_attention, compiled for this shape, with its mask of blocks."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # imports a compiler
+
+    context = shape.kv_len - shape.query_len
+
+    def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        causal = query + context >= key
+        return causal if shape.window is None else causal & (query + context - key < shape.window)
+
+    torch.compiler.reset()  # else it gives up compiling after some shapes
+    mask = create_block_mask(sees, None, None, shape.query_len, shape.kv_len, device=device)
+    return partial(torch.compile(flex_attention, dynamic=False), block_mask=mask, enable_gqa=True)
 
 
 def bench_memory(limits: dict[str, float], device: str) -> list[dict[str, Any]]:
@@ -217,8 +257,9 @@ def sweep(device: str) -> list[dict[str, Any]]:
 def main() -> int:
     """Measures everything and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=RESULTS / "gpu_bench.json", help="where the JSON goes")
+    output_arguments(parser, "gpu_bench.json")
     parser.add_argument("--sweep", action="store_true", help="also time other tile shapes")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
     options = parser.parse_args()
     require_gpu("gpu_bench")
     device = "cuda"
@@ -235,8 +276,9 @@ def main() -> int:
         "attention": lambda: bench_attention(shapes, limits, device),
         "memory": lambda: bench_memory(limits, device),
         "engine": lambda: missing or gpu_engine.bench_decodes(gpu_engine.DECODES, limits, device),
-        "serving": lambda: missing or gpu_engine.bench_serving(device),
+        "serving": lambda: missing or gpu_engine.bench_serving(gpu_engine.SERVED, limits, device),
     }
+    sections = {name: section for name, section in sections.items() if name in options.only}
     if options.sweep:
         sections["sweep"] = lambda: sweep(device)
     content: dict[str, Any] = {"machine": machine(), "limits": limits}

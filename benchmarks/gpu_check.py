@@ -1,8 +1,8 @@
 """Check the kernels on this GPU: every dtype and feature against float64, then graphs, swap, sampling and large caches, then
-the engine's decodes with captured graphs against those without, greedy and sampled.
+the tokens of the whole engine against transformers' model, with captured graphs, look-ahead, swapping and sampling.
 
-Writes one JSON file with the chip, the versions, the date and the worst error of every check. Exit code 0 when all pass,
-1 when one fails, 2 when there is no GPU.
+Writes one JSON file with the chip, the versions, the date, the worst error of every check and what the log said of graphs.
+Exit code 0 when all pass, 1 when one fails, 2 when there is no GPU. `--only WORD` leaves out checks without it in their name.
 """
 
 from __future__ import annotations
@@ -13,25 +13,27 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from gpu_facts import RESULTS, machine, require_gpu, use_checkout, write_results
+from gpu_facts import machine, output_arguments, require_gpu, use_checkout, write_results
 
 use_checkout()
 
 import gpu_engine  # noqa: E402
+import gpu_tokens  # noqa: E402
 import torch  # noqa: E402
 
 import vajra_kernels  # noqa: E402
-from vajra_kernels import checks, reference  # noqa: E402
+from vajra_kernels import checks, layer_checks, reference  # noqa: E402
 from vajra_kernels.sampling import sample_tokens  # noqa: E402
 
 FLOAT32_TOLERANCE = 3e-5  # the GPU's exponential is approximate to 2 units in the last place
 LARGE_ELEMENTS = 2**31
-DTYPES, ENGINE_DTYPES = tuple(checks.TOLERANCES), ("float32", "bfloat16")
+DTYPES = tuple(checks.TOLERANCES)
 VOCABULARY, SAMPLED = 128_256, 4
-Outcome = tuple[float, float]  # (worst error, what is tolerated)
+KV_HEADS = (8, 32)  # of 128: rows of 32 heads are written by two programs
+WIDTHS = (4096, 14336)
+Outcome = tuple[float, float] | tuple[float, float, str]  # (worst error, what is tolerated, what else is known)
 
 
 def on_device(inputs: checks.AttentionInputs, device: str) -> checks.AttentionInputs:
@@ -75,20 +77,34 @@ def check_attention(case: checks.AttentionCase, generator: torch.Generator, devi
     return (error, tolerance) if lse_error <= max(tolerance, 1e-4) else (lse_error, 1e-4)
 
 
-def check_write(dtype: torch.dtype, generator: torch.Generator, device: str) -> Outcome:
+def check_write(heads: int, dtype: torch.dtype, generator: torch.Generator, device: str) -> Outcome:
     """K/V of 300 tokens into shuffled slots, some of them nowhere; exact."""
-    k_cache, v_cache = (cache[0] for cache in vajra_kernels.allocate_kv_cache(1, 40, (16, 8, 128), dtype, device))
-    fused = torch.randn((300, 24, 128), generator=generator).to(dtype)
+    k_cache, v_cache = (cache[0] for cache in vajra_kernels.allocate_kv_cache(1, 40, (16, heads, 128), dtype, device))
+    fused = torch.randn((300, 3 * heads, 128), generator=generator).to(dtype)
     slots = torch.randperm(640, generator=generator)[:300]
     slots[::7] = -1
     moved = fused.to(device)
-    vajra_kernels.write_kv(moved[:, 8:16], moved[:, 16:], k_cache, v_cache, slots.to(device))
+    _, key, value = moved.chunk(3, 1)
+    vajra_kernels.write_kv(key, value, k_cache, v_cache, slots.to(device))
     error = 0.0
-    for cache, new in zip((k_cache, v_cache), (fused[:, 8:16], fused[:, 16:]), strict=True):
+    for cache, new in zip((k_cache, v_cache), fused.chunk(3, 1)[1:], strict=True):
         wanted = torch.zeros(cache.shape, dtype=dtype)
         reference.write_kv_reference(new, wanted, slots)
         error = max(error, float((cache.cpu().float() - wanted.float()).abs().max()))
     return error, 0.0
+
+
+def check_layer(dtype: torch.dtype, generator: torch.Generator, device: str) -> Outcome:
+    """Norms, rotary embedding with its cache write, and gated activations, at widths of an 8B model and others."""
+    random = (dtype, generator, device)
+    errors = [
+        layer_checks.norm_error(k, (33, w), *random) for k in ("norm", "add", "add normed") for w in (200, WIDTHS[0])
+    ]
+    for heads, dim, rotary in (((32, 8), 128, 128), ((6, 2), 48, 24), ((33, 33), 64, 64)):
+        turned = [layer_checks.RotationCase(heads, dim, rotary, has_norm) for has_norm in (False, True)]
+        errors += [layer_checks.rotation_error(case, *random) for case in turned]
+    errors += [layer_checks.gated_error(act, (33, WIDTHS[1]), *random) for act in ("silu", "gelu_tanh")]
+    return max(errors), max(layer_checks.LAYER_TOLERANCES[dtype], FLOAT32_TOLERANCE)
 
 
 def check_merge(dtype: torch.dtype, generator: torch.Generator, device: str) -> Outcome:
@@ -186,7 +202,8 @@ def all_checks(generator: torch.Generator, device: str) -> Iterator[tuple[str, C
     for case in checks.gpu_cases():
         yield f"attention {case.label}", partial(check_attention, case, generator, device)
     per_dtype = {
-        "write": check_write,
+        **{f"write {heads} heads": partial(check_write, heads) for heads in KV_HEADS},
+        "layer": check_layer,
         "merge": check_merge,
         "copy": check_copies,
         "graph": check_graph,
@@ -199,24 +216,25 @@ def all_checks(generator: torch.Generator, device: str) -> Iterator[tuple[str, C
     yield "large cache bfloat16", partial(check_large_cache, generator, device)
     missing = gpu_engine.unavailable()
     if missing is not None:
-        print(f"decodes replayed as graphs: {missing}")
+        print(f"tokens and warm-up of the engine: {missing}")
         return
-    for name in ENGINE_DTYPES:
-        for temperature in (0.0, 0.8):
-            label = f"decodes replayed as graphs {name} temperature {temperature}"
-            yield label, partial(gpu_engine.check_tokens, name, device, temperature)
+    for one in gpu_tokens.cases():
+        yield one.label, partial(gpu_tokens.check_tokens, one, device)
     yield "kernels are compiled before the first step", partial(gpu_engine.check_warm_up, device)
 
 
-def run(seed: int, device: str) -> list[dict[str, Any]]:
-    """The outcome of every check; an exception is a failure with its text."""
+def run(seed: int, device: str, only: str = "") -> list[dict[str, Any]]:
+    """The outcome of every check whose name has the word; an exception is a failure with its text."""
     generator = torch.Generator().manual_seed(seed)
     results: list[dict[str, Any]] = []
     for name, check in all_checks(generator, device):
+        if only not in name:
+            continue
         record: dict[str, Any] = {"check": name}
         try:
-            error, tolerance = check()
+            error, tolerance, *known = check()
             record |= {"passed": error <= tolerance, "error": error, "tolerance": tolerance}
+            record |= {"known": known[0]} if known else {}
         except Exception as problem:
             record |= {"passed": False, "exception": repr(problem), "trace": traceback.format_exc(limit=-3)}
         results.append(record)
@@ -228,11 +246,14 @@ def run(seed: int, device: str) -> list[dict[str, Any]]:
 def main() -> int:
     """Runs everything and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=RESULTS / "gpu_check.json", help="where the JSON goes")
+    output_arguments(parser, "gpu_check.json")
+    parser.add_argument("--only", default="", metavar="WORD", help="only checks with this in their name")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs")
     options = parser.parse_args()
     require_gpu("gpu_check")
-    results = run(options.seed, "cuda")
+    results = run(options.seed, "cuda", options.only)
+    if not results:
+        parser.error(f"no check has {options.only!r} in its name")
     num_failed = sum(not record["passed"] for record in results)
     write_results(options.output, {"machine": machine(), "seed": options.seed, "checks": results})
     print(f"{len(results) - num_failed} of {len(results)} checks passed")

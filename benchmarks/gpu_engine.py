@@ -1,4 +1,4 @@
-"""Check and time the engine on this GPU, with captured graphs and without: for `gpu_check` and `gpu_bench`.
+"""Time the engine on this GPU, with captured graphs and without, and watch what it does: for `gpu_check` and `gpu_bench`.
 
 Needs transformers and what `vajra_py` needs besides torch; `unavailable` says what is missing.
 """
@@ -11,16 +11,17 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from gpu_facts import ROOT
 
 if TYPE_CHECKING:
-    from vajra_py.engine.compute import StepInput
+    from vajra_py.engine.compute import Foreseen, ModelFacts, RunnerOptions, StepInput, StepOutput
     from vajra_py.engine.compute.runner import TorchRunner
 
 BLOCK_SIZE = 64
@@ -67,6 +68,23 @@ DECODES = (
     Decodes(LLAMA_8B, 32, 2048, 8192, graphs=False),
     Decodes(LLAMA_8B, 256, 1024, 8192),
     Decodes(QWEN3_600M, 256, 1024, 2048),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Requests that come all at once, with prompts and outputs of random lengths (least, most)."""
+
+    shape: Shape
+    num_requests: int
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    longest: int
+
+
+SERVED = (
+    Served(QWEN3_600M, 256, (100, 1024), (100, 1024), 4096),  # nano-vLLM's benchmark
+    *(Served(LLAMA_8B, 32, (2048, 2048), (200, 200), longest) for longest in (2304, 8192, 131072)),
 )
 NUM_STEPS = 50
 SLOTS, CHECKED_STEPS = 21, 24
@@ -121,7 +139,7 @@ def runner_of(shape: Shape, sizes: tuple[int, int, int], **options: Any) -> Iter
             torch.cuda.empty_cache()
 
 
-def first_step(slots: int, held: int, lengths: list[int], prompt_tokens: int, temperature: float = 0.0) -> StepInput:
+def first_step(slots: int, held: int, lengths: list[int], prompt_tokens: int) -> StepInput:
     """Every slot computes the last `prompt_tokens` of so many tokens; what is before them in KV memory stays as it is."""
     from vajra_py.engine.compute import Chunk, NewRow, SamplingParams, StepInput, TableUpdate
 
@@ -132,38 +150,12 @@ def first_step(slots: int, held: int, lengths: list[int], prompt_tokens: int, te
         Chunk(slot, [3 + (slot * 7 + index) % 500 for index in range(length - start)], start, True)
         for slot, (length, start) in enumerate(zip(lengths, starts, strict=True))
     ]
-    params = SamplingParams(temperature=temperature, top_p=1.0 if temperature == 0.0 else 0.9)
+    params = SamplingParams(temperature=0.0)
     return StepInput(
         chunks,
         new=[NewRow(slot, params, slot) for slot in range(slots)],
         tables=[TableUpdate(slot, 0, blocks[slot * per_slot : (slot + 1) * per_slot]) for slot in range(slots)],
     )
-
-
-def tokens_of(device: str, dtype: str, max_graph_rows: int, temperature: float) -> tuple[list[list[int]], int]:
-    """(tokens of some steps of changing numbers of decodes, how many steps were replayed)."""
-    from vajra_py.engine.compute import StepInput
-
-    options = {"device": device, "dtype": dtype, "max_graph_rows": max_graph_rows}
-    with runner_of(SMALL, (SLOTS, 1024, 1024), **options) as runner:
-        lengths = [1 + (37 * slot) % 200 for slot in range(SLOTS)]
-        found = [list(runner.run(first_step(SLOTS, 1024, lengths, 1024, temperature)).token_ids)]
-        for number in range(CHECKED_STEPS):
-            rows = [slot for slot in range(SLOTS) if slot % 5 <= number % 6]
-            found.append(list(runner.run(StepInput(decodes=rows)).token_ids))
-        return found, runner.num_replays
-
-
-def check_tokens(dtype: str, device: str, temperature: float) -> tuple[float, float]:
-    """(share of tokens that differ between replayed and eager decodes, what is tolerated)."""
-    replayed, num_replays = tokens_of(device, dtype, 16, temperature)
-    eager, _ = tokens_of(device, dtype, 0, temperature)
-    if not num_replays:
-        raise RuntimeError("nothing was captured; the log says why")
-    pairs = [pair for step in zip(replayed, eager, strict=True) for pair in zip(*step, strict=True)]
-    different = sum(one != other for one, other in pairs) / len(pairs)
-    # With 16 bits, another order of additions changes choices that are close, and all that follows them.
-    return different, 0.0 if dtype == "float32" and temperature == 0.0 else 0.5
 
 
 def check_warm_up(device: str) -> tuple[float, float]:
@@ -198,11 +190,7 @@ def bench_decodes(cases: Sequence[Decodes], limits: dict[str, float], device: st
             for one in pending:
                 one.result()
             together = (time.perf_counter() - start) / len(pending)
-            # Of an embedding that is not the head too, rows are looked up.
-            embedding = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * 2
-            read = runner.facts.weight_bytes - embedding
-            read += case.batch * case.context * runner.facts.kv_bytes_per_token
-            floor = read / limits["copy_bytes_per_s"]
+            floor = floor_s(case.shape, runner.facts, case.batch * case.context, limits)
             record = asdict(case) | {
                 "replayed": bool(runner.num_replays),
                 "step_ms": statistics.median(alone) * 1e3,
@@ -215,23 +203,72 @@ def bench_decodes(cases: Sequence[Decodes], limits: dict[str, float], device: st
     return records
 
 
-def bench_serving(
-    device: str, shape: Shape = QWEN3_600M, num_requests: int = 256, lengths: tuple[int, int] = (100, 1024)
-) -> dict[str, Any]:
-    """The whole engine with its scheduler: nano-vLLM's benchmark, prompts and outputs of random lengths, all at once."""
+def floor_s(shape: Shape, facts: ModelFacts, num_kv_tokens: int, limits: dict[str, float]) -> float:
+    """Seconds in which a step of decodes reads the weights and so many tokens of KV, at the rate of a copy."""
+    # Of an embedding that is not the head too, rows are looked up.
+    embedding = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * 2
+    return (facts.weight_bytes - embedding + num_kv_tokens * facts.kv_bytes_per_token) / limits["copy_bytes_per_s"]
+
+
+@dataclass(slots=True)
+class Watch:
+    """What an engine's only runner was told, and how long the device took.
+
+    Attributes:
+        runner: it.
+        counts: steps, rows that were begun ahead and used, blocks that were swapped.
+        device_s: of all steps.
+        decode_s: of each step of so many decodes and nothing else.
+    """
+
+    runner: TorchRunner | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+    device_s: float = 0.0
+    decode_s: dict[int, list[float]] = field(default_factory=dict)
+
+    def load(self, options: RunnerOptions) -> TorchRunner:
+        """For `LLM(..., load=…)`: a runner that is watched."""
+        from vajra_py.engine.compute.runner import TorchRunner
+
+        self.runner = runner = TorchRunner.load(options)
+        run, run_ahead = runner.run, runner.run_ahead
+
+        def watched_run(step: StepInput) -> StepOutput:
+            return self._note(step, 0, run(step))
+
+        def watched_run_ahead(work: Foreseen) -> StepOutput:
+            return self._note(work.step, len(work.begun), run_ahead(work))
+
+        runner.run, runner.run_ahead = watched_run, watched_run_ahead  # type: ignore[method-assign]
+        return runner
+
+    def _note(self, step: StepInput, num_begun: int, output: StepOutput) -> StepOutput:
+        self.counts.update({"steps": 1, "rows ahead": num_begun, "swapped blocks": len(step.copies)})
+        self.device_s += output.duration_s
+        if not step.chunks:
+            self.decode_s.setdefault(len(step.decodes), []).append(output.duration_s)
+        return output
+
+
+def bench_serving(cases: Sequence[Served], limits: dict[str, float], device: str) -> list[dict[str, Any]]:
+    """The whole engine with its scheduler: tokens a second, and the share of the time in which the device had no step."""
+    return [_served(case, limits, device) for case in cases]
+
+
+def _served(case: Served, limits: dict[str, float], device: str) -> dict[str, Any]:
     from vajra_py import LLM, SamplingParams
 
-    stream = random.Random(0)
+    stream, shape, watch = random.Random(0), case.shape, Watch()
     prompts = [
-        [stream.randrange(shape.vocab_size) for _ in range(stream.randint(*lengths))] for _ in range(num_requests)
+        [stream.randrange(shape.vocab_size) for _ in range(stream.randint(*case.prompt))]
+        for _ in range(case.num_requests)
     ]
     params = [
-        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=stream.randint(*lengths))
-        for _ in range(num_requests)
+        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=stream.randint(*case.output))
+        for _ in range(case.num_requests)
     ]
-    longest = 4 * lengths[1]
     config: dict[str, Any] = {
-        "replica": {"max_batch_size": num_requests, "max_model_len": longest},
+        "replica": {"max_batch_size": case.num_requests, "max_model_len": case.longest},
         "scheduling": {
             "request_prioritizer": "fcfs",
             "replicaset_scheduler": "round_robin",
@@ -240,19 +277,32 @@ def bench_serving(
         "backend": {"engine": {"device": device, "dtype": "bfloat16", "random_weights": True, "self_check": False}},
     }
     with tempfile.TemporaryDirectory() as folder:
-        write_model(folder, shape, longest)
-        with LLM(folder, config) as llm:
+        write_model(folder, shape, case.longest)
+        with LLM(folder, config, load=watch.load) as llm:
             llm.generate(prompts[:2], SamplingParams(max_tokens=4, ignore_eos=True))
+            watch.device_s, before = 0.0, watch.counts["steps"]
+            watch.decode_s.clear()
             start = time.perf_counter()
             outputs = llm.generate(prompts, params)
             seconds = time.perf_counter() - start
+        assert watch.runner is not None
+        facts = watch.runner.facts
     num_tokens = sum(len(one.token_ids) for one in outputs)
-    record = {
-        "shape": asdict(shape),
-        "requests": num_requests,
+    rows, decodes = max(watch.decode_s.items(), key=lambda one: len(one[1]), default=(0, [float("nan")]))
+    context = sum(len(prompt) + one.max_tokens / 2 for prompt, one in zip(prompts, params, strict=True)) / len(prompts)
+    step_s = statistics.median(decodes)
+    record = asdict(case) | {
         "output_tokens": num_tokens,
         "seconds": seconds,
         "tokens_per_s": num_tokens / seconds,
+        "steps": watch.counts["steps"] - before,
+        "outside_device_fraction": 1.0 - watch.device_s / seconds,
+        "decode_rows": rows,
+        "decode_step_ms": step_s * 1e3,
+        "decode_floor_x": step_s / floor_s(shape, facts, int(rows * context), limits),
     }
     print(record)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     return record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import subprocess
@@ -30,6 +31,13 @@ def require_gpu(program: str) -> None:
             file=sys.stderr,
         )
         raise SystemExit(2)
+
+
+def output_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Lets a program be told where its results go: by default to a file that is not tracked."""
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / name, help="where the JSON goes")
+    record = f"write it to {RESULTS.relative_to(ROOT)}/{name} instead, which is tracked"
+    parser.add_argument("--record", dest="output", action="store_const", const=RESULTS / name, help=record)
 
 
 def machine() -> dict[str, Any]:

@@ -19,13 +19,17 @@ sys.path[:0] = [str(ROOT / "benchmarks")]
 import gpu_bench  # noqa: E402
 import gpu_check  # noqa: E402
 import gpu_engine  # noqa: E402
+import gpu_tokens  # noqa: E402
 
 from vajra_kernels import checks  # noqa: E402
 from vajra_kernels.launch import Launch  # noqa: E402
 from vajra_py.engine.compute.runner import TorchRunner  # noqa: E402
 
 # What overflows becomes infinite, on a GPU without a word.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+]
 TINY = gpu_engine.Shape("llama", 32, 48, 2, 64, 4, 2, 16)
 
 
@@ -74,6 +78,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1.0
 
     monkeypatch.setattr(gpu_bench, "milliseconds", milliseconds)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(gpu_engine, "SMALL", replace(TINY, vocab_size=512))
     monkeypatch.setattr(gpu_engine, "NUM_STEPS", 2)
     monkeypatch.setattr(gpu_engine, "SLOTS", 3)
@@ -96,14 +101,34 @@ def test_every_check_runs_and_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(gpu_check, "VOCABULARY", 60)
     monkeypatch.setattr(gpu_check, "SAMPLED", 1)
     monkeypatch.setattr(gpu_check, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(gpu_check, "ENGINE_DTYPES", ("float32",))
+    monkeypatch.setattr(gpu_check, "KV_HEADS", (2,))
+    monkeypatch.setattr(gpu_check, "WIDTHS", (64, 48))
     monkeypatch.setattr(gpu_check, "FLOAT32_TOLERANCE", 3e-6)
+    monkeypatch.setattr(gpu_tokens, "cases", lambda: [gpu_tokens.Case("llama"), gpu_tokens.Case("gpt_oss", "bfloat16")])
+    small_tokens(monkeypatch)
     path = tmp_path / "check.json"
     assert on_cpu(gpu_check, monkeypatch, "--output", str(path)) == 0
     found = json.loads(path.read_text())["checks"]
     assert all(one["passed"] for one in found)
     kinds = {one["check"].split()[0] for one in found}
-    assert kinds == {"attention", "write", "merge", "copy", "graph", "sampling", "large", "decodes", "kernels"}
+    assert kinds == {"attention", "write", "layer", "merge", "copy", "graph", "sampling", "large", "tokens", "kernels"}
+    known = [one["known"] for one in found if one["check"].startswith("tokens")]
+    assert len(known) == 2
+    assert all("captured as graphs" in one for one in known), known
+
+
+def small_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few requests of a model that is small even for the interpreter, and hardly any memory."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
+    monkeypatch.setattr(gpu_tokens, "SHAPE", gpu_tokens.SHAPE | sizes | {"vocab_size": 64, "initializer_range": 0.3})
+    for name, value in (("NUM_REQUESTS", 6), ("NUM_OUTPUTS", 6), ("NUM_BLOCKS", 7)):
+        monkeypatch.setattr(gpu_tokens, name, value)
 
 
 def test_a_plan_that_is_not_made_anew_is_found_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,16 +159,38 @@ def test_every_measurement_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr(gpu_bench, "COPY_BYTES", 2**10)
     monkeypatch.setattr(gpu_bench, "MATRIX", 8)
     monkeypatch.setattr(gpu_engine, "DECODES", [gpu_engine.Decodes(TINY, 2, 20, 400)])
-    serving = gpu_engine.bench_serving
-    monkeypatch.setattr(gpu_engine, "bench_serving", lambda device: serving(device, TINY, 3, (2, 6)))
+    monkeypatch.setattr(gpu_engine, "SERVED", [gpu_engine.Served(TINY, 3, (2, 6), (2, 6), 24)])
     path = tmp_path / "bench.json"
     assert on_cpu(gpu_bench, monkeypatch, "--sweep", "--output", str(path)) == 0
     content = json.loads(path.read_text())
     assert set(content) == {"machine", "limits", "attention", "memory", "engine", "serving", "sweep"}
     assert content["engine"][0]["replayed"]
     assert content["engine"][0]["shape"]["hidden_size"] == 32
-    assert 6 <= content["serving"]["output_tokens"] <= 18
+    (served,) = content["serving"]
+    assert 6 <= served["output_tokens"] <= 18
+    assert 0.0 < served["outside_device_fraction"] < 1.0
+    assert served["decode_floor_x"] > 0.0
+    prompt = next(one for one in content["attention"] if one["query_len"] == one["kv_len"] and one["window"] is None)
+    assert prompt["torch_sdpa_ms"] == prompt["torch_flex_ms"] == 1.0
+    windowed = next(one for one in content["attention"] if one["window"] is not None)
+    assert "no window" in windowed["torch_sdpa_left_out"]
+    assert windowed["torch_flex_ms"] == 1.0
     assert not any("left_out" in one for one in content["sweep"])
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "window"), [(1, 9, None), (9, 9, None), (3, 9, None), (9, 9, 4)], ids=lambda one: str(one)
+)
+def test_torchs_own_attention_is_given_the_same_work(queries: int, keys: int, window: int | None) -> None:
+    shape = gpu_bench.Shape(2, queries, keys, (4, 2), 16, 16, window)
+    q, k, v = (torch.randn((2, heads, count, 16)) for heads, count in ((4, queries), (2, keys), (2, keys)))
+    scores = q @ k.repeat_interleave(2, 1).mT / 4
+    distance = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
+    hidden = (distance < 0) | (distance >= (keys if window is None else window))
+    wanted = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v.repeat_interleave(2, 1)
+    peers = [gpu_bench.flex_peer] if window else [gpu_bench.flex_peer, gpu_bench.sdpa_peer]
+    for peer in peers:
+        torch.testing.assert_close(peer(shape, torch.device("cpu"))(q, k, v), wanted)
 
 
 def test_a_part_that_fails_leaves_the_others_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

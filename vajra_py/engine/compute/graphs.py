@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -116,6 +117,7 @@ class DecodeGraphs:
     ) -> DecodeGraphs | None:
         """All sizes, captured; None when that fails."""
         graphs = cls(forward, caches, state, vocab_size, largest)
+        started = time.perf_counter()
         try:
             # The largest first, so that the pool's memory suffices for the others.
             for size in sorted(graphs._graphs, reverse=True):
@@ -124,6 +126,10 @@ class DecodeGraphs:
         except Exception as error:  # whatever a library or a model does that cannot be captured
             _log.warning("decodes run without CUDA graphs: capturing failed (%s: %s)", type(error).__name__, error)
             return None
+        seconds = time.perf_counter() - started
+        _log.info(
+            "decodes of up to %d rows captured as graphs of %d sizes in %.1f s", largest, len(graphs.sizes), seconds
+        )
         return graphs
 
     @property

@@ -1,0 +1,213 @@
+"""Tokens of the whole engine on this GPU against transformers' own logits, for `gpu_check`.
+
+Each case runs requests of every kind of sampling under little memory, so that some are swapped out, with captured graphs and
+look-ahead or without. Every token is then chosen again on the host from the logits that transformers' model gives for the same
+prompt and the tokens before, so that one that differs does not make others differ.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from gpu_engine import Watch
+
+if TYPE_CHECKING:
+    from vajra_py import RequestOutput, SamplingParams
+
+FUSED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe")
+MODULES = ("gpt_oss",)
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
+"""In float32 torch computes their experts one by one and asks the device which: that cannot be captured."""
+NUM_REQUESTS, NUM_OUTPUTS = 24, 24
+NUM_BLOCKS = 20
+"""Of 16 tokens, where eight requests of up to 84 tokens want 48."""
+TOLERANCES = {"float32": 0.003, "bfloat16": 0.4}
+"""Share of tokens that may differ: one of all, where additions in another order decide. With 8 bits a sixth differs on a CPU,
+of mixtures of experts a quarter; of wrong tokens nearly all would."""
+SHAPE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "sliding_window": 32,
+    "use_sliding_window": True,
+    "query_pre_attn_scalar": 64,
+    "moe_intermediate_size": 128,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model of one family, and how it is computed."""
+
+    family: str
+    dtype: str = "float32"
+    graphs: bool = True
+    look_ahead: bool = True
+
+    @property
+    def label(self) -> str:
+        """Its name among the checks."""
+        how = [word for word, on in (("graphs", self.graphs), ("look-ahead", self.look_ahead)) if on]
+        return f"tokens {self.family} {self.dtype} {' and '.join(how) or 'plain'}"
+
+    @property
+    def captures(self) -> bool:
+        """Whether its decodes must be replayed."""
+        return self.graphs and (self.dtype != "float32" or self.family not in MIXTURES)
+
+
+def cases() -> Iterator[Case]:
+    """One family in every way, and every family captured: in float32 for its tokens, in bfloat16 as it is used."""
+    for graphs, look_ahead in ((False, False), (False, True), (True, False)):
+        yield Case("llama", "float32", graphs, look_ahead)
+    for family in (*FUSED, *MODULES):
+        for dtype in TOLERANCES:
+            yield Case(family, dtype)
+
+
+def check_tokens(case: Case, device: str) -> tuple[float, float, str]:
+    """(share of tokens that differ, what is tolerated, what the log says of graphs)."""
+    with tempfile.TemporaryDirectory() as folder, notes() as said:
+        _write_checkpoint(folder, case.family)
+        outputs, counts = _outputs(folder, case, device)
+        log = "; ".join(line for line in said if "graph" in line)
+        for what in (
+            "swapped blocks",
+            *(["replays"] if case.captures else []),
+            *(["rows ahead"] if case.look_ahead else []),
+        ):
+            if not counts[what]:
+                raise RuntimeError(
+                    f"there were no {what}, so that nothing was checked ({dict(counts)}). The log: {log or said}"
+                )
+        different = _different(folder, case, outputs, device)
+    num_tokens = sum(len(output.token_ids) for output, _ in outputs)
+    return different / num_tokens, TOLERANCES[case.dtype], f"{log}; {dict(counts)}"
+
+
+@contextmanager
+def notes() -> Iterator[list[str]]:
+    """What the engine logs meanwhile."""
+    said: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("vajra_py.engine")
+    handler.emit = lambda record: said.append(record.getMessage())
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _write_checkpoint(folder: str, family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, **SHAPE)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def _kinds() -> list[SamplingParams]:
+    from vajra_py import SamplingParams
+
+    return [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.9),
+        SamplingParams(temperature=1.2, top_p=0.8),
+        SamplingParams(temperature=0.8, top_k=20, min_p=0.02),
+        SamplingParams(temperature=0.0, min_tokens=NUM_OUTPUTS // 2, stop_token_ids=tuple(range(3, 40))),
+        SamplingParams(temperature=1.0, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2),
+    ]
+
+
+def _outputs(folder: str, case: Case, device: str) -> tuple[list[tuple[RequestOutput, SamplingParams]], Counter[str]]:
+    """Every request's output with its parameters, and how often happened what a case is to show."""
+    from vajra_py import LLM
+
+    kinds, stream, watch = _kinds(), random.Random(0), Watch()
+    vocab_size = SHAPE["vocab_size"]
+    prompts = [[stream.randrange(3, vocab_size) for _ in range(stream.randint(1, 60))] for _ in range(NUM_REQUESTS)]
+    # Penalties are never begun ahead: they come last, when the others have had their turn.
+    params = [
+        replace(kinds[index * len(kinds) // NUM_REQUESTS], seed=index, max_tokens=NUM_OUTPUTS, ignore_eos=True)
+        for index in range(NUM_REQUESTS)
+    ]
+    memory = {
+        "block_size": 16,
+        "num_blocks": NUM_BLOCKS,
+        "host_blocks": 64,
+        "reservation": "incremental",
+        "watermark_fraction": 0.0,
+    }
+    config: dict[str, Any] = {
+        "replica": {"max_batch_size": 8, "max_model_len": 96, "memory": memory},
+        "scheduling": {
+            "request_prioritizer": "fcfs",
+            "replicaset_scheduler": "round_robin",
+            "replica_scheduler": {"policy": "fixed_chunk", "params": {"chunk_size": 64, "preemption": "swap"}},
+        },
+        "backend": {
+            "engine": {
+                "device": device,
+                "dtype": case.dtype,
+                "cuda_graphs": case.graphs,
+                "look_ahead": case.look_ahead,
+            }
+        },
+    }
+    with LLM(folder, config, load=watch.load) as llm:
+        outputs = llm.generate(prompts, params)
+        assert watch.runner is not None
+        counts = watch.counts | Counter({"replays": watch.runner.num_replays})
+    failed = [f"{output.finish_reason}: {output.detail}" for output in outputs if output.detail]
+    if failed:
+        raise RuntimeError(f"{len(failed)} requests failed ({failed[0]})")
+    return list(zip(outputs, params, strict=True)), counts
+
+
+@torch.inference_mode()
+def _different(folder: str, case: Case, outputs: Sequence[tuple[RequestOutput, SamplingParams]], device: str) -> int:
+    """How many tokens are not what the sampler of the host chooses from transformers' logits."""
+    import numpy as np
+    from transformers import AutoModelForCausalLM
+
+    from vajra_py.engine.compute import NewRow
+    from vajra_py.engine.compute.sampler import Sampler
+
+    dtype = getattr(torch, case.dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").to(device).eval()
+    row, different = np.array([0]), 0
+    for output, params in outputs:
+        prompt, tokens = list(output.prompt_token_ids), list(output.token_ids)
+        logits = model(input_ids=torch.tensor([prompt + tokens], device=device), use_cache=False).logits[0].cpu()
+        assert params.seed is not None
+        for count, token in enumerate(tokens):
+            sampler = Sampler(1, logits.shape[1], (SHAPE["eos_token_id"],), torch.device("cpu"))
+            sampler.add(NewRow(0, params, params.seed, prompt, tokens[:count], count))
+            place = len(prompt) - 1 + count
+            chosen, _ = sampler.sample(logits[place : place + 1], row)
+            different += int(chosen[0]) != token
+    return different
