@@ -21,7 +21,7 @@ import pytest
 from tests.engine.oracle import Oracle
 from vajra_py.config import config_from_mapping
 from vajra_py.engine.clock import WallClock
-from vajra_py.engine.compute import RunnerOptions, StepInput
+from vajra_py.engine.compute import ModelRunner, RunnerOptions, StepInput
 from vajra_py.engine.processes import ProcessWorker
 from vajra_py.engine.prompts import PromptMaker
 from vajra_py.engine.worker import Deliver, Finished, LeftFirstStage, ReplicaKey
@@ -43,6 +43,27 @@ ABORT_RATE = 0.002
 
 Split = tuple[int, int, int]
 """KV-parallel groups, pipeline stages, tensor-parallel ranks."""
+
+
+def load_warmed(options: RunnerOptions) -> ModelRunner:
+    """A rank that warms up with the others as on a GPU, where this compiles kernels: these are left out."""
+    import torch
+
+    from vajra_py.engine.compute import warm_up
+    from vajra_py.engine.compute.runner import TorchRunner
+
+    runner = TorchRunner.load(options)
+    allocate = runner.allocate
+    vars(warm_up).update(_attention=lambda *_: 0, sample_tokens=lambda *_: None)
+
+    def allocate_and_warm_up(num_blocks: int, num_host_blocks: int = 0) -> None:
+        allocate(num_blocks, num_host_blocks)
+        assert runner._memory is not None
+        with torch.inference_mode():
+            warm_up.warm_up(runner._model, runner._memory, options, runner._ranks)
+
+    runner.allocate = allocate_and_warm_up  # type: ignore[method-assign]
+    return runner
 
 
 class KeptWorker:
@@ -142,7 +163,7 @@ def divided(
             tensor_parallel_size=ranks, pipeline_stages=stages, kv_groups=groups,
             kv_group_tokens=GROUP_TOKENS if groups > 1 else 0,
         )  # fmt: skip
-        made.append(KeptWorker(ProcessWorker(("default", 0), options, 0, context=forks)))
+        made.append(KeptWorker(ProcessWorker(("default", 0), options, 0, load_warmed, forks)))
         with quiet():
             model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
         return Ranks(split, path, made[-1], Oracle(model))

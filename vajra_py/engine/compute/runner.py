@@ -139,7 +139,7 @@ class TorchRunner:
             ) from error
         with LOADING.shared(), current(self._model.device), torch.inference_mode():
             if self._model.device.type == "cuda":
-                warm_up(self._model, self._memory, self._options)
+                warm_up(self._model, self._memory, self._options, self._ranks)
             self._graphs = self._captured(self._memory)
 
     def _captured(self, memory: KvMemory) -> DecodeGraphs | None:
