@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -92,8 +93,16 @@ def test_the_kernel_gets_what_the_requests_asked_for(device: Device) -> None:
 
 
 @pytest.mark.parametrize(
-    "waits", [lambda x: x.max().item(), lambda x: x[x > 0], lambda x: x.tolist(), lambda x: x.cpu()]
+    ("waits", "error", "message"),
+    [
+        (lambda x: x.max().item(), RuntimeError, "item() cannot be called on meta tensors"),
+        (lambda x: bool((x > 0).any()), RuntimeError, "item() cannot be called on meta tensors"),
+        (lambda x: x[x > 0], NotImplementedError, "torch.nonzero()"),
+        (lambda x: x.tolist(), NotImplementedError, "Cannot copy out of meta tensor"),
+        (lambda x: x.cpu(), NotImplementedError, "Cannot copy out of meta tensor"),
+    ],
+    ids=["item", "bool", "mask", "tolist", "cpu"],
 )
-def test_the_stand_in_sees_what_waits(device: Device, waits: Any) -> None:
-    with pytest.raises((RuntimeError, NotImplementedError)):
+def test_the_stand_in_sees_what_waits(device: Device, waits: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
         waits(device.logits(2))
