@@ -27,6 +27,7 @@ from vajra_py.contract.hookspecs import LatencyModelSpec
 from vajra_py.errors import ConfigError, ExecutorError, VajraError, WorkloadError
 from vajra_py.experiment.run import run_experiment
 from vajra_py.plugins import PluginSource, load_registry
+from vajra_py.runtime.support.clock import NEVER
 from vajra_py.sim.decode_runs import run_ends_of
 
 NUM_REQUESTS = WORKLOAD["num_requests"]
@@ -283,5 +284,11 @@ def test_a_run_of_steps_ends_as_its_steps_do_one_by_one(seconds: list[float], no
     for time in seconds:
         at += max(1, round(time * 10**12) + overhead)
         expected.append(at)
-    assert run_ends_of(now, seconds, overhead) == expected
-    assert run_ends_of(now, np.array(seconds), overhead) == expected
+    assert list(run_ends_of(now, seconds, overhead)) == expected
+    assert list(run_ends_of(now, np.array(seconds), overhead)) == expected
+
+
+@pytest.mark.parametrize("seconds", [[2.0] * 4, np.full(4, 2.0)], ids=["one by one", "at once"])
+def test_a_run_of_steps_is_cut_where_the_clock_ends(seconds: Any) -> None:
+    now = NEVER - 5 * 10**12
+    assert list(run_ends_of(now, seconds, 0)) == [now + 2 * 10**12, now + 4 * 10**12]

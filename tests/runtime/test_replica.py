@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -306,7 +307,7 @@ def test_repeated_steps_are_the_same_one_by_one_or_at_once() -> None:
         assert num_steps == 10, "until a ends, the step in flight not counted"
         if at_once:
             bench.replica.note_waiting()
-            ticks = [bench.now + SECOND + 2 * SECOND * step for step in range(num_steps)]
+            ticks = array("q", [bench.now + SECOND + 2 * SECOND * step for step in range(num_steps)])
             plan = bench.replica.complete_repeats(plan, ticks, ticks[-1])
             bench.now = ticks[-1]
         else:
@@ -347,7 +348,7 @@ def test_a_run_ends_before_blocks_are_lacking() -> None:
     bench.complete(bench.form())
     plan = bench.form()
     num_steps = bench.replica.num_repeats(plan)
-    ticks = [bench.now + SECOND * (step + 1) for step in range(num_steps)]
+    ticks = array("q", [bench.now + SECOND * (step + 1) for step in range(num_steps)])
     bench.now = ticks[-1]
     bench.replica.complete_repeats(plan, ticks, bench.now)
     bench.complete(plan)

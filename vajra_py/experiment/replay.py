@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import tempfile
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.step.plan import StepPlan, StepResult
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds
 from vajra_py.runtime.support.seeds import SeedTree
+from vajra_py.sim.decode_runs import ends_of
 from vajra_py.sim.executor import SimulatedExecutor
 from vajra_py.sim.simulator import Acceptance, SimulationOptions, Simulator
 
@@ -193,14 +195,14 @@ class _RecordedTimer:
         """See `TimesFirstStage`."""
         return self._stage_ends.get(plan.step_index, plan.formed_at + _NEVER_CAME_BACK) - plan.formed_at
 
-    def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> list[int]:
+    def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> array[int]:
         """See `TimesRuns`: the step just formed and those after it."""
         first = self._replica.num_steps - 1
         known = [self._ticks.get(index, -1) for index in range(first, first + num_steps)]
         if -1 in known:
             end = known.index(-1)
             known[end:] = [_NEVER_CAME_BACK] + [1] * (num_steps - end - 1)
-        return list(accumulate(known, initial=now))[1:]
+        return ends_of(now, known)
 
 
 class _RecordedExecutor(SimulatedExecutor):

@@ -52,7 +52,7 @@ class PackedTimes:
         drift, gap = np.zeros_like(formed), formed.copy()
         drift[has_two] = drifts[starts[has_two] + 1]
         gap[1:] -= ends[stops[:-1] - 1]
-        return cls(gap, num_steps, durations[starts], drift, bends[_positions(num_steps, starts) >= 2])
+        return cls(gap, num_steps, durations[starts], drift, bends[_are_bent(len(ends), num_steps, starts)])
 
     def unpack(self) -> tuple[Ints, Ints]:
         """(ticks at which steps were formed, ticks at which they ended), those of all runs after one another."""
@@ -60,14 +60,23 @@ class PackedTimes:
         stops = np.cumsum(num_steps)
         starts = stops - num_steps
         steps = np.zeros(int(num_steps.sum()), dtype=np.int64)
-        steps[_positions(num_steps, starts) >= 2] = self.bends
+        steps[_are_bent(len(steps), num_steps, starts)] = self.bends
         has_two = num_steps > 1
         steps[starts[has_two] + 1] = self.drift[has_two]
         steps = _sums(steps, starts, num_steps)  # drifts
         steps[starts] = self.duration
         steps = _sums(steps, starts, num_steps)  # durations
-        ends = np.cumsum(steps) + np.repeat(np.cumsum(self.gap), num_steps)
+        ends = np.cumsum(steps)
+        ends += np.repeat(np.cumsum(self.gap), num_steps)
         return ends - steps, ends
+
+
+def _are_bent(num_all: int, num_steps: Ints, starts: Ints) -> NDArray[np.bool_]:
+    """Which steps are the third of their run or a later one."""
+    bent = np.ones(num_all, dtype=np.bool_)
+    bent[starts] = False
+    bent[starts[num_steps > 1] + 1] = False
+    return bent
 
 
 def _positions(num_steps: Ints, starts: Ints) -> Ints:
@@ -80,12 +89,13 @@ def _sums(values: Ints, starts: Ints, counts: Ints) -> Ints:
     if not values.size:
         return values
     sums = np.cumsum(values)
-    return sums - np.repeat(sums[starts] - values[starts], counts)
+    sums -= np.repeat(sums[starts] - values[starts], counts)
+    return sums
 
 
 def seconds_of(ticks: Ints, ticks_per_second: int) -> NDArray[np.float64]:
     """Times in seconds, correctly rounded, as dividing Python's integers is."""
-    if not ticks.size or int(np.abs(ticks).max()) < _EXACT:
+    if not ticks.size or max(-ticks.min(), ticks.max()) < _EXACT:
         return ticks / float(ticks_per_second)
     return np.array([tick / ticks_per_second for tick in ticks.tolist()], dtype=np.float64)
 

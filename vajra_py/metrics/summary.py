@@ -368,9 +368,12 @@ def _resources(steps: ArrowTable, window: Window) -> Section:
         "mean_step_s": float(weight.mean()) if weight.size else None,
     }
     whole_s = weight.sum()
+    weighted = np.empty_like(weight)
     for name in ("used_fraction", "num_running", "num_waiting", "num_decodes", "num_prefills"):
         values = _floats(steps, name)[inside]
-        section[f"mean_{name}"] = float((values * weight).sum() / whole_s) if whole_s > 0 else None
+        section[f"mean_{name}"] = (
+            float(np.multiply(values, weight, out=weighted).sum() / whole_s) if whole_s > 0 else None
+        )
         section[f"max_{name}"] = float(values.max()) if values.size else None
     tokens = {kind: int(_ints(steps, f"{kind}_tokens")[inside].sum()) for kind in ("prefill", "decode")}
     section |= {f"{kind}_tokens_per_s": _ratio(amount, window.duration_s) for kind, amount in tokens.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -13,7 +15,7 @@ from vajra_py.contract import BatchFeatures
 from vajra_py.contract.latency import LAST_S, LatencyModel
 from vajra_py.errors import ExecutorError
 from vajra_py.latency import PredictsDecodeRuns
-from vajra_py.runtime.support.clock import TICKS_PER_SECOND
+from vajra_py.runtime.support.clock import NEVER, TICKS_PER_SECOND
 
 FIRST_STEPS, MAX_STEPS = 32, 4096
 """Steps that are worked out at once, at first and at most; a longer run goes on in another."""
@@ -25,8 +27,11 @@ StepTimes: TypeAlias = Sequence[float] | npt.NDArray[np.float64]
 class TimesRuns(Protocol):
     """A step timer that knows the durations of several steps in advance."""
 
-    def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> list[int]:
-        """Ticks at which steps end that begin now, with durations equal to `stage_ticks` asked step by step."""
+    def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> array[int]:
+        """Ticks at which steps end that begin now, with durations equal to `stage_ticks` asked step by step.
+
+        Perhaps fewer than were asked for: none that ends after the clock's last tick.
+        """
 
 
 def decode_run_times_s(latency: LatencyModel) -> Callable[[int, int, int], StepTimes]:
@@ -47,22 +52,29 @@ def check_step_time(seconds: float) -> None:
         raise ExecutorError(f"latency model: a step cannot last {seconds} s. Allowed: 0 to {LAST_S:,.0f} s.")
 
 
-def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> list[int]:
+def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> array[int]:
     """When steps end that begin now, are predicted to last so long, and have a fixed overhead each; at least one tick each."""
     if isinstance(seconds, np.ndarray):
+        longest = float(seconds.max())
         check_step_time(float(seconds.min()))
-        check_step_time(float(seconds.max()))
-        ticks: npt.NDArray[np.int64] = np.rint(seconds * TICKS_PER_SECOND).astype(np.int64)
-        if overhead_ticks:
-            ticks += overhead_ticks
-        np.maximum(ticks, 1, out=ticks)
-        ticks[0] += now
-        ends: list[int] = ticks.cumsum().tolist()
-        return ends
+        check_step_time(longest)
+        if now + len(seconds) * (longest * TICKS_PER_SECOND + overhead_ticks + 1) < NEVER:
+            ticks: npt.NDArray[np.int64] = np.rint(seconds * TICKS_PER_SECOND).astype(np.int64)
+            if overhead_ticks:
+                ticks += overhead_ticks
+            np.maximum(ticks, 1, out=ticks)
+            ticks[0] += now
+            return array("q", ticks.cumsum().tobytes())
+        seconds = seconds.tolist()
     check_step_time(sum(seconds))  # also finds a NaN among them, which `min` may pass over
     check_step_time(min(seconds))
     durations = [round(time * TICKS_PER_SECOND) + overhead_ticks for time in seconds]
     if min(durations) < 1:
         durations = [max(1, duration) for duration in durations]
-    durations[0] += now
-    return list(accumulate(durations))
+    return ends_of(now, durations)
+
+
+def ends_of(now: int, durations: Sequence[int]) -> array[int]:
+    """When steps end that begin now and last so many ticks, as far as the clock reaches."""
+    ends = list(accumulate(durations, initial=now))
+    return array("q", ends[1:] if ends[-1] <= NEVER else ends[1 : bisect_right(ends, NEVER)])

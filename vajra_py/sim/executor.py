@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
@@ -51,7 +52,7 @@ class PredictedTimer:
             check_step_time(seconds)
         return round(seconds * TICKS_PER_SECOND) + self._overhead_ticks
 
-    def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> list[int]:
+    def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> array[int]:
         """When steps end that begin now and do nothing but decode, one after another."""
         seconds = self._decode_run_times_s(num_decodes, first_context_tokens, num_steps)
         return run_ends_of(now, seconds, self._overhead_ticks)
@@ -76,7 +77,7 @@ class VariedTimer(PredictedTimer):
         check_step_time(seconds)
         return to_ticks(seconds) + self._overhead_ticks
 
-    def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> list[int]:
+    def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> array[int]:
         """See `TimesRuns`: the step just formed and those after it."""
         seconds = np.asarray(self._decode_run_times_s(num_decodes, first_context_tokens, num_steps))
         factors = self._factors.of(self._replica.num_steps - 1, num_steps, has_prompts=False)

@@ -36,10 +36,13 @@ class DecodeFastForward:
         if num_steps < 2:
             return None
         shape = plan.shape
-        one.run_ends = runs.run_ends(now, shape.num_decodes, shape.decode_context_tokens, num_steps)
+        ends = runs.run_ends(now, shape.num_decodes, shape.decode_context_tokens, num_steps)
+        if len(ends) < 2:
+            return None
+        one.run_ends = ends
         replica.note_waiting()
         self._running[replica.replicaset][replica.replica_id] = one
-        return one.run_ends[-1]
+        return ends[-1]
 
     def finish(self, one: SimReplica) -> None:
         """The last step of a run ends now: apply those before it."""

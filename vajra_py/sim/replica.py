@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from vajra_py.runtime.serving.backend import BackendReplica
@@ -21,7 +22,7 @@ class SimReplica(BackendReplica):
     """Tick from which each pipeline stage is free; empty where there is one."""
     plan: StepPlan | None = None
     """The step in flight, with one pipeline stage."""
-    run_ends: list[int] | None = None
+    run_ends: array[int] | None = None
     """Ticks at which the steps of a run end, when the step in flight is the first of one; the run's last is an event."""
     run_limit: int = FIRST_STEPS
     """How many steps are worked out at once: more after a run that came to its end, few after one that was cut short."""

@@ -8,10 +8,9 @@ bytes: no time of writing, and decisions come before anything that depends on th
 from __future__ import annotations
 
 import io
-import json
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -25,12 +24,15 @@ from vajra_py.runtime.records.decision_records import DISTINCT, KINDS, MODES, RE
 from vajra_py.runtime.records.step_log import (
     LISTS,
     NEVER_CAME_BACK,
+    NO_LISTS,
     ONLY_PREEMPTED,
+    ROW_BYTES,
     Batch,
     Numbers,
     PlanRepeats,
     StepLog,
 )
+from vajra_py.runtime.requests.decode_pool import DecodePool
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.requests.running_set import NO_CHANGES, PoolChanges
 from vajra_py.runtime.step.plan import StepPlan, in_batch_order
@@ -92,18 +94,16 @@ class DecisionFile:
         """Write what makes a group; all records before this tick were taken (None: all there are)."""
         if not self._held:
             return
-        records = Records.concat(self._held)
-        order = np.argsort(records.field("kept"), kind="stable")
-        records = records.take(order, np.argsort(records.arrivals.ticks, kind="stable"))
+        records = Records.concat(self._held).by_time()
         kept, arrived = records.field("kept"), records.arrivals.ticks
         num_sure = len(kept) if complete_before is None else int(np.searchsorted(kept, complete_before))
         start = first_arrival = 0
         while start + RECORDS_AT_ONCE <= num_sure:
             last_tick = kept[start + RECORDS_AT_ONCE - 1]
             stop, next_arrival = (int(np.searchsorted(ticks, last_tick, side="right")) for ticks in (kept, arrived))
-            self._write(records.take(np.arange(start, stop), np.arange(first_arrival, next_arrival)))
+            self._write(records.part(slice(start, stop), slice(first_arrival, next_arrival)))
             start, first_arrival = stop, next_arrival
-        self._held = [records.take(np.arange(start, len(kept)), np.arange(first_arrival, len(arrived)))]
+        self._held = [records.part(slice(start, None), slice(first_arrival, None))]
         self._num_held = len(kept) - start
         self._enough = self._num_held + RECORDS_AT_ONCE if self._num_held >= RECORDS_AT_ONCE else RECORDS_AT_ONCE
 
@@ -143,11 +143,10 @@ class DecisionLog(StepLog):
 
     def on_plan(self, replicaset: str, plan: StepPlan, changes: PoolChanges) -> None:
         """Keep what was decided until the step comes back; a step that only preempted is written at once."""
-        is_plain = changes is NO_CHANGES and not plan.chunks
+        is_plain = changes is NO_CHANGES and not (plan.running_in_order and plan.chunks)
         self._open[plan] = replicaset, NO_MOVES if is_plain else _moves(plan, changes)
-        if not plan.num_requests:
-            self._tick = max(self._tick, plan.formed_at)
-            self._record_without_end(replicaset, plan, ONLY_PREEMPTED)
+        if not plan.num_pool_decodes and not plan.chunks:
+            self._take(replicaset, plan, ONLY_PREEMPTED, plan.formed_at, ())
 
     def on_plan_repeats(
         self, replicaset: str, plan: StepPlan, repeats: PlanRepeats, following: StepPlan, now: int
@@ -158,40 +157,38 @@ class DecisionLog(StepLog):
 
     def close(self) -> None:
         """Write what never came back, and finish the file."""
+        self.hand_on()
         self._tick = NEVER
         for plan, (replicaset, _) in list(self._open.items()):
-            self._record_without_end(replicaset, plan, NEVER_CAME_BACK)
+            self._take(replicaset, plan, NEVER_CAME_BACK, plan.formed_at, ())
         self.hand_on()
         self._finish()
 
-    def _record_without_end(self, replicaset: str, plan: StepPlan, status: int) -> None:
-        self._ends.append(plan.formed_at)
-        self._record(replicaset, plan, status, 1, plan.num_waiting, 0, *self._lists_of(plan, ()))
-
-    def _lists_of(self, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]]) -> Numbers:
+    def _count_lists(
+        self, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]], lists: Mapping[str, list[int]]
+    ) -> Numbers:
         """What was decided, in numbers."""
-        _, (joined, left, chunks) = self._open.pop(plan)
-        lists = self._lists
-        if joined:
-            lists["joined"].extend(joined)
-        if left:
-            lists["left"].extend(left)
-        if chunks:
-            lists["chunks"].extend(chunks)
-        if plan.preempted:
-            lists["preempted"].extend(
-                [number for one, mode in plan.preempted for number in (one.index, _MODE_CODES[mode])]
-            )
-        if finished:
-            ended = [number for one, reason in finished for number in (one.index, _REASON_CODES[reason.value])]
-            lists["finished"].extend(ended)
-        self._notes.append(json.dumps(plan.notes, separators=(",", ":")) if plan.notes else "")
-        num_chunks = len(chunks) // len(LISTS["chunks"])
-        return len(joined) // 3, len(left), num_chunks, len(plan.preempted), len(finished)
+        _, moves = self._open.pop(plan)
+        if moves is NO_MOVES and not finished and not plan.chunks and not plan.preempted:
+            return NO_LISTS
+        joined, left, chunks = moves
+        if chunks is None:
+            chunks = lists["chunks"]
+            for one, num_tokens, computed, kind in plan.chunks:
+                chunks += (one.index, num_tokens, computed, _KIND_CODES[kind], -1)
+        else:
+            lists["chunks"] += chunks
+        lists["joined"] += joined
+        lists["left"] += left
+        for one, mode in plan.preempted:
+            lists["preempted"] += (one.index, _MODE_CODES[mode])
+        for one, reason in finished:
+            lists["finished"] += (one.index, _REASON_CODES[reason.value])
+        return len(joined) // 3, len(left), len(plan.chunks), len(plan.preempted), len(finished)
 
     def _keep(self, batch: Batch) -> None:
         """Journal them, and write what makes a group."""
-        if len(batch.rows) >= self._batch_bytes:  # the last one is in the file at once
+        if len(batch.rows) >= self._batch_size * ROW_BYTES:  # the last one is in the file at once
             if self._journal is None:
                 self._journal = Journal(self._open_file(journal_path(self._path)))
             self._journal.write(batch)
@@ -258,14 +255,15 @@ class _Counted(io.RawIOBase):
 
 
 class PoolMoves(NamedTuple):
-    """What a plan changed of what the reader knows: who decodes, and the chunks; flat numbers, as `LISTS` groups them."""
+    """What a plan changed of what the reader knows, as far as it is gone when the step comes back; flat numbers, as `LISTS` groups them."""
 
     joined: Numbers
     left: Numbers
-    chunks: Numbers
+    chunks: Numbers | None
+    """None: those of the plan in its order."""
 
 
-NO_MOVES = PoolMoves((), (), ())
+NO_MOVES = PoolMoves((), (), None)
 
 
 def _moves(plan: StepPlan, changes: PoolChanges) -> PoolMoves:
@@ -274,17 +272,14 @@ def _moves(plan: StepPlan, changes: PoolChanges) -> PoolMoves:
     for one in changes.joined:
         # Of a step that the pool is part of, its own token counts as computed already.
         joined += (one.index, one.admitted_index, one.num_computed_tokens - (plan.num_pool_decodes > 0))
-    return PoolMoves(joined, [one.index for one in changes.left], _chunks(plan))
+    chunks = None if plan.pool is None or not plan.running_in_order else _chunks_in_order(plan, plan.pool)
+    return PoolMoves(joined, [one.index for one in changes.left], chunks)
 
 
-def _chunks(plan: StepPlan) -> Numbers:
-    """(request, tokens, computed before, kind, how many decodes stand before it or -1) of each, in batch order."""
+def _chunks_in_order(plan: StepPlan, pool: DecodePool) -> Numbers:
+    """(request, tokens, computed before, kind, how many decodes stand before it) of each, in batch order."""
     numbers: list[int] = []
-    if not (plan.running_in_order and plan.pool is not None):
-        for one, num_tokens, computed, kind in plan.chunks:
-            numbers += (one.index, num_tokens, computed, _KIND_CODES[kind], -1)
-        return numbers
-    admissions = [one.admitted_index for one in plan.pool.in_admission_order()]
+    admissions = [one.admitted_index for one in pool.in_admission_order()]
     for one, num_tokens, computed, kind in in_batch_order(plan.chunks, (), 0, running_in_order=True):
         before = bisect_left(admissions, one.admitted_index) if kind == "running" else len(admissions)
         numbers += (one.index, num_tokens, computed, _KIND_CODES[kind], before)

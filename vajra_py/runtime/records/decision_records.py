@@ -41,7 +41,7 @@ class Arrivals:
     ticks: Ints
     ids: NDArray[np.object_]
 
-    def take(self, which: NDArray[Any]) -> Arrivals:
+    def take(self, which: NDArray[Any] | slice) -> Arrivals:
         """These of them."""
         return Arrivals(self.indices[which], self.ticks[which], self.ids[which])
 
@@ -116,6 +116,30 @@ class Records:
             reordered(self.ends, self.field("num_steps"), order),
             {name: reordered(values, self.field(f"num_{name}"), order) for name, values in self.lists.items()},
             self.notes[order],
+            self.arrivals.take(arrivals),
+        )
+
+    def by_time(self) -> Records:
+        """In the order in which they were taken, as those of one log are already."""
+        kept, arrived = self.field("kept"), self.arrivals.ticks
+        if (kept[1:] >= kept[:-1]).all() and (arrived[1:] >= arrived[:-1]).all():
+            return self
+        return self.take(np.argsort(kept, kind="stable"), np.argsort(arrived, kind="stable"))
+
+    def part(self, which: slice, arrivals: slice) -> Records:
+        """Neighbours among them, and among the arrivals."""
+        start, stop, _ = which.indices(len(self))
+
+        def own(values: Ints, counts: Ints) -> Ints:
+            first = int(counts[:start].sum())
+            return values[first : first + int(counts[start:stop].sum())]
+
+        return Records(
+            self.replicasets,
+            self.rows[which],
+            own(self.ends, self.field("num_steps")),
+            {name: own(values, self.field(f"num_{name}")) for name, values in self.lists.items()},
+            self.notes[which],
             self.arrivals.take(arrivals),
         )
 

@@ -6,10 +6,11 @@ step is packed once, for everyone who keeps some of it (`share`).
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,15 +36,24 @@ LISTS = {
 before it; -1: before it if it is none of the first `decodes_at` chunks, else none of them."""
 FIELDS = (
     *("replicaset", "replica_id", "step", "formed", "kept", "num_decodes", "decodes_at", "free_blocks", "num_waiting"),
-    *("num_running", "num_preempted_before", "batch_decodes", "num_prefills", "prefill_tokens", "context_tokens"),
+    *("num_running", "num_preempted_before", "batch_decodes", "context_tokens", "num_prefills", "prefill_tokens"),
     *("status", "num_steps", "num_waiting_after", *(f"num_{name}" for name in LISTS)),
 )
 """Whole numbers of a record: the plan's, of its shape (from `batch_decodes` on), of what came of it, and entries of each list.
 `kept`: the tick at which it was taken;
 `decodes_at`: how many chunks stand before the pool's decodes; `num_waiting_after`: of the steps of a run after the first."""
+_PACKED_AT_ONCE = 64
+"""Records that are packed together, which takes half the time of one by one. Few, so that their plans do not fall out of the cache."""
 _ROW = Struct(f"<{len(FIELDS)}q")
+ROW_BYTES = _ROW.size
+_TICK = Struct("<q")
+NO_LISTS = (0,) * (len(LISTS) - 1)
+"""Of a record without entries in any list after the first."""
 
 Numbers: TypeAlias = Sequence[int]
+_Finished: TypeAlias = Sequence[tuple[Request, EndReason]]
+_Taken: TypeAlias = "tuple[str, StepPlan, int, int, Any, array[int] | None, int, _Finished]"
+"""(replicaset, plan, status, tick of taking, tick of its end, None, waiting, who ended), or of a run its ticks and growth."""
 
 
 class Batch(NamedTuple):
@@ -70,9 +80,9 @@ class Batch(NamedTuple):
 class PlanRepeats(NamedTuple):
     """When a plan and repetitions of it came back."""
 
-    ended_at: Numbers
+    ended_at: array[int]
     """Ticks."""
-    growth: Numbers
+    growth: array[int]
     """Members that took a block in each step after the first; it repeats where there are more steps."""
 
 
@@ -86,16 +96,18 @@ class StepLog(Observer):
     def __init__(self) -> None:
         self._keepers: list[Callable[[Batch], None]] = [self._keep]
         self._replicasets: dict[str, int] = {}
-        self._rows = bytearray()
-        self._ends = array("q")
-        self._notes: list[str] = []
+        self._batch_size = RECORDS_PER_BATCH
+        self._num_packed = 0
+        self._taken: list[_Taken] = []
+        """Those of this batch that are not packed yet."""
+        self._parts: dict[str, list[bytes]] = {name: [] for name in ("rows", "ends", *LISTS)}
+        """Of what is packed; joined when it is handed on, since buffers that grow are copied again and again."""
+        self._notes: dict[int, str] = {}
+        """By record of this batch."""
         self._ids: list[str] = []
-        self._arrived = array("q")
+        self._arrived: list[int] = []
         self._tick = 0
         """Of what was taken last."""
-        self._lists = {name: array("q") for name in LISTS}
-        self._batch_bytes = RECORDS_PER_BATCH * _ROW.size
-        """Size of the rows of a full batch."""
 
     def share(self, keeper: Callable[[Batch], None]) -> None:
         """Hand all records to this one too."""
@@ -103,17 +115,73 @@ class StepLog(Observer):
 
     def hand_on(self) -> None:
         """Hand on what was recorded so far."""
-        if not self._rows and not self._ids:
+        self._pack()
+        if not self._num_packed and not self._ids:
             return
-        notes = self._notes if any(self._notes) else []
-        lists = {name: numbers.tobytes() for name, numbers in self._lists.items()}
-        names, arrived = list(self._replicasets), self._arrived.tobytes()
-        batch = Batch(names, bytes(self._rows), self._ends.tobytes(), notes, self._ids, arrived, lists)
-        self._notes, self._ids = [], []
-        for numbers in (self._rows, self._ends, self._arrived, *self._lists.values()):
-            del numbers[:]
+        notes = [self._notes.get(record, "") for record in range(self._num_packed)] if self._notes else []
+        packed = {name: b"".join(parts) for name, parts in self._parts.items()}
+        rows, ends, arrived = packed.pop("rows"), packed.pop("ends"), array("q", self._arrived).tobytes()
+        batch = Batch(list(self._replicasets), rows, ends, notes, self._ids, arrived, packed)
+        self._num_packed, self._notes, self._ids = 0, {}, []
+        self._arrived.clear()
+        for parts in self._parts.values():
+            parts.clear()
         for keep in self._keepers:
             keep(batch)
+
+    def _pack(self) -> None:
+        """Pack what was taken."""
+        rows: list[bytes] = []
+        ends: list[bytes | array[int]] = []
+        growths: list[array[int]] = []
+        lists: dict[str, list[int]] = {name: [] for name in LISTS if name != "growth"}
+        codes, count_lists, pack = self._replicasets, self._count_lists, _ROW.pack
+        for replicaset, plan, status, tick, ended, growth, num_waiting, finished in self._taken:
+            code = codes.get(replicaset)
+            if code is None:
+                code = codes[replicaset] = len(codes)
+            if plan.notes:
+                self._notes[self._num_packed + len(rows)] = json.dumps(plan.notes, separators=(",", ":"))
+            num_steps, num_growths = 1, 0
+            if growth is None:
+                ends.append(_TICK.pack(ended))
+            else:
+                ends.append(ended)
+                growths.append(growth)
+                num_steps, num_growths = len(ended), len(growth)
+            shape = plan.shape
+            rows.append(
+                pack(
+                    code,
+                    plan.replica_id,
+                    plan.step_index,
+                    plan.formed_at,
+                    tick,
+                    plan.num_pool_decodes,
+                    plan.pool_position,
+                    plan.free_blocks,
+                    plan.num_waiting,
+                    plan.num_running,
+                    plan.num_preempted_before,
+                    shape.num_decodes,
+                    shape.decode_context_tokens,
+                    shape.num_prefills,
+                    shape.prefill_tokens,
+                    status,
+                    num_steps,
+                    num_waiting,
+                    num_growths,
+                    *count_lists(plan, finished, lists),
+                )
+            )
+        self._num_packed += len(rows)
+        self._taken.clear()
+        parts = self._parts
+        for name, own in (("rows", rows), ("ends", ends), ("growth", growths)):
+            parts[name].append(b"".join(own))
+        for name, numbers in lists.items():
+            if numbers:
+                parts[name].append(array("q", numbers).tobytes())
 
     def on_plan(self, replicaset: str, plan: StepPlan, changes: PoolChanges) -> None:
         """A plan was made; without entries, nothing comes back from it."""
@@ -122,51 +190,35 @@ class StepLog(Observer):
         self, replicaset: str, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]], now: int
     ) -> None:
         """A plan's step came back."""
-        self._ends.append(now)
-        self._tick = max(self._tick, now)
-        self._record(replicaset, plan, CAME_BACK, 1, plan.num_waiting, 0, *self._lists_of(plan, finished))
+        self._take(replicaset, plan, CAME_BACK, now, finished)
 
     def on_plan_repeats(
         self, replicaset: str, plan: StepPlan, repeats: PlanRepeats, following: StepPlan, now: int
     ) -> None:
         """A plan of decodes and repetitions of it came back, which is applied now; `following`, one more, is in flight."""
-        ended_at, growth = repeats
-        self._ends.extend(ended_at)
-        self._lists["growth"].extend(growth)
-        self._tick = max(self._tick, now)
-        lists = self._lists_of(plan, ())
-        self._record(replicaset, plan, CAME_BACK, len(ended_at), following.num_waiting, len(growth), *lists)
+        if now > self._tick:
+            self._tick = now
+        self._taken.append((replicaset, plan, CAME_BACK, self._tick, *repeats, following.num_waiting, ()))
+        if len(self._taken) >= _PACKED_AT_ONCE:
+            self._pack_or_hand_on()
+
+    def _take(
+        self, replicaset: str, plan: StepPlan, status: int, ended: int, finished: Sequence[tuple[Request, EndReason]]
+    ) -> None:
+        if ended > self._tick:
+            self._tick = ended
+        self._taken.append((replicaset, plan, status, self._tick, ended, None, plan.num_waiting, finished))
+        if len(self._taken) >= _PACKED_AT_ONCE:
+            self._pack_or_hand_on()
 
     def _keep(self, batch: Batch) -> None:
         """Keep these records, whatever else becomes of them."""
 
-    def _lists_of(self, plan: StepPlan, finished: Sequence[tuple[Request, EndReason]]) -> Numbers:
-        """How many entries the record has in each of `LISTS` after the first; who wants them appends them here."""
-        return 0, 0, 0, len(plan.preempted), len(finished)
-
-    def _record(self, replicaset: str, plan: StepPlan, *outcome: int) -> None:
-        """Pack a record; `outcome`: `FIELDS` from the status on."""
-        code = self._replicasets.get(replicaset)
-        if code is None:
-            code = self._replicasets[replicaset] = len(self._replicasets)
-        shape = plan.shape
-        self._rows += _ROW.pack(
-            code,
-            plan.replica_id,
-            plan.step_index,
-            plan.formed_at,
-            self._tick,
-            plan.num_pool_decodes,
-            plan.pool_position,
-            plan.free_blocks,
-            plan.num_waiting,
-            plan.num_running,
-            plan.num_preempted_before,
-            shape.num_decodes,
-            shape.num_prefills,
-            shape.prefill_tokens,
-            shape.decode_context_tokens,
-            *outcome,
-        )
-        if len(self._rows) >= self._batch_bytes:
+    def _pack_or_hand_on(self) -> None:
+        self._pack()
+        if self._num_packed >= self._batch_size:
             self.hand_on()
+
+    def _count_lists(self, plan: StepPlan, finished: _Finished, lists: Mapping[str, list[int]]) -> Numbers:
+        """How many entries a record has in each of `LISTS` after the first; who wants them appends them to `lists`."""
+        return (0, 0, 0, len(plan.preempted), len(finished)) if plan.preempted or finished else NO_LISTS

@@ -28,6 +28,7 @@ class DecodePool:
         "_ends",
         "_growing",
         "_log",
+        "_num_growing",
         "_offset_sum",
         "_ordered",
         "joined",
@@ -44,6 +45,8 @@ class DecodePool:
         """In order of joining; not to be changed."""
         self._ordered: list[Request] | None = None
         self._growing: list[dict[Request, None]] = [{} for _ in range(block_size)]
+        self._num_growing = array("q", [0] * block_size)
+        """How many are in each of `_growing`."""
         self._ends: dict[int, list[Request]] = {}
         self._offset_sum = 0
         self.num_committed = 0
@@ -87,7 +90,9 @@ class DecodePool:
             self.joined[request] = None
         self._ordered = None
         self._offset_sum += offset
-        self._growing[-offset % self._block_size][request] = None
+        place = -offset % self._block_size
+        self._growing[place][request] = None
+        self._num_growing[place] += 1
         request.end_epoch = end = self.num_emitted + num_steps_to_end
         request.token_log.append((self._log, len(self._log), -1))
         due = self._ends.get(end)
@@ -109,7 +114,9 @@ class DecodePool:
         self._close_log_of(request)
         offset = request.leave_pool()
         self._offset_sum -= offset
-        del self._growing[-offset % self._block_size][request]
+        place = -offset % self._block_size
+        del self._growing[place][request]
+        self._num_growing[place] -= 1
         num_steps_left = request.end_epoch - self.num_emitted
         if num_steps_left > 0:
             self._ends[request.end_epoch].remove(request)
@@ -131,10 +138,12 @@ class DecodePool:
         """Members whose last token comes from the step that is under way."""
         return self._ends.get(self.num_emitted + 1, ())
 
-    def growth_cycle(self, num_steps: int) -> list[int]:
+    def growth_cycle(self, num_steps: int) -> array[int]:
         """How many members take a new block in each of the next `num_steps` steps, until that repeats."""
-        growing, size, start = self._growing, self._block_size, self.num_committed
-        return [len(growing[step % size]) for step in range(start, start + min(num_steps, size))]
+        counts, size = self._num_growing, self._block_size
+        start = self.num_committed % size
+        stop = start + min(num_steps, size)
+        return counts[start:stop] if stop <= size else counts[start:] + counts[: stop - size]
 
     def growth_by_step(self, num_steps: int) -> list[int]:
         """How many members take a new block in each of the next `num_steps` steps."""
@@ -146,7 +155,7 @@ class DecodePool:
         rounds, rest = divmod(num_steps, self._block_size)
         return rounds * len(self.members) + sum(self.growth_cycle(rest))
 
-    def advance(self, ended_at: Sequence[int]) -> None:
+    def advance(self, ended_at: array[int]) -> None:
         """Several steps of the whole pool came back, and as many more were put into plans; nobody ended."""
         self.num_emitted += len(ended_at)
         self.num_committed += len(ended_at)

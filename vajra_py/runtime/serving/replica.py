@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -289,17 +290,19 @@ class Replica:
         if self._end_watchers or self._step_logs:
             self._num_waiting_in_run = self.running_set.num_waiting
 
-    def complete_repeats(self, plan: StepPlan, ended_at: Sequence[int], now: int) -> StepPlan:
+    def complete_repeats(self, plan: StepPlan, ended_at: array[int], now: int) -> StepPlan:
         """`plan` and repetitions of it came back at these ticks up to now; returns the repetition in flight after them."""
         assert plan.pool is not None
         if self._end_watchers:
             run = run_of(self.replicaset, plan, ended_at, self._num_waiting_in_run)
             for observer in self._end_watchers:
                 observer.on_step_run(run)
-        growth = plan.pool.growth_cycle(len(ended_at) - 1) if self._step_logs else ()
+        growth = plan.pool.growth_cycle(len(ended_at) - 1) if self._step_logs else None
         following = self.builder.repeat(plan, len(ended_at), ended_at[-1], self._num_waiting_in_run)
-        for log in self._step_logs:
-            log.on_plan_repeats(self.replicaset, plan, PlanRepeats(ended_at, growth), following, now)
+        if growth is not None:
+            repeats = PlanRepeats(ended_at, growth)
+            for log in self._step_logs:
+                log.on_plan_repeats(self.replicaset, plan, repeats, following, now)
         plan.pool.advance(ended_at)
         self.num_steps += len(ended_at)
         return following
