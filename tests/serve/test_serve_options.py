@@ -185,6 +185,7 @@ INFINITY = float("inf")
         ({"api_key": "two words"}, "api_key: has characters that a header cannot carry"),
         ({"api_key": "a\r\nX-Evil: 1"}, "api_key: has characters that a header cannot carry"),
         ({"api_key": "schlüssel"}, "api_key: has characters that a header cannot carry"),
+        ({"admin": True, "admin_api_key": "a b"}, "admin_api_key: has characters that a header cannot carry"),
         ({"admin": True, "api_key": "k"}, "admin_api_key: is missing: whoever may use the server could swap"),
         ({"admin_api_key": "k"}, "admin_api_key: does nothing without --admin"),
         ({"ssl_certfile": Path("nowhere.pem")}, "ssl_certfile: is not a file (nowhere.pem)"),
@@ -193,6 +194,7 @@ INFINITY = float("inf")
         ({"root_path": "llm"}, "root_path: is not a prefix of paths ('llm'). Allowed: such as /llm"),
         ({"root_path": "/llm/"}, "root_path: is not a prefix of paths ('/llm/')"),
         ({"root_path": "/a?b"}, "root_path: is not a prefix of paths ('/a?b')"),
+        ({"served_names": ("",)}, "served_names: has an empty name"),
         ({"served_names": ("fine", " ")}, "served_names: has an empty name"),
     ],
 )
