@@ -56,6 +56,12 @@ def vajra(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
     return run
 
 
+@pytest.fixture(scope="session")
+def small_text() -> str:
+    """What the file of a small experiment says."""
+    return SMALL
+
+
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """The file of a small experiment."""

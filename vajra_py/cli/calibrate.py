@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from vajra_py.cli.options import engine_option, latency_option
+from vajra_py.cli.options import NumberRange, engine_option, latency_option
 
 
 @click.command(no_args_is_help=True)
@@ -21,7 +21,7 @@ from vajra_py.cli.options import engine_option, latency_option
 )
 @click.option(
     "--fit-fraction",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    type=NumberRange(0, 1, min_open=True, max_open=True),
     default=1 / 3,
     show_default="1/3",
     help="Part of the requests that is fitted, the first ones; the rest judges the fit.",

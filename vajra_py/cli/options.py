@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,18 @@ if TYPE_CHECKING:
     from vajra_py.experiment.measured_run import MeasuredRun
     from vajra_py.metrics.comparison import Comparison
     from vajra_py.metrics.run_data import RunData
+
+
+class NumberRange(click.FloatRange):
+    """A number within bounds, which what is not a number (`nan`) is not."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number. Fails for what is out of the range."""
+        found = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
+        return found
+
 
 PIPED_WIDTH = 200
 """Columns of a table that goes to a file or another program."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vajra_py.cli.options import overrides_option
+from vajra_py.cli.options import NumberRange, overrides_option
 
 if TYPE_CHECKING:
     from vajra_py.workload import Workload, WorkloadStatistics
@@ -54,7 +54,7 @@ def workloads() -> None:
     help="Draw it into this file (pdf, svg or png by its ending); may be repeated.",
 )
 @click.option(
-    "--width", type=click.FloatRange(2.0, 40.0), default=7.0, show_default=True, help="Width of the figure, inches."
+    "--width", type=NumberRange(2.0, 40.0), default=7.0, show_default=True, help="Width of the figure, inches."
 )
 def describe(file: Path, overrides: tuple[str, ...], as_json: bool, figures: tuple[Path, ...], width: float) -> None:
     """Describe the workload of experiment FILE: rate, burstiness, lengths, shared prefixes, sessions."""

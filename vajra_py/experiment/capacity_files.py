@@ -11,6 +11,8 @@ from vajra_py.config.capacity import CapacityConfig
 from vajra_py.config.slo import Condition, parse_slo
 from vajra_py.experiment.capacity import CapacityAnswer
 from vajra_py.metrics.comparison_metrics import significant
+from vajra_py.metrics.figure_files import save_figure
+from vajra_py.metrics.intervals import Interval
 from vajra_py.metrics.plots.capacity import CapacityCurve, Limit, capacity_figure
 
 
@@ -86,10 +88,15 @@ def answer_rows(answers: Sequence[CapacityAnswer]) -> list[tuple[str, ...]]:
             continue
         value = _counts(answer) if answer.costs else significant(found.setting[0])
         interval = found.interval
-        bounds = "" if interval is None else f"{significant(interval.low)} to {significant(interval.high)}"
+        bounds = "" if interval is None else _bounds(interval)
         shown = f"{found.outcome} holds" if found.outcome != "found" else value
         rows.append((answer.label, shown, bounds, str(found.num_seeds), str(answer.num_runs), str(answer.num_new)))
     return rows
+
+
+def _bounds(interval: Interval) -> str:
+    low = significant(interval.low)
+    return f"{low} or more" if math.isinf(interval.high) else f"{low} to {significant(interval.high)}"
 
 
 def write_capacity_files(
@@ -109,11 +116,7 @@ def write_capacity_files(
         limits,
         {"requests/s": "rate (requests/s)", "of cost": "cost", "$ an hour": "cost ($ an hour)"}.get(unit, unit),
     )
-    for suffix in formats:
-        path = folder / f"capacity.{suffix}"
-        figure.savefig(path, metadata={"Date": None} if suffix == "svg" else None)
-        paths.append(path)
-    return paths
+    return [*paths, *(save_figure(figure, folder / f"capacity.{suffix}") for suffix in formats)]
 
 
 def _curve(answer: CapacityAnswer) -> CapacityCurve:

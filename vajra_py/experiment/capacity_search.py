@@ -103,7 +103,7 @@ def search_rate(question: RateQuestion) -> Search:
     asked for.
     """
     seen = _Seen()
-    ends = yield from _bracket(seen, question, (_rounded(question.start),), 1, _FIRST_STEP)
+    ends = yield from _bracket(seen, question, _inside(question, question.start), 1, _FIRST_STEP)
     if isinstance(ends, str):
         ends = yield from _check_end(seen, question, ends)
         if isinstance(ends, str):
@@ -112,7 +112,7 @@ def search_rate(question: RateQuestion) -> Search:
     else:
         ends = yield from _narrow(seen, ends, 1, _COARSE)
     slope = _slope(*((one[0], seen.slacks[one][0]) for one in ends))
-    starts: list[Setting] = [(_rounded(_root(*((one[0], seen.slacks[one][0]) for one in ends))),)]
+    starts = [_inside(question, _root(*((one[0], seen.slacks[one][0]) for one in ends)))]
     seeds = question.replications
     while True:
         found = yield from _close_in(seen, question, starts, slope, seeds)
@@ -141,13 +141,13 @@ def _bracket(
     while seen.mean(low, num_seeds) < 0:
         if low[0] <= question.low:
             return "never"
-        high, low = low, (_rounded(max(question.low, low[0] / step)),)
+        high, low = low, _inside(question, low[0] / step)
         step = step**1.5
         yield from seen.ask([low], num_seeds)
     while seen.mean(high, num_seeds) >= 0:
         if high[0] >= question.high:
             return "always"
-        low, high = high, (_rounded(min(question.high, high[0] * step)),)
+        low, high = high, _inside(question, high[0] * step)
         step = step**1.5
         yield from seen.ask([high], num_seeds)
     return low, high
@@ -208,21 +208,21 @@ def _close_in(
             assert high is not None  # something was asked for
             if high[0] <= question.low:
                 return "never"
-            at = max(question.low, _along(high[0], seen.mean(high, num_seeds), slope, tolerance))
+            at = _along(high[0], seen.mean(high, num_seeds), slope, tolerance)
         elif high is None:
             if low[0] >= question.high:
                 return "always"
-            at = min(question.high, _along(low[0], seen.mean(low, num_seeds), slope, tolerance))
+            at = _along(low[0], seen.mean(low, num_seeds), slope, tolerance)
         else:
             low, high = min(low, high), max(low, high)  # noise may turn the slack's sign more than once
             if high[0] <= low[0] * tolerance:
                 return low, high
             at = _between((low[0], seen.mean(low, num_seeds)), (high[0], seen.mean(high, num_seeds)), tolerance, probe)
-        todo = [(_rounded(at),)]
+        todo = [_inside(question, at)]
         if todo[0] in (low, high):
-            assert low is not None  # a probe beyond the only end differs from it by the precision at least
-            assert high is not None
-            return low, high
+            if low is not None and high is not None:
+                return low, high
+            todo = [(min(max(at, question.low), question.high),)]  # finer than what people read
     raise AssertionError
 
 
@@ -278,7 +278,7 @@ def _reach(
         all_seen = seen.under(num_seeds)
         slope = _slope(*((one[0], seen.mean(one, num_seeds)) for one in (all_seen[0], all_seen[-1])))
         at = _along(last[0], missing, slope, 1 + question.precision_fraction)
-        yield from seen.ask([(_rounded(min(max(at, question.low), question.high)),)], num_seeds)
+        yield from seen.ask([_inside(question, at)], num_seeds)
 
 
 def _crossing(rates: Sequence[float], values: Sequence[float], rate: float, *, downwards: bool) -> float:
@@ -310,6 +310,11 @@ def _root(low: tuple[float, float], high: tuple[float, float]) -> float:
 def _rounded(rate: float) -> float:
     """Four significant digits: a setting that people can read, and find again."""
     return float(f"{rate:.4g}")
+
+
+def _inside(question: RateQuestion, rate: float) -> Setting:
+    """The rate, rounded, or the end of the range that it lies beyond, as it was given."""
+    return (min(max(_rounded(rate), question.low), question.high),)
 
 
 def search_replicas(ranges: Sequence[range], costs: Sequence[float], replications: int) -> Search:
