@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from vajra_py import LLM, SamplingParams
 from vajra_py.config import config_from_mapping
+from vajra_py.engine.compute import Foreseen, RunnerOptions, StepInput
+from vajra_py.engine.worker import ReplicaKey, Worker
 from vajra_py.experiment.backend import Backend, Run
 from vajra_py.experiment.engined import EngineRun
 from vajra_py.experiment.replay import replay
@@ -84,11 +87,25 @@ def experiment(model: Path, number: int, look_ahead: bool) -> dict[str, Any]:
     }
 
 
-def backend(run: Run) -> Backend:
-    """Fake runners, on which no time passes, and clients that now and then take a request back."""
+def backend(run: Run, told: Counter[str]) -> Backend:
+    """Fake runners, on which no time passes, and clients that now and then take a request back; counts what is told ahead."""
     stream = np.random.default_rng(run.config.seed)
     world = SteppedWorld(stream, mean_step_s=0.002)
-    made = EngineRun(run, make_worker=world.worker, make_clock=world.clock)
+
+    def worker(key: ReplicaKey, options: RunnerOptions) -> Worker:
+        made = world.worker(key, options)
+        submit = made.submit
+
+        def noted(work: StepInput | Foreseen) -> None:
+            if isinstance(work, Foreseen):
+                told["begun, with chunks besides"] += bool(work.begun and work.step.chunks)
+                told["needs a block"] += work.ahead is not None and bool(work.ahead.growing)
+            submit(work)
+
+        made.submit = noted  # type: ignore[method-assign]
+        return made
+
+    made = EngineRun(run, make_worker=worker, make_clock=world.clock)
 
     def leave() -> None:
         if made.loop is not None and stream.random() < 0.01:
@@ -102,11 +119,14 @@ def backend(run: Run) -> Backend:
 
 def test_decisions_and_tokens_are_those_without_looking_ahead(hollow_model: Path, tmp_path: Path) -> None:
     num_begun = num_wasted = num_dropped = num_preempted = 0
+    told: Counter[str] = Counter()
     for number in range(15):
         folders = [tmp_path / f"{number}-{word}" for word in ("ahead", "plain")]
         runs = [
             run_experiment(
-                config_from_mapping(experiment(hollow_model, number, look_ahead)), folder=folder, backend=backend
+                config_from_mapping(experiment(hollow_model, number, look_ahead)),
+                folder=folder,
+                backend=lambda run: backend(run, told),
             )
             for look_ahead, folder in zip((True, False), folders, strict=True)
         ]
@@ -124,6 +144,7 @@ def test_decisions_and_tokens_are_those_without_looking_ahead(hollow_model: Path
     assert num_dropped > 50
     assert 0 < num_wasted < num_begun // 20  # a row that ends or is preempted costs that row, not the step
     assert num_preempted > 10
+    assert min(told["begun, with chunks besides"], told["needs a block"]) > 50, told
 
 
 @pytest.mark.parametrize("workers", ["in_process", "process"])
