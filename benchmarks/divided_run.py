@@ -1,6 +1,7 @@
 """One large simulation divided over workers, against the same in one process: wall time, CPU time, largest process, equal bytes.
 
-Round robin over many replicas, with every file that a run writes by default. `python benchmarks/divided_run.py [--requests N] [--replicas N]`.
+Round robin over many replicas, with every file that a run writes by default, or with `--plain` without steps and decisions.
+`python benchmarks/divided_run.py [--requests N] [--replicas N] [--plain] [--only divided]`; `--only` runs one of the two and compares nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ num_replicas: {replicas}
 workload: {{type: profile, profile: azure2023_conv, num_requests: {requests}, rate: {rate}}}
 backend: {{simulator: {{latency: {{type: roofline, model: llama-3-8b, device: a100-80gb-sxm}}}}}}
 """
+PLAIN = "output: {steps: false, decision_log: false}\n"
 
 
 class Cost(NamedTuple):
@@ -68,20 +70,24 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--replicas", type=int, default=100)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--plain", action="store_true", help="write neither steps nor the decision log")
+    parser.add_argument("--only", choices=("whole", "divided"), help="run this way alone")
     given = parser.parse_args()
     rate = REQUESTS_PER_S * given.replicas
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = EXPERIMENT.format(requests=given.requests, replicas=given.replicas, rate=rate)
-        (folder / "large.yaml").write_text(text)
-        costs = {"one process": cost_of(folder, "whole")}
-        costs[f"{given.workers} workers"] = cost_of(folder, "divided", "--workers", str(given.workers))
-        for label, cost in costs.items():
+        (folder / "large.yaml").write_text(text + PLAIN * given.plain)
+        ways = {"whole": [], "divided": ["--workers", str(given.workers)]}
+        for way in [given.only] if given.only else ways:
+            cost = cost_of(folder, way, *ways[way])
             print(
-                f"{label}: {cost.wall_s:.1f} s, {cost.cpu_s:.1f} s of CPU, largest process {cost.largest_gib:.2f} GiB"
+                f"{way}: {cost.wall_s:.1f} s, {cost.cpu_s:.1f} s of CPU, largest process {cost.largest_gib:.2f} GiB",
+                flush=True,
             )
-        whole, divided = digests(folder / "whole/large"), digests(folder / "divided/large")
-    print("same bytes" if whole == divided else f"files differ: {whole} {divided}")
+        if not given.only:
+            whole, divided = digests(folder / "whole/large"), digests(folder / "divided/large")
+            print("same bytes" if whole == divided else f"files differ: {whole} {divided}")
 
 
 if __name__ == "__main__":

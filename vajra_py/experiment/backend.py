@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.errors import ConfigError, Problem
+from vajra_py.experiment.results import Tables
 from vajra_py.latency import StepTimes
 from vajra_py.plugins import Registry
 from vajra_py.runtime.records.decision_log import DecisionLog
@@ -42,12 +43,18 @@ class Outcome:
     """For the manifest."""
 
 
+WriteTables: TypeAlias = Callable[[Path, ExperimentConfig, Tables, float, Mapping[str, Any]], None]
+"""Called with the run's folder, its settings, what was recorded, the run's end in seconds, and where step times come from."""
+
+
 class Backend(Protocol):
     """A prepared run; `prepare` and `start` are called once, in this order."""
 
     controller: Controller
     decision_log: type[DecisionLog]
     """What keeps its decisions."""
+    write: WriteTables
+    """What writes the tables of what was recorded."""
 
     @property
     def step_times(self) -> StepTimes:

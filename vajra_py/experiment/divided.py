@@ -17,7 +17,8 @@ from vajra_py.config import ExperimentConfig
 from vajra_py.contract import Layer, QueueView, ReplicaLoadView, RequestView, SchedulerTraits
 from vajra_py.contract.policies import traits_of
 from vajra_py.errors import POLICY_EXCEPTIONS, RunError
-from vajra_py.experiment.backend import Run
+from vajra_py.experiment.backend import Run, WriteTables
+from vajra_py.experiment.part_tables import write_part
 from vajra_py.experiment.simulated import SimulatedRun
 from vajra_py.latency import HasHostOverhead, ReplaysDurations
 from vajra_py.plugins import Registry, build_latency_model
@@ -163,6 +164,7 @@ class PartOfRun(SimulatedRun):
     """Simulates the replicas of one part; requests have the index that they have in the whole."""
 
     decision_log: type[DecisionLog] = PartialDecisionLog
+    write: WriteTables = staticmethod(write_part)
 
     def __init__(self, run: Run, part: Part) -> None:
         seeds = NotedSeeds(run.seeds)

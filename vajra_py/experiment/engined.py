@@ -19,7 +19,8 @@ from vajra_py.engine.outputs import OutputBuffer, Submission
 from vajra_py.engine.prompts import PromptMaker, request_seed
 from vajra_py.engine.services import engine_services, length_predictor, predictions
 from vajra_py.errors import ConfigError, ExecutorError, Problem
-from vajra_py.experiment.backend import Outcome, Run
+from vajra_py.experiment.backend import Outcome, Run, WriteTables
+from vajra_py.experiment.results import write_results
 from vajra_py.latency import REAL, StepTimes
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.input_log import INPUTS_FILE, InputLog
@@ -39,6 +40,7 @@ class EngineRun:
     """An experiment on the engine. Arguments besides `run` replace parts of it, for tests and tools."""
 
     decision_log: type[DecisionLog] = DecisionLog
+    write: WriteTables = staticmethod(write_results)
 
     def __init__(self, run: Run, **replaced: Any) -> None:
         settings: ModelBackendConfig = run.config.backend.settings

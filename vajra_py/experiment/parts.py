@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-import pyarrow.parquet as pq
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.experiment.backend import Progress, Run
 from vajra_py.experiment.divided import NotedSeeds, Part, divide, why_whole
 from vajra_py.experiment.folder import FINISHED, RunFolder
+from vajra_py.experiment.part_tables import take_part
 from vajra_py.experiment.pool import MakePool, RunTask
 from vajra_py.experiment.results import Tables, write_results
 from vajra_py.experiment.run import load_workload
 from vajra_py.experiment.simulated import SimulatedRun
 from vajra_py.latency import StepTimes
-from vajra_py.metrics.run_data import DECISIONS_FILE, RunData
+from vajra_py.metrics.run_data import DECISIONS_FILE, MANIFEST_FILE, RunData
 from vajra_py.metrics.steps_table import StepsBuilder
 from vajra_py.metrics.tables import RequestsBuilder, TbtBuilder
 from vajra_py.plugins import Registry
@@ -89,36 +89,17 @@ def _combine(config: ExperimentConfig, registry: Registry, place: RunFolder, pat
 
 
 def _write_combined(config: ExperimentConfig, place: RunFolder, paths: Sequence[Path]) -> None:
-    tables = Tables(RequestsBuilder(), StepsBuilder(), TbtBuilder())
-    manifests, step_times = [], []
-    for path in paths:
-        manifests.append(json.loads((path / "manifest.json").read_text()))
-        step_times.append(json.loads((path / "summary.json").read_text())["step_times"])
-        _take_requests(tables.requests, path)
-        tables.steps.extend(pq.read_table(path / "steps.parquet"))
-        _take_gaps(tables.tbt, path)
-    if config.output.decision_log:
-        merge_decision_logs([path / DECISIONS_FILE for path in paths], place.path / DECISIONS_FILE)
-    write_results(place.path, config, tables, max(one["ended_at_s"] for one in manifests), _origin(step_times))
+    manifests = [json.loads((path / MANIFEST_FILE).read_text()) for path in paths]
+    ended_at = max(one["ended_at_s"] for one in manifests)
+    with ThreadPoolExecutor(1) as beside:
+        logs = [path / DECISIONS_FILE for path in paths] if config.output.decision_log else []
+        merging = beside.submit(merge_decision_logs, logs, place.path / DECISIONS_FILE) if logs else None
+        tables = Tables(RequestsBuilder(), StepsBuilder(), TbtBuilder())
+        step_times = [take_part(path, tables) for path in paths]
+        write_results(place.path, config, tables, ended_at, _origin(step_times))
+        if merging is not None:
+            merging.result()
     place.note(FINISHED, **_facts(manifests))
-
-
-def _take_requests(requests: RequestsBuilder, path: Path) -> None:
-    table = pq.read_table(path / "requests.parquet")
-    requests.extend(
-        {
-            name: column.to_pylist() if str(column.type) == "string" else column.to_numpy()
-            for name, column in zip(table.column_names, table.columns, strict=True)
-            if name != "slo_met"
-        }
-    )
-
-
-def _take_gaps(tbt: TbtBuilder, path: Path) -> None:
-    table = pq.read_table(path / "tbt.parquet").to_pandas()
-    for (replicaset, slo_class), rows in table.groupby(["replicaset", "slo_class"], sort=False):
-        gaps = tbt.gaps(str(replicaset), str(slo_class))
-        gaps.extend_weighted(rows["gap_s"].to_numpy(), rows["weight"].to_numpy())
 
 
 def _origin(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from vajra_py.errors import ConfigError, Problem, RunInterrupted, VajraError, Wo
 from vajra_py.experiment.backend import Backend, MakeBackend, Progress, Run, make_backend
 from vajra_py.experiment.device_figures import devices_of
 from vajra_py.experiment.folder import FAILED, FINISHED, INTERRUPTED, RunFolder
-from vajra_py.experiment.results import Tables, write_results
+from vajra_py.experiment.results import Tables
 from vajra_py.metrics.changes import Changes
 from vajra_py.metrics.recorder import Recorder
 from vajra_py.metrics.run_data import DECISIONS_FILE, RunData
@@ -128,7 +128,7 @@ class _Attempt:
         tables = Tables(recorder.requests, recorder.steps, recorder.tbt)
         with ThreadPoolExecutor(1) as beside:  # encoding needs no interpreter, for the most part
             closing = None if self._log is None else beside.submit(self._log.close)
-            write_results(path, self._run.config, tables, seconds, self._backend.step_times.to_mapping())
+            self._backend.write(path, self._run.config, tables, seconds, self._backend.step_times.to_mapping())
             if closing is not None:
                 closing.result()
 

@@ -10,7 +10,8 @@ from typing import Any
 from vajra_py.config import TypedChoice
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.errors import ConfigError, Problem
-from vajra_py.experiment.backend import Outcome, Run
+from vajra_py.experiment.backend import Outcome, Run, WriteTables
+from vajra_py.experiment.results import write_results
 from vajra_py.latency import (
     HasHostOverhead,
     OperatorTablesModel,
@@ -35,6 +36,7 @@ class SimulatedRun:
     """An experiment on the discrete-event simulator."""
 
     decision_log: type[DecisionLog] = DecisionLog
+    write: WriteTables = staticmethod(write_results)
 
     def __init__(self, run: Run) -> None:
         settings = run.config.backend.settings
