@@ -46,7 +46,7 @@ LATENCIES = {"TTFT": "ttft_s", "TPOT": "tpot_s", "E2E": "e2e_s", "queue": "queue
 SEEDS_EACH = 5
 MIN_INTERVALS = 20
 """Fewer say nothing."""
-RUNS_A_FILE = 250
+RUNS_A_FILE = 50
 WARM_UP, DRAIN = 800, 100
 """Requests at the start and at the end of a run of the replica that its long-run values leave out."""
 
@@ -110,7 +110,7 @@ def chunked_prefill(rate: float, num_requests: int, seed: int, registry: Registr
     backend.controller.watch([recorder])
     backend.start()
     table = recorder.requests.to_table()
-    return {name: table.column(name).to_numpy() for name in ("arrived_at", *LATENCIES.values())}
+    return {name: table.column(name).to_numpy() for name in ("arrived_at", "num_prompt_tokens", *LATENCIES.values())}
 
 
 def chunked_prefills(rate: float, num_requests: int, num_runs: int, keep: Path | None) -> dict[str, Floats]:

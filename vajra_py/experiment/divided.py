@@ -25,6 +25,7 @@ from vajra_py.plugins import Registry, build_latency_model
 from vajra_py.runtime.records.decision_log import DecisionLog, PartialDecisionLog
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
+from vajra_py.runtime.serving.load import LiveLoad
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.workload_adapter import facts_of
 from vajra_py.runtime.support.clock import to_seconds, to_ticks
@@ -114,7 +115,7 @@ def why_together(
 
 
 def _views(replicaset: Replicaset) -> list[ReplicaLoadView]:
-    return [replicaset.load_of(one.replica_id) for one in replicaset.replicas]
+    return [LiveLoad(one) for one in replicaset.replicas]  # nothing runs that would have to be brought up to date
 
 
 @dataclass(frozen=True, slots=True)

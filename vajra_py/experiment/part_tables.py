@@ -25,19 +25,9 @@ def write_part(
 
 def take_part(path: Path, tables: Tables) -> Mapping[str, Any]:
     """Add a part's rows to these tables, and return where its step times come from."""
-    import pyarrow as pa
-
-    for batch in _batches(path / _REQUESTS):
-        columns = zip(batch.schema, batch.columns, strict=True)
-        tables.requests.extend(
-            {
-                field.name: column.to_pylist() if field.type == pa.string() else column.to_numpy()
-                for field, column in columns
-                if field.name != "slo_met"
-            }
-        )
-    tables.steps.extend(pa.Table.from_batches(_batches(path / _STEPS), tables.steps.schema()))
-    for batch in _batches(path / _TBT):  # each of one replicaset and class
+    tables.requests.take(_read(path / _REQUESTS))
+    tables.steps.extend(_read(path / _STEPS))
+    for batch in _read(path / _TBT).to_batches():  # each of one replicaset and class
         gaps = tables.tbt.gaps(*(batch.column(name)[0].as_py() for name in ("replicaset", "slo_class")))
         gaps.extend_weighted(batch.column("gap_s").to_numpy(), batch.column("weight").to_numpy())
     step_times: Mapping[str, Any] = json.loads((path / _STEP_TIMES).read_text())
@@ -53,8 +43,8 @@ def _write(path: Path, builder: TableBuilder) -> None:
             writer.write_table(table)
 
 
-def _batches(path: Path) -> list[Any]:
+def _read(path: Path) -> Any:
     import pyarrow as pa
 
     with pa.ipc.open_file(path) as file:
-        return [file.get_batch(index) for index in range(file.num_record_batches)]
+        return file.read_all()

@@ -66,6 +66,16 @@ class TextColumn:
         self._bytes += text.encode()
         self._ends.append(len(self._bytes))
 
+    def take(self, texts: Any) -> None:
+        """Take the strings of an Arrow column."""
+        import pyarrow as pa
+
+        given = texts.cast(pa.large_string()).combine_chunks()
+        ends = np.frombuffer(given.buffers()[1], dtype=np.int64)[given.offset : given.offset + len(given) + 1]
+        start = len(self._bytes) - ends[:1]
+        self._bytes += memoryview(given.buffers()[2] or b"")[ends[0] : ends[-1]]
+        self._ends.frombytes((ends[1:] + start).tobytes())
+
     def all(self) -> Any:
         """Every string so far, as an Arrow array with 64-bit offsets."""
         import pyarrow as pa

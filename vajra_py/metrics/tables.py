@@ -195,6 +195,23 @@ class RequestsBuilder:
             numbers[name] = np.asarray(values, dtype=np.float64) if code == "d" else values
         self._rows.extend(len(columns["index"]), **numbers)
 
+    def take(self, table: ArrowTable) -> None:
+        """Take the rows of another such table."""
+        if not table.num_rows:
+            return
+        self._request_ids.take(table.column("request_id"))
+        self._session_ids.take(table.column("session_id"))
+        numbers: Columns = {}
+        for name, _ in self._FIELDS:
+            column = table.column(name)
+            if name in self._names:
+                found = column.combine_chunks().dictionary_encode()
+                codes = self._names[name].codes(found.dictionary.to_pylist())
+                numbers[name] = np.array(codes, dtype=np.int32)[found.indices.to_numpy()]
+            else:
+                numbers[name] = column.to_numpy()
+        self._rows.extend(table.num_rows, **numbers)
+
     def schema(self) -> ArrowSchema:
         """Columns of the requests table."""
         import pyarrow as pa
