@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from simulate import experiment
@@ -28,6 +29,8 @@ from vajra_py.experiment.run import load_workload
 from vajra_py.metrics.definitions import Floats, quantiles
 from vajra_py.metrics.intervals import (
     Interval,
+    LongRun,
+    Worth,
     batch_means_interval,
     independent_by_load,
     is_long_enough,
@@ -37,6 +40,7 @@ from vajra_py.metrics.intervals import (
 from vajra_py.metrics.recorder import Recorder
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.runtime.support.seeds import SeedTree
+from vajra_py.workload.demand import demand_of
 
 RESULTS = Path(__file__).parent / "results" / "interval_coverage.json"
 FRACTIONS = {"P50": 0.5, "P90": 0.9, "P95": 0.95, "P99": 0.99}
@@ -44,6 +48,7 @@ WITHIN = ("mean", "P50", "P90", "P95")
 ACROSS = ("mean", "P50", "P99")
 LATENCIES = {"TTFT": "ttft_s", "TPOT": "tpot_s", "E2E": "e2e_s", "queue": "queue_s"}
 SEEDS_EACH = 5
+ROUNDS = 5
 MIN_INTERVALS = 20
 """Fewer say nothing."""
 RUNS_A_FILE = 50
@@ -76,12 +81,15 @@ class Runs:
     """Latencies of runs of one length, a row a run (NaN: none), and how many independent requests each is worth by its load."""
 
     latencies: Floats
-    by_load: list[float]
+    by_load: list[Worth]
 
 
-def worth(arrived_at: Floats, latencies: Floats) -> float:
-    """Independent requests of a run of one server."""
-    return independent_by_load(arrived_at, arrived_at + latencies, np.zeros(len(latencies), dtype=np.int64))
+def worth(arrived_at: Floats, latencies: Floats, work: Floats, rate: float) -> Worth:
+    """Independent requests of a run of one server, of whose work so much arrives per second in the long run."""
+    demand = rate * float(arrived_at[-1] - arrived_at[0]) / float(work[:-1].sum())
+    return independent_by_load(
+        arrived_at, arrived_at + latencies, np.zeros(len(latencies), dtype=np.int64), LongRun(demand)
+    )
 
 
 def mm1(load: float, num_requests: int, num_runs: int, seed: int) -> Runs:
@@ -91,19 +99,23 @@ def mm1(load: float, num_requests: int, num_runs: int, seed: int) -> Runs:
     backlog = np.cumsum(service - gaps, axis=0) - (service - gaps)
     times = backlog - np.minimum.accumulate(backlog) + service
     arrived_at = np.cumsum(gaps, axis=0) - gaps
-    return Runs(times.T, [worth(arrived_at[:, i], times[:, i]) for i in range(num_runs)])
+    return Runs(times.T, [worth(arrived_at[:, i], times[:, i], service[:, i], load) for i in range(num_runs)])
 
 
-def chunked_prefill(rate: float, num_requests: int, seed: int, registry: Registry) -> dict[str, Floats]:
-    """Arrivals and latencies of a replica with chunked prefills under Poisson arrivals."""
-    workload = {
+def workload_at(rate: float, num_requests: int) -> dict[str, Any]:
+    """What a replica with chunked prefills serves."""
+    return {
         "type": "synthetic",
         "arrivals": {"type": "poisson", "rate": rate},
         "num_requests": num_requests,
         "prompt_tokens": {"type": "lognormal", "mu": 6.5, "sigma": 0.8, "max": 4096},
         "output_tokens": {"type": "lognormal", "mu": 3.5, "sigma": 0.5, "max": 256},
     }
-    config = config_from_mapping({**experiment(workload, 1), "seed": seed})
+
+
+def chunked_prefill(rate: float, num_requests: int, seed: int, registry: Registry) -> dict[str, Floats]:
+    """Arrivals, prompts and latencies of a replica with chunked prefills under Poisson arrivals."""
+    config = config_from_mapping({**experiment(workload_at(rate, num_requests), 1), "seed": seed})
     run = Run(config, registry, load_workload(config), SeedTree(seed), None)
     backend = make_backend(run)
     recorder = Recorder(lambda name: 1, steps=False)
@@ -168,11 +180,17 @@ class Replications:
     def rows(self, truth: dict[str, float]) -> Iterator[Row]:
         """Coverage of their intervals: of the long-run value where most runs are long enough, else of the mean over all runs."""
         for metric, values in self.values.items():
-            groups = [values[i : i + SEEDS_EACH] for i in range(0, len(values) - SEEDS_EACH + 1, SEEDS_EACH)]
+            groups = self._groups(values)
             is_long = self.num_long[metric] > 0.5 * len(values)
             judge, target = ("long run", truth[metric]) if is_long else ("this length", float(np.mean(values)))
             named = (self.system, self.num_requests, f"{SEEDS_EACH} replications", metric, judge)
             yield _row(named, [latency_interval(group) for group in groups], target)
+
+    def _groups(self, values: Sequence[float]) -> Iterator[Floats]:
+        """Every run in `ROUNDS` groups, each time with others, so that chance has less to say which runs meet."""
+        for seed in range(ROUNDS):
+            mixed = np.random.default_rng(seed).permutation(np.asarray(values))
+            yield from mixed[: len(mixed) // SEEDS_EACH * SEEDS_EACH].reshape(-1, SEEDS_EACH)
 
 
 def _row(named: tuple[str, int, str, str, str], found: list[Interval | None], truth: float) -> Row:
@@ -203,9 +221,11 @@ def mm1_rows(load: float, num_requests: int, num_runs: int) -> Iterator[Row]:
 def chunked_prefill_rows(rate: float, lengths: Sequence[int], num_runs: int, keep: Path | None) -> Iterator[Row]:
     """A replica with chunked prefills, whose long-run values are pooled."""
     columns = chunked_prefills(rate, max(lengths), num_runs, keep)
+    demand = demand_of(workload_at(rate, max(lengths)))
+    assert demand is not None
     for num_requests in lengths:
-        arrived_at, ttft = columns["arrived_at"][:, :num_requests], columns["ttft_s"][:, :num_requests]
-        by_load = [worth(*one) for one in zip(arrived_at, ttft, strict=True)]
+        told = [columns[name][:, :num_requests] for name in ("arrived_at", "ttft_s", "num_prompt_tokens")]
+        by_load = [worth(*one, demand.prompt_tokens_per_s) for one in zip(*told, strict=True)]
         for name, column in LATENCIES.items():
             pooled = columns[column][:, WARM_UP:-DRAIN]
             pooled = pooled[np.isfinite(pooled)]
@@ -230,10 +250,10 @@ def _chunked_prefill_name(rate: float, latency: str) -> str:
 MM1 = (
     *((0.5, length) for length in (650, 730, 900, 3000)),
     *((0.7, length) for length in (2250, 2500, 3100, 5000, 10_000)),
-    *((0.8, length) for length in (5000, 5500, 6000, 7500, 10_000, 20_000)),
+    *((0.8, length) for length in (5000, 5500, 6000, 6200, 7500, 10_000, 20_000)),
     (0.9, 3000),
 )
-CHUNKED_PREFILL = ((7, (1000, 2000)), (10, (1000, 2800, 3000, 4000, 5000, 6000)))
+CHUNKED_PREFILL = ((7, (1000, 2000)), (10, (1000, 2600, 2800, 3000, 3500, 4000)))
 
 
 def rows(num_runs: int, only: str, keep: Path | None) -> Iterator[Row]:

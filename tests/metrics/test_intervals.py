@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -19,6 +20,8 @@ from vajra_py.metrics.comparison import compare
 from vajra_py.metrics.intervals import (
     MIN_EFFECTIVE,
     Interval,
+    LongRun,
+    Worth,
     batch_means_interval,
     effective_size,
     independent_by_load,
@@ -101,7 +104,7 @@ def busy_queue(load: float, num_requests: int, seed: int) -> NDArray[np.float64]
 def worth(load: float, num_requests: int, seed: int) -> float:
     """Independent requests that the queue is worth by its load."""
     arrived_at, times = queue_with_arrivals(load, num_requests, seed)
-    return independent_by_load(arrived_at, arrived_at + times, np.zeros(num_requests, dtype=np.int64))
+    return independent_by_load(arrived_at, arrived_at + times, np.zeros(num_requests, dtype=np.int64)).size
 
 
 @pytest.mark.parametrize(
@@ -126,15 +129,38 @@ def test_runs_that_are_just_long_enough_hold_the_long_run_values_as_often_as_lon
         assert 0.89 <= np.mean(outcomes) <= 1
 
 
+@pytest.mark.parametrize(
+    ("load", "num_requests", "num_given"), [(0.5, 690, 0), (0.5, 770, 300), (0.8, 5850, 0), (0.8, 6550, 300)]
+)
+def test_the_load_of_the_long_run_lets_all_queues_of_a_length_through_or_none(
+    load: float, num_requests: int, num_given: int
+) -> None:
+    rng = np.random.default_rng(13)
+    held = []
+    for _ in range(300):
+        gaps, service = rng.exponential(1 / load, num_requests), rng.exponential(1, num_requests)
+        arrived_at, backlog = np.cumsum(gaps) - gaps, np.cumsum(service - gaps) - (service - gaps)
+        times = backlog - np.minimum.accumulate(backlog) + service
+        demand = load * float(arrived_at[-1]) / service[:-1].sum()
+        by_load = independent_by_load(
+            arrived_at, arrived_at + times, np.zeros(num_requests, dtype=np.int64), LongRun(demand)
+        )
+        found = batch_means_interval(times, by_load=by_load)
+        if found is not None:
+            held.append(found.low <= 1 / (1 - load) <= found.high)
+    assert abs(len(held) - num_given) <= 15
+    assert not num_given or 0.91 <= np.mean(held) <= 0.98
+
+
 @given(seed=st.integers(0, 10**6), sizes=st.lists(st.floats(75, 5000), min_size=2, max_size=4))
 @settings(max_examples=20)
 def test_the_upper_end_comes_down_as_a_run_is_worth_more_and_the_lower_end_stays(seed: int, sizes: list[float]) -> None:
     values = np.random.default_rng(seed).exponential(1, 20_000)
     for fraction in (None, 0.5, 0.9):
         found = [
-            batch_means_interval(values, by_load=size)
+            batch_means_interval(values, by_load=Worth(size))
             if fraction is None
-            else quantile_interval(values, fraction, by_load=size)
+            else quantile_interval(values, fraction, by_load=Worth(size))
             for size in sorted(sizes)
         ]
         intervals = [one for one in found if one is not None]
@@ -154,14 +180,17 @@ def test_the_interval_of_a_mean_by_hand() -> None:
     half = stats.t.ppf(0.975, 9) * math.sqrt((1 + phi) / (1 - phi) * steps.var(ddof=1) / 10)
     margin = 1.5 * (75 / 90) ** math.sqrt(90) * values.std() / math.sqrt(90)
     spread_out = values.reshape(10, 100)[:, np.random.default_rng(0).permutation(100)].ravel()
-    found = batch_means_interval(spread_out, by_load=90)
-    long = batch_means_interval(spread_out, by_load=math.inf)
+    found = batch_means_interval(spread_out, by_load=Worth(90))
+    long = batch_means_interval(spread_out)
+    told = batch_means_interval(spread_out, by_load=Worth(90, is_chance=False))
     assert effective_size(spread_out) > 90  # so that the load decides
     assert found is not None
     assert long is not None
     assert found.low == pytest.approx(50 * math.exp(-half / 50))
     assert found.high == pytest.approx(50 / (1 - (half + margin) / 50))
     assert long.high < found.high
+    assert told is not None
+    assert told.high == pytest.approx(50 / (1 - half / 50))  # nothing for chance where the workload decided
 
 
 def test_a_metric_that_is_zero_or_negative_has_a_plain_interval() -> None:
@@ -257,23 +286,23 @@ def test_a_queue_that_is_long_enough_gets_its_intervals(load: float, num_request
 
 def test_the_length_test_at_its_bounds() -> None:
     values = np.random.default_rng(0).exponential(1, 3000)
-    assert is_long_enough(values, by_load=MIN_EFFECTIVE)
-    assert is_long_enough(values, 0.95, by_load=MIN_EFFECTIVE)
-    assert not is_long_enough(values, 0.96, by_load=MIN_EFFECTIVE)
-    assert not is_long_enough(values, by_load=MIN_EFFECTIVE - 0.01)
-    assert batch_means_interval(values, by_load=MIN_EFFECTIVE - 0.01) is None
-    assert quantile_interval(values, 0.5, by_load=MIN_EFFECTIVE - 0.01) is None
-    assert not is_long_enough(correlated(600, 1, phi=0.97), by_load=math.inf)  # the variance still has its say
+    assert is_long_enough(values, by_load=Worth(MIN_EFFECTIVE))
+    assert is_long_enough(values, 0.95, by_load=Worth(MIN_EFFECTIVE))
+    assert not is_long_enough(values, 0.96, by_load=Worth(MIN_EFFECTIVE))
+    assert not is_long_enough(values, by_load=Worth(MIN_EFFECTIVE - 0.01))
+    assert batch_means_interval(values, by_load=Worth(MIN_EFFECTIVE - 0.01)) is None
+    assert quantile_interval(values, 0.5, by_load=Worth(MIN_EFFECTIVE - 0.01)) is None
+    assert not is_long_enough(correlated(600, 1, phi=0.97), by_load=Worth(1000))  # the variance still has its say
 
 
 def test_the_worth_of_a_run_at_the_bounds_of_load() -> None:
     one = np.zeros(1000, dtype=np.int64)
     arrived_at = np.arange(1000.0)
-    assert independent_by_load(arrived_at, arrived_at, one) == 1000  # nothing waits: all are independent
-    assert independent_by_load(arrived_at, arrived_at + 5, one) == 0  # never caught up
-    assert independent_by_load(np.zeros(1000), np.ones(1000), one) == 0
-    assert independent_by_load(arrived_at[:1], arrived_at[:1], one[:1]) == 0
-    worths = [independent_by_load(arrived_at, arrived_at + wait, one) for wait in (0.2, 0.5, 0.8, 0.99)]
+    assert independent_by_load(arrived_at, arrived_at, one).size == 1000  # nothing waits: all are independent
+    assert independent_by_load(arrived_at, arrived_at + 5, one).size == 0  # never caught up
+    assert independent_by_load(np.zeros(1000), np.ones(1000), one).size == 0
+    assert independent_by_load(arrived_at[:1], arrived_at[:1], one[:1]).size == 0
+    worths = [independent_by_load(arrived_at, arrived_at + wait, one).size for wait in (0.2, 0.5, 0.8, 0.99)]
     assert worths == sorted(worths, reverse=True)
 
 
@@ -282,8 +311,9 @@ def test_bursts_of_arrivals_make_a_run_worth_less() -> None:
     one = np.zeros(4000, dtype=np.int64)
     smooth, bursty = np.cumsum(rng.gamma(1, 1, 4000)), np.cumsum(rng.gamma(0.1, 10, 4000))
     served = 1e-9
-    assert independent_by_load(smooth, smooth + served, one) == pytest.approx(4000, rel=0.1)
-    assert independent_by_load(bursty, bursty + served, one) == pytest.approx(4000 / 5.5, rel=0.2)
+    assert independent_by_load(smooth, smooth + served, one).size == pytest.approx(4000, rel=0.1)
+    assert independent_by_load(bursty, bursty + served, one, LongRun(1.0, 1.0)).size == pytest.approx(4000, rel=0.01)
+    assert independent_by_load(bursty, bursty + served, one).size == pytest.approx(4000 / 5.5, rel=0.2)
 
 
 def test_amounts_have_intervals_above_zero_with_the_longer_end_upwards() -> None:
@@ -357,6 +387,23 @@ def test_a_busy_run_that_is_too_short_for_its_load_has_no_interval_and_the_repor
     assert run_intervals(busy, ["overall"]) == {"overall": {}}
     warnings = dict(warnings_of(group_replications([busy]), compare([busy])))
     assert [names for text, names in warnings.items() if text.startswith("Too short for intervals")] == [["busy"]]
+
+
+def test_a_run_is_judged_by_what_its_workload_asks_for_in_the_long_run(make_run: object, tmp_path: Path) -> None:
+    busy: RunData = make_run(name="busy", num_requests=250, rate_per_s=14.0)  # type: ignore[operator]
+    shutil.copytree(busy.path, tmp_path / "lucky")
+    columns = busy.measured("arrived_at", "num_prompt_tokens")
+    met = columns["num_prompt_tokens"].sum() / np.ptp(columns["arrived_at"])
+    workload = {
+        "type": "synthetic",
+        "arrivals": {"type": "poisson", "rate": 1},
+        "num_requests": 250,
+        "prompt_tokens": {"type": "constant", "value": int(met / 20)},
+        "output_tokens": {"type": "constant", "value": 10},
+    }
+    (tmp_path / "lucky" / "config.yaml").write_text(json.dumps({"workload": workload}))
+    assert is_short(busy)
+    assert not is_short(RunData.load(tmp_path / "lucky"))
 
 
 def test_a_closed_loop_is_judged_by_its_variance_alone(make_run: object, tmp_path: Path) -> None:

@@ -70,7 +70,9 @@ _LENGTH_BATCHES = 32
 """Batches by which it is told how many independent values a sequence is worth: many, since 10 of them would not tell it well."""
 HIGH_QUANTILE = 0.9
 _MARGIN_ERRORS = 1.5
-"""Standard errors, by what a run is worth, that are added to the upper end at `MIN_EFFECTIVE`."""
+"""Standard errors, by what a run is worth, that are added to the upper end at `MIN_EFFECTIVE` where chance decided which runs are long enough."""
+_CONTRADICTS = 2.0
+"""How many times as many independent values the load may promise as the variance shows: 32 batches tell it to about a quarter."""
 _WIDEST = 0.9
 """Part of a value that its interval may reach above it before that is stretched."""
 
@@ -115,35 +117,69 @@ def utilisation(arrived_at: Floats, served_at: Floats, replica: Ints) -> float:
     return waiting / len(order) / (end_at - start_at)
 
 
-def independent_by_load(arrived_at: Floats, served_at: Floats, replica: Ints) -> float:
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """How many independent requests a run is worth by its load.
+
+    `is_chance`: the load is what the run itself met, so that of runs of one length those pass for long ones that met fewer bursts.
+    """
+
+    size: float
+    is_chance: bool = True
+
+
+UNLIMITED = Worth(math.inf)
+"""Of a run that its load says nothing about: a closed loop, whose queue is never longer than its clients."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongRun:
+    """What a run's workload asks for in the long run.
+
+    `demand_fraction`: prompt tokens per second, over those that arrived in this run; `gap_variation`: squared coefficient of variation of the gaps between arrivals.
+    """
+
+    demand_fraction: float
+    gap_variation: float = 1.0
+
+
+def independent_by_load(arrived_at: Floats, served_at: Floats, replica: Ints, long_run: LongRun | None = None) -> Worth:
     """How many independent requests a run is worth by its load alone, whatever its latencies happened to be.
 
     A queue forgets in a time that grows like 1 / (1 - load)^2 and like the variability of its arrivals and services (Whitt, "Planning queueing simulations", Management Science 35,
     1989). The number of requests is divided by the sum of the autocorrelations of waiting times in M/M/1 (Daley 1968), and by (1 + squared coefficient of variation of the gaps
     between arrivals) / 2 where these vary more than Poisson ones.
+
+    Args:
+        arrived_at: seconds.
+        served_at: of the first token.
+        replica: that served it.
+        long_run: load and gaps are then judged as the workload has them in the long run, and hardly differ between runs of one setting. None: it is not known.
     """
+    is_chance = long_run is None
     if len(arrived_at) < 2:
-        return 0.0
-    load = utilisation(arrived_at, served_at, replica)
+        return Worth(0.0, is_chance)
+    load = utilisation(arrived_at, served_at, replica) * (1.0 if long_run is None else long_run.demand_fraction)
     if load >= 1:
-        return 0.0
+        return Worth(0.0, is_chance)
     gaps = np.diff(np.sort(arrived_at))
-    burstiness = max(1.0, (1 + float(gaps.var() / gaps.mean() ** 2)) / 2)
+    variation = float(gaps.var() / gaps.mean() ** 2) if long_run is None else long_run.gap_variation
     correlation = (2 + 5 * load - 4 * load**2 + load**3) / ((2 - load) * (1 - load) ** 2)
-    return len(arrived_at) / (correlation * burstiness)
+    return Worth(len(arrived_at) / (correlation * max(1.0, (1 + variation) / 2)), is_chance)
 
 
-def independent_size(values: Floats, *, by_load: float = math.inf) -> float:
-    """How many independent values a sequence is worth: the smaller of its effective size and of what the run is worth by its load.
+def independent_size(values: Floats, by_load: Worth = UNLIMITED) -> float:
+    """How many independent values a sequence is worth: by the load, unless its variance shows less than half of that.
 
-    Few values of a busy system may vary little by chance, so that the variance alone would take lucky runs for long ones.
+    Few values of a busy system may vary little by chance, so that the variance alone would take lucky runs for long ones. It alone judges where the load says nothing.
     """
-    return min(effective_size(values), by_load)
+    size = effective_size(values)
+    return size if by_load == UNLIMITED else min(_CONTRADICTS * size, by_load.size)
 
 
-def is_long_enough(values: Floats, fraction: float | None = None, *, by_load: float = math.inf) -> bool:
+def is_long_enough(values: Floats, fraction: float | None = None, *, by_load: Worth = UNLIMITED) -> bool:
     """Whether a sequence is long enough for an interval of its long-run mean, or of this quantile."""
-    return _is_enough(independent_size(values, by_load=by_load), fraction)
+    return _is_enough(independent_size(values, by_load), fraction)
 
 
 def _is_enough(size: float, fraction: float | None) -> bool:
@@ -151,34 +187,34 @@ def _is_enough(size: float, fraction: float | None) -> bool:
     return size >= MIN_EFFECTIVE and beyond >= MIN_EFFECTIVE_BEYOND * (1 - 1e-9)
 
 
-def batch_means_interval(values: Floats, *, by_load: float = math.inf) -> Interval | None:
+def batch_means_interval(values: Floats, *, by_load: Worth = UNLIMITED) -> Interval | None:
     """Interval for the long-run mean of a stationary, correlated sequence of amounts; None when it is too short.
 
     The error of a mean grows with the mean (a busier system varies more): the lower end is that of the logarithm, the upper end that of the reciprocal.
     """
-    size = independent_size(values, by_load=by_load)
+    size = independent_size(values, by_load)
     if not _is_enough(size, None):
         return None
     mean = float(values.mean())
-    found = _bounds(values, size)
+    found = _bounds(values, size, by_load)
     return Interval(_of_logarithm(found.low, mean), _of_reciprocal(found.high, mean)) if mean > 0 else found
 
 
-def quantile_interval(values: Floats, fraction: float, *, by_load: float = math.inf) -> Interval | None:
+def quantile_interval(values: Floats, fraction: float, *, by_load: Worth = UNLIMITED) -> Interval | None:
     """Interval for the long-run quantile of such a sequence; None when it is too short.
 
     The share of values up to the observed quantile gets a batch-means interval; the quantiles of its two ends are those of the interval. The upper end of a
     high quantile is that of the reciprocal, since it grows faster with the quantile than that of a median. (A bootstrap of the batches covers less:
     `docs/adr/0028-intervals.md`.)
     """
-    size = independent_size(values, by_load=by_load)
+    size = independent_size(values, by_load)
     if not _is_enough(size, fraction):
         return None
     used = values[len(values) % BATCHES :]
     ordered = np.sort(used)
     place = min(max(math.ceil(fraction * len(ordered)) - 1, 0), len(ordered) - 1)
     below = (used <= ordered[place]).astype(np.float64)
-    bounds, ties = _bounds(below, size), int(below.sum()) - (place + 1)
+    bounds, ties = _bounds(below, size, by_load), int(below.sum()) - (place + 1)
     low, high = math.floor(bounds.low * len(ordered)) - ties, math.ceil(bounds.high * len(ordered)) - 1 - ties
     found = Interval(*(float(ordered[min(max(end, 0), len(ordered) - 1)]) for end in (low, high)))
     quantile = float(ordered[place])
@@ -189,13 +225,15 @@ def quantile_interval(values: Floats, fraction: float, *, by_load: float = math.
     return Interval(found.low, _of_reciprocal(found.high, quantile)) if found.high < (1 + _WIDEST) * quantile else None
 
 
-def _bounds(values: Floats, size: float) -> Interval:
+def _bounds(values: Floats, size: float, by_load: Worth) -> Interval:
     """Interval for the mean of a sequence that is worth `size` independent values, by its batch means and by the chance that it is no shorter.
 
-    Of runs that are worth about `MIN_EFFECTIVE`, those get an interval that met fewer bursts and hence have lower values. The upper end is therefore moved up, the less the more a run
-    is worth: its worth is told with a standard error of about 1 / sqrt(size) of itself, so that a few of them above the bound chance decides nothing.
+    Where chance decides, of runs that are worth about `MIN_EFFECTIVE` those get an interval that met fewer bursts and hence have lower values. The upper end is therefore moved up
+    there, the less the more a run is worth: its worth is told with a standard error of about 1 / sqrt(size) of itself, so that a few of them above the bound chance decides nothing.
     """
     found = _skewed_t(_batched(values, BATCHES))
+    if not by_load.is_chance:
+        return found
     margin = _MARGIN_ERRORS * (MIN_EFFECTIVE / size) ** math.sqrt(size) * float(values.std()) / math.sqrt(size)
     return Interval(found.low, found.high + margin)
 

@@ -6,15 +6,17 @@ means. A run that is too short for its load or for its correlation gets none, an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from vajra_py.metrics.definitions import Floats
+from vajra_py.metrics.definitions import Floats, Ints
 from vajra_py.metrics.differences import flatten
 from vajra_py.metrics.intervals import (
+    UNLIMITED,
     Interval,
+    LongRun,
+    Worth,
     batch_means_interval,
     independent_by_load,
     is_long_enough,
@@ -22,6 +24,7 @@ from vajra_py.metrics.intervals import (
     quantile_interval,
 )
 from vajra_py.metrics.run_data import REQUESTS_FILE, RunData
+from vajra_py.workload.demand import demand_of
 
 _LATENCIES = ("ttft", "tpot", "e2e", "queue")
 _STATISTICS: Mapping[str, float] = {"p50": 0.5, "p90": 0.9, "p95": 0.95}
@@ -55,15 +58,25 @@ def _is_steady(run: RunData) -> bool:
     return run.summary.value("stability.label") == "stable" and (run.path / REQUESTS_FILE).exists()
 
 
-def _independent_by_load(run: RunData) -> float:
-    """Independent requests that the run is worth by its load; infinite for a closed loop, whose queue is never longer than its clients."""
+def _independent_by_load(run: RunData) -> Worth:
+    """Independent requests that the run is worth by its load; a closed loop is not judged by it."""
     if flatten(run.config).get("workload.arrivals.type") == "closed_loop":
-        return math.inf
-    columns = run.measured("arrived_at", "first_token_at", "ended_at", "replicaset", "replica_id")
+        return UNLIMITED
+    columns = run.measured("arrived_at", "first_token_at", "ended_at", "replicaset", "replica_id", "num_prompt_tokens")
     served_at = np.where(np.isfinite(columns["first_token_at"]), columns["first_token_at"], columns["ended_at"])
     served_at = np.where(np.isfinite(served_at), served_at, run.window.end_at)
     sets = np.unique(columns["replicaset"].astype(str), return_inverse=True)[1]
-    return independent_by_load(columns["arrived_at"], served_at, sets * (1 << 32) + columns["replica_id"])
+    replica, arrived_at = sets * (1 << 32) + columns["replica_id"], columns["arrived_at"]
+    return independent_by_load(arrived_at, served_at, replica, _long_run(run, arrived_at, columns["num_prompt_tokens"]))
+
+
+def _long_run(run: RunData, arrived_at: Floats, num_prompt_tokens: Ints) -> LongRun | None:
+    """What the run's workload asks for in the long run, by what arrived in the run; None when that is not known."""
+    demand = demand_of(run.config["workload"]) if "workload" in run.config else None
+    tokens = float(num_prompt_tokens[:-1].sum())
+    if demand is None or not tokens:
+        return None
+    return LongRun(demand.prompt_tokens_per_s * float(np.ptp(arrived_at)) / tokens, demand.gap_variation)
 
 
 def warmup_requests(run: RunData) -> int:
@@ -76,7 +89,7 @@ def warmup_requests(run: RunData) -> int:
     return found if found > _WARMUP_FRACTION * len(known) else 0
 
 
-def _of_requests(columns: Mapping[str, Floats], by_load: float) -> dict[str, Interval]:
+def _of_requests(columns: Mapping[str, Floats], by_load: Worth) -> dict[str, Interval]:
     found: dict[str, Interval | None] = {}
     for name in _LATENCIES:
         values = columns[f"{name}_s"]
