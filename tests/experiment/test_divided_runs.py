@@ -209,6 +209,9 @@ def test_finished_parts_are_not_run_again(tmp_path: Path) -> None:
     first = tmp_path / ".whole.parts/0-of-3/manifest.json"
     written = first.stat().st_mtime_ns
     assert find_runs(tmp_path) == [tmp_path]  # parts are no runs
+    assert {one.name for one in first.parent.iterdir()}.isdisjoint(
+        {"summary.json", "requests.parquet", "steps.parquet"}
+    )
     stamps: list[int] = []
 
     class Looks(InProcess):
