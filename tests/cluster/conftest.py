@@ -5,10 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import LocalCluster
+from tests.cluster.nodes import SWEEP, LocalCluster, results, write_requests
+from vajra_py.config import config_from_mapping
+from vajra_py.engine.tiny import write_tiny_model
+from vajra_py.experiment.sweep import sweep
 
 collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["test_cluster_*.py"]
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -22,3 +26,22 @@ def cluster() -> Iterator[LocalCluster]:
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model's folder."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    write_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What the sweep gives in this process."""
+    folder = tmp_path_factory.mktemp("expected")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_requests(folder / "requests.jsonl")
+        sweep(config_from_mapping(SWEEP), workers=1)
+    return results(folder / "runs")

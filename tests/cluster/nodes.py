@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 STORE_BYTES = 80_000_000
+HEALTH = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}
+"""A node that is gone refuses five checks in a row: noticed in seconds, and one that is slow is still given its time."""
 
 SWEEP: dict[str, Any] = {
     "version": 1,
@@ -56,13 +58,25 @@ def end_node(raylet: int) -> None:
             os.kill(process, signal.SIGKILL)
 
 
+def raylets_of_ranks() -> list[int]:
+    """The raylets under which ranks run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if (path / "cmdline").read_bytes().startswith(b"ray::Rank"):
+                found.append(int((path / "stat").read_text().rpartition(")")[2].split()[1]))
+        except OSError:
+            continue
+    return found
+
+
 class LocalCluster:
     """A head that computes nothing, and nodes of one CPU."""
 
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+        head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False, "_system_config": HEALTH}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address: str = self._cluster.address
         self.nodes = [self.add_node(), self.add_node()]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import vajra_py
-from tests.cluster.nodes import SWEEP, LocalCluster, results, write_requests
+from tests.cluster.nodes import SWEEP, LocalCluster
 from vajra_py.cluster import connect
 from vajra_py.cluster.connect import ray_cluster
 from vajra_py.cluster.fingerprint import code_digest, fingerprint
@@ -109,23 +109,6 @@ def test_policies_of_a_script_do_not_go_to_a_cluster(tmp_path: Path) -> None:
             ConfigError, match=r"^on: policies that are not installed run in this process alone \('auto'\)"
         ):
             call(config, on="auto", policies=[spec])
-
-
-@pytest.mark.slow
-def test_python_runs_on_a_cluster(cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for on in ("local", cluster.address):
-        folder = tmp_path / str(len(found))
-        folder.mkdir()
-        monkeypatch.chdir(folder)
-        write_requests(folder / "requests.jsonl")
-        swept = vajra_py.sweep(vajra_py.load(SWEEP), on=on, workers=1)
-        single = vajra_py.load({name: value for name, value in SWEEP.items() if name != "sweep"} | {"name": "single"})
-        vajra_py.run(single, on=on)
-        assert len(swept.runs) == 4
-        found.append(results(folder / "runs"))
-    assert found[0] == found[1]
-    assert len(found[0]) >= 5 * 6
 
 
 @pytest.mark.slow

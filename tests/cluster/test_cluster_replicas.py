@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.nodes import LocalCluster, end_node
+from tests.cluster.nodes import LocalCluster, end_node, raylets_of_ranks
 from vajra_py.cluster.connect import RayCluster, ray_cluster
 from vajra_py.cluster.places import pool_on
 from vajra_py.config import config_from_mapping
-from vajra_py.engine.tiny import write_tiny_model
 from vajra_py.errors import RunError
 from vajra_py.experiment.pool import RunTask, run_in_pool
 from vajra_py.experiment.replay import replay
@@ -45,13 +44,6 @@ ENGINE: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    write_tiny_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def connected(cluster: LocalCluster) -> Iterator[RayCluster]:
     with ray_cluster(cluster.address) as reached:
         assert reached is not None
@@ -62,6 +54,12 @@ def engine(model: Path, **settings: Any) -> dict[str, Any]:
     return ENGINE | {"backend": {"engine": {"model": str(model), "self_check": False, **settings}}}
 
 
+@pytest.fixture(scope="module")
+def here(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    """What two replicas on this machine compute."""
+    return outputs(run_experiment(config_from_mapping(engine(model)), folder=tmp_path_factory.mktemp("here") / "run"))
+
+
 def outputs(run: RunData) -> dict[str, list[int]]:
     with gzip.open(run.path / "outputs.jsonl.gz") as file:
         rows = [json.loads(line) for line in file]
@@ -69,38 +67,36 @@ def outputs(run: RunData) -> dict[str, list[int]]:
 
 
 def test_replicas_on_two_nodes_compute_what_one_machine_computes_and_replay(
-    connected: RayCluster, model: Path, tmp_path: Path
+    connected: RayCluster, model: Path, here: dict[str, list[int]], tmp_path: Path
 ) -> None:
     config = config_from_mapping(engine(model))
-    here = run_experiment(config, folder=tmp_path / "here")
     there = run_in_pool(pool_on(connected, config), RunTask(config, tmp_path / "there"))
-    assert outputs(there) == outputs(here)
+    assert outputs(there) == here
     assert sum(map(len, outputs(there).values())) > 40
     assert json.loads((there.path / "engine.json").read_text())["default"]["device"].startswith("cpu of node ")
     assert replay(there.path).is_equal
 
 
-def test_ranks_of_a_replica_meet_across_nodes(connected: RayCluster, model: Path, tmp_path: Path) -> None:
+def test_ranks_of_a_replica_meet_across_nodes(
+    connected: RayCluster, model: Path, here: dict[str, list[int]], tmp_path: Path
+) -> None:
     placement = {"strategy": "strict_spread"}
     given = engine(model, placement=placement, tensor_parallel=2) | {"num_replicas": 1}
-    one = config_from_mapping(engine(model) | {"num_replicas": 1})
     config = config_from_mapping(given)
     there = run_in_pool(pool_on(connected, config), RunTask(config, tmp_path / "there"))
-    here = run_experiment(one, folder=tmp_path / "here")
-    assert outputs(there) == outputs(here)
+    assert outputs(there) == here
 
 
 def test_a_lost_node_takes_its_replica_only(
-    cluster: LocalCluster, connected: RayCluster, model: Path, tmp_path: Path
+    cluster: LocalCluster, connected: RayCluster, model: Path, here: dict[str, list[int]], tmp_path: Path
 ) -> None:
     settings = engine(model, recovery={"max_reruns": 3, "max_restarts": 8, "backoff_s": 0.1})
     config = config_from_mapping(settings)
-    calm = run_experiment(config, folder=tmp_path / "calm")
     raylets: list[int] = []
 
     def progress(done: int, total: int, now: float) -> None:
         if not raylets:
-            raylets.append(parents_of_ranks()[0])
+            raylets.append(raylets_of_ranks()[0])
             end_node(raylets[0])
 
     try:
@@ -109,22 +105,10 @@ def test_a_lost_node_takes_its_replica_only(
         cluster.add_node()
     manifest = json.loads((run.path / "manifest.json").read_text())
     assert raylets
-    assert outputs(run) == outputs(calm)
+    assert outputs(run) == here
     assert manifest["num_ended"] == {"stop": 12}
     assert [one["what"] for one in manifest["changes"]][:1] == ["lost"]
     assert replay(run.path).is_equal
-
-
-def parents_of_ranks() -> list[int]:
-    """The raylets under which ranks run."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if (path / "cmdline").read_bytes().startswith(b"ray::Rank"):
-                found.append(int((path / "stat").read_text().rpartition(")")[2].split()[1]))
-        except OSError:
-            continue
-    return found
 
 
 def test_a_replica_without_room_is_an_error_of_one_line(connected: RayCluster, model: Path, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from vajra_py.cluster.node import RemoteResult, RemoteRun, execute_run
 from vajra_py.cluster.places import pool_on
 from vajra_py.config import config_from_mapping
 from vajra_py.errors import RunError, RunInterrupted
-from vajra_py.experiment.capacity import find_capacity
 from vajra_py.experiment.pool import RunTask, run_in_pool
 from vajra_py.experiment.sweep import PointStatus, SweepResult, sweep
 
@@ -49,17 +48,6 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
         return sweep(config, pool=pool_on(cluster, config), **options)
 
     return run
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What the sweep gives in this process."""
-    folder = tmp_path_factory.mktemp("expected")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        write_requests(folder / "requests.jsonl")
-        sweep(config_from_mapping(SWEEP), workers=1)
-    return results(folder / "runs")
 
 
 @pytest.fixture
@@ -220,33 +208,3 @@ def test_what_a_run_says_on_a_node_is_said_here(
     write_requests(tmp_path / "requests.jsonl")
     run = run_in_pool(pool_on(connected, config), RunTask(config, tmp_path / "runs/single"))
     assert run.requests("request_id").num_rows == 60
-
-
-def test_a_capacity_search_gives_the_same_answers(
-    connected: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workload = {
-        "type": "synthetic",
-        "arrivals": {"type": "poisson", "rate": 5},
-        "num_requests": 60,
-        "prompt_tokens": {"type": "uniform", "min": 50, "max": 150},
-        "output_tokens": {"type": "uniform", "min": 10, "max": 30},
-    }
-    asked = {
-        "slo": "p90(e2e) <= 0.5",
-        "rate": {"min": 1, "max": 60},
-        "precision_fraction": 0.2,
-        "replications": 2,
-        "max_replications": 2,
-    }
-    config = config_from_mapping(
-        {name: value for name, value in SWEEP.items() if name != "sweep"} | {"workload": workload, "capacity": asked}
-    )
-    answers = []
-    for name, make_pool in (("here", None), ("there", pool_on(connected, config))):
-        (tmp_path / name).mkdir()
-        monkeypatch.chdir(tmp_path / name)
-        answers.append(find_capacity(config, workers=1, pool=make_pool))
-    assert answers[0] == answers[1]
-    assert answers[0][0].answer is not None
-    assert results(tmp_path / "here/runs") == results(tmp_path / "there/runs")

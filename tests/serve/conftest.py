@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,69 +17,14 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.serve.processes import SOON_S, STARTUP_S, ServerProcess, start_server, wait_until
 from vajra_py.engine.compute import ModelFacts, RunnerOptions, StepInput, StepOutput, TokenLogprobs
 from vajra_py.plugins import load_registry
-
-STARTUP_S = 240.0
-"""Loading torch and transformers on a busy machine."""
-SOON_S = 60.0
-
-
-def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = SOON_S) -> None:
-    """Ask again and again, and fail when it does not come true."""
-    deadline = time.monotonic() + timeout_s
-    pause = threading.Event()
-    while not holds():
-        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s in vain: {what}"
-        pause.wait(0.005)
 
 
 @pytest.fixture(scope="session")
 def until() -> Callable[..., None]:
     return wait_until
-
-
-@dataclass
-class ServerProcess:
-    """`vajra serve` as its user starts it."""
-
-    process: subprocess.Popen[str]
-    url: str
-    log: list[str]
-    reader: threading.Thread
-
-    def terminate(self) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(SOON_S)
-        self.reader.join(SOON_S)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
-        return code
-
-
-def start_server(*arguments: str, reads_log: bool = True) -> ServerProcess:
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", "from vajra_py.cli.main import main; main()", "serve", "--port", "0", *arguments],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    log: list[str] = []
-    assert process.stderr is not None
-    stderr = process.stderr
-    url = ""
-    for line in stderr:
-        log.append(line)
-        if "listening on " in line:
-            url = line.split("listening on ")[1].split()[0]
-            break
-    assert url, "".join(log)
-    reader = threading.Thread(target=lambda: log.extend(stderr), daemon=True)
-    if reads_log:
-        reader.start()
-    return ServerProcess(process, url, log, reader)
 
 
 def _is_ready(server: ServerProcess) -> bool:
