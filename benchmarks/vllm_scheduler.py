@@ -26,7 +26,7 @@ def steady(cls: type[Any], model: str, num_running: int, num_waiting: int) -> Co
     )
     core = Core(make_scheduler(cls, config, num_running * 40 + 1, 16))
     for index in range(num_running + num_waiting):
-        tokens = tuple((index * 31 + place * 7) % 500 for place in range(24))
+        tokens = tuple((index * 31 + place * 7) % 500 for place in range(24 + index % 16))
         core.add(Wish(f"r-{index}", tokens, 600, 0), 16, True)
     while sum(core.produced.values()) == 0 and len(core.tokens) < num_running:
         core.step()

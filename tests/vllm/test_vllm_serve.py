@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,21 +64,21 @@ class Server:
         return httpx.post(f"{self.url}/v1/completions", json=given | body, timeout=DEADLINE_S)
 
 
-@pytest.fixture(scope="module")
-def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("serve")
+@contextmanager
+def serving(model: str, folder: Path, experiment: str, *arguments: str, **variables: str) -> Iterator[Server]:
+    """A server that schedules by an experiment, in a process group of its own, which is stopped by SIGTERM unless it has ended."""
     file, log = folder / "experiment.yaml", folder / "log"
-    file.write_text(EXPERIMENT)
+    file.write_text(experiment)
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    arguments = ["serve", tiny_model, "--served-model-name", "tiny", "--scheduler-cls", "vajra_py.vllm.Scheduler"]
-    arguments += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024", "--enforce-eager"]
-    arguments += ["--dtype", "float32", "--max-num-seqs", "16"]
+    given = ["serve", model, "--served-model-name", "tiny", "--scheduler-cls", "vajra_py.vllm.Scheduler"]
+    given += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024", "--enforce-eager"]
+    given += ["--dtype", "float32", "--max-num-seqs", "16", *arguments]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command(*arguments),
-            env=environment(folder, **{EXPERIMENT_VARIABLE: str(file)}),
+            command(*given),
+            env=environment(folder, **{EXPERIMENT_VARIABLE: str(file)}, **variables),
             cwd=folder,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -88,12 +89,19 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         _wait(found)
         yield found
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tiny_model, tmp_path_factory.mktemp("serve"), EXPERIMENT) as found:
+        yield found
 
 
 def _wait(server: Server) -> None:
@@ -128,12 +136,12 @@ def test_a_stream_that_its_client_leaves_holds_nothing(server: Server) -> None:
         lines = (line for line in answer.iter_lines() if line.startswith("data: "))
         assert json.loads(next(lines).removeprefix("data: "))["choices"]
     end = time.monotonic() + 60
-    while _metric(server, "vllm:num_requests_running") + _metric(server, "vllm:kv_cache_usage_perc") > 0:
+    while metric(server, "vllm:num_requests_running") + metric(server, "vllm:kv_cache_usage_perc") > 0:
         assert time.monotonic() < end
         server.post(max_tokens=1)
 
 
-def _metric(server: Server, name: str) -> float:
+def metric(server: Server, name: str) -> float:
     lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
 

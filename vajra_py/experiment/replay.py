@@ -21,6 +21,8 @@ from vajra_py.contract.observer import EndReason
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import Problem, RunError, VajraError
 from vajra_py.experiment.engined import ENGINE_FILE, OUTPUTS_FILE, length_predictor, predictions
+from vajra_py.experiment.folder import FINISHED, RUNNING
+from vajra_py.metrics.run_data import RunData
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
@@ -110,7 +112,7 @@ def read_recording(path: Path, registry: Registry | None = None) -> Recording:
         raise RunError(
             str(Problem(str(path), "has no decision log", "Allowed: runs with `output: {decision_log: true}`"))
         )
-    if is_cut(path / DECISIONS_FILE):
+    if is_cut(path / DECISIONS_FILE) or (not (path / DECISIONS_FILE).exists() and _status(path) == RUNNING):
         message = "was cut off (its process was killed, or still runs), so not everything that it did is known"
         hint = "Allowed: runs that came to an end; what was decided until the cut: RunData.decisions()"
         raise RunError(str(Problem(str(path), message, hint)))
@@ -164,15 +166,15 @@ def replay(path: Path, registry: Registry | None = None) -> ReplayReport:
         error, violations = _replay_log(recording, registry, log)
         difference = _compare_logs(path / DECISIONS_FILE, log)
     difference = difference or _compare_violations(recording, violations)
-    if difference is None and error is not None and _finished(path):
+    if difference is None and error is not None and _status(path) == FINISHED:
         difference = f"the replay ended otherwise than the run: {error}"
     num_steps = sum(map(len, recording.durations.values()))
     num_requests = sum(isinstance(one, Arrival) for one in recording.inputs)
     return ReplayReport(num_steps, num_requests, difference)
 
 
-def _finished(path: Path) -> bool:
-    return bool(json.loads((path / "manifest.json").read_text()).get("status") == "finished")
+def _status(path: Path) -> str:
+    return str(RunData(path).manifest.get("status"))
 
 
 # The simulation

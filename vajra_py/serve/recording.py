@@ -1,7 +1,7 @@
 """Record a served session as a run's folder, to compare, plot and replay.
 
-The folder is complete when the server has shut down. Until then its logs grow on disk, and its tables in memory: about 200
-bytes a request and a step, 8 a token; so a session is recorded when asked for.
+The folder is complete when the server has shut down. Until then its logs grow on disk, where a killed process leaves them but for its
+last steps, and its tables in memory: about 200 bytes a request and a step, 8 a token; so a session is recorded when asked for.
 
 Invariants:
     - A disk that is full ends the recording, and not the server: its manifest then says so.
@@ -37,6 +37,8 @@ from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.support.clock import to_seconds
 
 _log = logging.getLogger(__name__)
+_RECORDS_PER_BATCH = 64
+"""Steps that a killed process leaves unwritten at most."""
 _RESERVE = "reserve.partial"
 _RESERVE_BYTES = 2**16
 """Kept on the disk, so that the manifest can still be written when it is full."""
@@ -140,12 +142,21 @@ class RunRecording:
         path = self._place.path
         (path / ENGINE_FILE).write_text(json.dumps(description, indent=1, sort_keys=True) + "\n")
         sizes = {name: one.replicas[0].memory.num_blocks for name, one in controller.replicasets.items()}
-        self._decisions = DecisionLog(path / "decisions.parquet", self._open)
+        self._decisions = DecisionLog(path / "decisions.parquet", self._open, _RECORDS_PER_BATCH)
+        self._decisions.share(lambda batch: self._flush())
         self._recorder = Recorder(sizes.__getitem__, steps=self._keeps_steps, log=self._decisions)
         self._controller = controller
         self._inputs = InputLog(path / INPUTS_FILE, self._open)
         self._raw_outputs = self._open(path / OUTPUTS_FILE)
         self._outputs = gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=self._raw_outputs, mtime=0)
+
+    def _flush(self) -> None:
+        """What came in and out up to the steps that are in the journal is on the disk too."""
+        assert self._inputs is not None
+        assert self._outputs is not None
+        if not self.stopped:
+            self._inputs.flush()
+            self._outputs.flush()
 
     def note(self, entry: Input) -> None:
         """Something reached the controller."""
@@ -192,10 +203,10 @@ class RunRecording:
         assert self._decisions is not None
         for request, token_ids in end.alive:
             self._write_output(request, "", token_ids)
+        self._decisions.close()
         self._inputs.close()
         self._outputs.close()
         self._raw_outputs.close()
-        self._decisions.close()
 
     def _write_tables(self, controller: Controller) -> None:
         recorder, path = self._recorder, self._place.path

@@ -23,6 +23,7 @@ from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import ConfigError, PolicyError, Problem, VajraError
 from vajra_py.latency.unknown import NoPredictions
 from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
+from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.kv import BlockHashes, TokenBlockHashes
 from vajra_py.runtime.records.input_log import Arrival, Failure, Input, PolicyChange, Restart
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
@@ -45,7 +46,7 @@ __all__ = [
     "Request",
     "RequestFacts",
     "StepPlan",
-    "TokenBlockHashes",
+    "check_policies",
     "make_mechanism",
 ]
 
@@ -72,7 +73,6 @@ class Intake:
     prompt_token_ids: Sequence[int] | None
     salt: str
     on_ended: Callable[[Request, EndReason], None]
-    hashes: TokenBlockHashes | None = None
     request: Request | None = None
     output: list[int] = field(default_factory=list)
     num_kept: int = 0
@@ -81,8 +81,7 @@ class Intake:
         """What identifies its blocks in the prefix cache."""
         if self.prompt_token_ids is None:
             return None
-        self.hashes = TokenBlockHashes(self.prompt_token_ids, block_size, self.salt)
-        return self.hashes
+        return TokenBlockHashes(self.prompt_token_ids, block_size, self.salt, self.output)
 
 
 @dataclass(slots=True)
@@ -354,3 +353,14 @@ def make_mechanism(
         executor_of=lambda replicaset, replica_id: executor,
     )
     return Mechanism(build_controller(config, services), clock)
+
+
+def check_policies(config: ExperimentConfig, registry: Registry, max_model_len: int) -> None:
+    """Ask the policies about one request of no one's. Raises `ConfigError` for a setting that they find missing only then."""
+    mechanism = make_mechanism(config, registry, lambda: 0, max_model_len, 1)
+    facts = RequestFacts(request_id="none", num_prompt_tokens=1, max_tokens=1)
+    mechanism.arrive(Intake(facts, 0.0, None, "", lambda request, reason: None))
+    with no_endless_calls(config.policy_timeout_s):
+        mechanism.step()
+    if mechanism.fault is not None and isinstance(mechanism.fault.__cause__, ConfigError):
+        raise mechanism.fault.__cause__

@@ -14,11 +14,13 @@ from typing import Any
 from vajra_py.errors import VajraError
 from vajra_py.plugins import load_registry
 from vajra_py.serve.recording import check_is_free
+from vajra_py.vllm.mechanism import check_policies
 from vajra_py.vllm.settings import experiment_of, fallback_of, sizes_of, wishes_of
 from vajra_py.vllm.support import check_options, check_version, installed_version
 
 _MANY_BLOCKS = 1 << 20
 """How many there are is known once the model is loaded."""
+_SECONDS_TO_RECORD = 60
 
 
 def check_early() -> None:
@@ -37,6 +39,7 @@ def check_early() -> None:
             version = check_version(installed_version())
             config = create(self, *args, **options)
             check(config, version)
+            grant_time_to_record(config)
         except VajraError as error:
             if _is_command():
                 raise SystemExit(str(error)) from None  # without the stack of vLLM's start
@@ -60,9 +63,31 @@ def check(config: Any, version: tuple[int, int]) -> None:
     registry = load_registry()
     sizes = sizes_of(config, config.cache_config.block_size or 16, _MANY_BLOCKS, version)
     wishes = wishes_of(config.additional_config)
-    fallback_of(experiment_of(sizes, wishes, config.scheduler_config, registry), registry)
+    experiment = experiment_of(sizes, wishes, config.scheduler_config, registry)
+    fallback_of(experiment, registry)
+    check_policies(experiment, registry, sizes.max_model_len)
     if wishes.save_run is not None:
         check_is_free(wishes.save_run)
+
+
+class TimeToRecord(int):
+    """Seconds that processes get when vLLM stops, although its user wants nothing to be waited for."""
+
+
+def grant_time_to_record(config: Any) -> None:
+    """Let the process that schedules finish its recording when vLLM is told to stop.
+
+    With a `shutdown_timeout` of 0, its default, vLLM kills its processes the moment that it tells them to end. What it decides besides,
+    whether running requests are aborted at once, stays as it is: see `abort_at_once`.
+    """
+    if config.shutdown_timeout == 0 and wishes_of(config.additional_config).save_run is not None:
+        config.shutdown_timeout = TimeToRecord(_SECONDS_TO_RECORD)
+
+
+def abort_at_once(config: Any) -> None:
+    """In the process that schedules: requests are not waited for, if nothing but its recording is."""
+    if isinstance(config.shutdown_timeout, TimeToRecord):
+        config.shutdown_timeout = 0
 
 
 def _is_command() -> bool:

@@ -23,7 +23,6 @@ class Record:
     """One request of vLLM's, from its arrival until its last token is known."""
 
     __slots__ = (
-        "append_token",
         "client_index",
         "intake",
         "is_known",
@@ -32,6 +31,7 @@ class Record:
         "limit",
         "num_told",
         "output",
+        "plain_until",
         "ran_in",
         "request",
         "request_id",
@@ -54,9 +54,9 @@ class Record:
             self.stops[params.eos_token_id] = None
         self.is_plain = not request.use_structured_output and params.repetition_detection is None
         """Whether stopping is a matter of the last token and the length alone."""
+        self.plain_until = self.limit if self.is_plain else 0
+        """Tokens before this one of the output end it only if they are among `stops`."""
         self.wants_logprobs = params.num_logprobs is not None
-        self.append_token: Callable[[int], None] | None = None
-        """Tells the prefix cache its tokens."""
         self.is_over = False
         """Whether its client was told the end."""
         self.is_known = False
@@ -85,8 +85,8 @@ class Record:
             expires_after_s=None if self.is_known else before.facts.expires_after_s,
         )
         tokens = None if before.prompt_token_ids is None else self.all_tokens()
-        self.intake = replace(before, facts=facts, prompt_token_ids=tokens, num_kept=kept, hashes=None, request=None)
-        self.append_token, self.num_told = None, 0
+        self.intake = replace(before, facts=facts, prompt_token_ids=tokens, num_kept=kept, request=None)
+        self.num_told = 0
         return self.intake
 
     def finishes_plainly(self, token: int) -> bool:

@@ -7,6 +7,7 @@ of an experiment file decide (`vajra_py.vllm.settings` says how it is named).
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -29,6 +30,7 @@ from vajra_py.serve.recording import RunRecording
 from vajra_py.vllm.endings import Endings
 from vajra_py.vllm.mechanism import EndReason, Mechanism, Request, StepPlan, make_mechanism
 from vajra_py.vllm.messages import Messages
+from vajra_py.vllm.plugin import abort_at_once
 from vajra_py.vllm.recording import SessionRecording, facts_of
 from vajra_py.vllm.records import Record, RecordRules, record_of
 from vajra_py.vllm.settings import experiment_of, fallback_of, sizes_of, wishes_of
@@ -89,6 +91,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
             self.mechanism.check_policies(self._fallback)
         self._recording: SessionRecording | None = None
         if wishes.save_run is not None:
+            abort_at_once(vllm_config)
             run = RunRecording(self.config, registry, wishes.save_run)
             self._recording = SessionRecording(run, self.mechanism, facts_of(vllm_config, sizes, bytes_per_token))
         self._watchdog = ExitStack()
@@ -309,8 +312,6 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
     def _admitted(self, request: Request, num_cached: int) -> None:
         record = self._records[request.request_id]
         vllms = record.request
-        if record.append_token is None and record.intake.hashes is not None:
-            record.append_token = record.intake.hashes.append
         vllms.status = RequestStatus.RUNNING
         vllms.num_preemptions = request.num_preemptions
         if vllms.prefill_stats is not None and not request.num_preemptions:
@@ -364,34 +365,28 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
 
     def _take_tokens(self, output: ModelRunnerOutput, outputs: dict[int, list[EngineCoreOutput]]) -> None:
         find = self._records.get
-        is_simple = not (output.logprobs or output.prompt_logprobs_dict or output.num_nans_in_logits)
+        says_more = output.logprobs or output.prompt_logprobs_dict or output.num_nans_in_logits
+        first = sys.maxsize if says_more else 2
+        """The first token of a request that is told by its id alone, unless it ends the request."""
+        client, told = None, []
         for index, (name, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
-            if not tokens:
-                continue
-            record = find(name)
-            if record is None:
+            if not tokens or (record := find(name)) is None:
                 continue
             token = tokens[0]
             produced = record.output
             produced.append(token)
-            if record.append_token is not None:
-                record.append_token(token)
-            stops = not record.is_plain or token in record.stops or len(produced) >= record.limit
-            if not stops and is_simple and len(produced) > 1:
-                told = EngineCoreOutput(name, [token])
+            if record.client_index != client:
+                client = record.client_index
+                told = outputs.setdefault(client, [])
+            if first <= len(produced) < record.plain_until and token not in record.stops:
+                told.append(EngineCoreOutput(name, tokens))
             else:
-                told = self._said_in_full(record, index, token, output, stops)
-            try:
-                outputs[record.client_index].append(told)
-            except KeyError:
-                outputs[record.client_index] = [told]
+                told.append(self._said_in_full(record, index, token, output))
 
-    def _said_in_full(
-        self, record: Record, index: int, token: int, output: ModelRunnerOutput, may_stop: bool
-    ) -> EngineCoreOutput:
+    def _said_in_full(self, record: Record, index: int, token: int, output: ModelRunnerOutput) -> EngineCoreOutput:
         """The first or last token of a request, or one with more to it than its id."""
         request, name = record.request, record.request_id
-        stops = may_stop and record.finishes(token, self._max_model_len)
+        stops = record.finishes(token, self._max_model_len)
         if request.use_structured_output and not self._structured.accept_tokens(request, [token]):
             _log.error("the grammar of request %s does not allow token %d; it ends", name, token)
             request.status, stops = RequestStatus.FINISHED_ERROR, True

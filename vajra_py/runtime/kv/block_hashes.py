@@ -58,14 +58,18 @@ class TokenBlockHashes:
     """Hashes of token ids: the 128-bit xxh3 of the previous block's hash and the block's ids (64-bit little-endian).
 
     Each block is hashed once, when its hash is first asked for. Generated tokens are public: anyone may send the same.
+    They are appended here, or to `output`, a list that somebody else keeps.
     """
 
-    __slots__ = ("_block_size", "_digests", "_root", "_tokens")
+    __slots__ = ("_block_size", "_digests", "_num_before", "_output", "_root", "_tokens")
 
     is_private_after_prompt = False
 
-    def __init__(self, tokens: Iterable[int], block_size: int, salt: str = "") -> None:
+    def __init__(self, tokens: Iterable[int], block_size: int, salt: str = "", output: Sequence[int] = ()) -> None:
+        """`output`: what is in it already is no part of the content, or is in `tokens`."""
         self._tokens = array("q", tokens)
+        self._output = output
+        self._num_before = len(self._tokens) - len(output)
         self._block_size = _checked_block_size(block_size)
         self._root = xxh3_128_digest(salt.encode())
         self._digests: list[bytes] = []
@@ -73,12 +77,12 @@ class TokenBlockHashes:
     @property
     def num_hashed_tokens(self) -> int:
         """Tokens of the prompt and of what was appended."""
-        return len(self._tokens)
+        return self._num_known()
 
     @property
     def num_public_tokens(self) -> int:
         """All of them."""
-        return len(self._tokens)
+        return self._num_known()
 
     def append(self, token: int) -> None:
         """One more generated token."""
@@ -103,9 +107,15 @@ class TokenBlockHashes:
         """The hashes of the prompt's full blocks."""
         return self.block_hashes(0, num_prompt_tokens // self._block_size)
 
+    def _num_known(self) -> int:
+        num_missing = self._num_before + len(self._output) - len(self._tokens)
+        if num_missing > 0:
+            self._tokens.extend(self._output[-num_missing:])
+        return len(self._tokens)
+
     def _hash_up_to(self, num_blocks: int) -> None:
         size = self._block_size
-        if num_blocks * size > len(self._tokens):
+        if num_blocks * size > self._num_known():
             raise IndexError(
                 f"TokenBlockHashes: block {num_blocks - 1} is not full ({len(self._tokens)} tokens, {size} a block). "
                 "Only full blocks have hashes."

@@ -127,8 +127,13 @@ class DecisionLog(StepLog):
     Until then a journal beside it has its records, for who reads what a killed process left.
     """
 
-    def __init__(self, path: Path, open_file: Callable[[Path], BinaryIO] = open_binary) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        path: Path,
+        open_file: Callable[[Path], BinaryIO] = open_binary,
+        records_per_batch: int | None = None,
+    ) -> None:
+        super().__init__(records_per_batch)
         self._path = path
         self._open_file = open_file
         self._file: DecisionFile | None = None

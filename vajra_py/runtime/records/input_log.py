@@ -3,7 +3,7 @@
 One JSON line for each arrival, abort, expiry, failure, restart, swap of a policy and step that left the first of several
 pipeline stages, in the order in which they were handled. With the durations of
 the steps (the decision log has them) and the tokens that came out, it is all that a run's decisions depend on besides its
-settings: what is needed to take them again. The log is complete up to the last line that was written.
+settings: what is needed to take them again. The log is complete up to the last line that was flushed.
 """
 
 from __future__ import annotations
@@ -186,6 +186,10 @@ class InputLog:
         else:
             kind = next(name for name, one in _KINDS.items() if isinstance(entry, one))
             self._write({"kind": kind, **{one.name: getattr(entry, one.name) for one in fields(entry)}})
+
+    def flush(self) -> None:
+        """Hand every line so far to the operating system, which keeps it whatever becomes of this process."""
+        self._file.flush()
 
     def close(self) -> None:
         """Finish the file."""

@@ -93,10 +93,11 @@ class StepLog(Observer):
     wants_plans = True
     """Whether it is to be told of any plan; read once, before the run."""
 
-    def __init__(self) -> None:
+    def __init__(self, records_per_batch: int | None = None) -> None:
+        """`records_per_batch`: how many are handed on together; None: as many as are worth it."""
         self._keepers: list[Callable[[Batch], None]] = [self._keep]
         self._replicasets: dict[str, int] = {}
-        self._batch_size = RECORDS_PER_BATCH
+        self._batch_size = records_per_batch or RECORDS_PER_BATCH
         self._num_packed = 0
         self._taken: list[_Taken] = []
         """Those of this batch that are not packed yet."""
