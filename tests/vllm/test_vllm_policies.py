@@ -187,6 +187,20 @@ def test_replicaset_schedulers(vllm: Vllm, tmp_path: Path, chooser: str) -> None
     check(vllm, experiment(tmp_path / "experiment.yaml", "edf", chooser, "vllm_v1"))
 
 
+@pytest.mark.parametrize(("prioritizer", "is_first"), [("priority", True), ("fcfs", False)])
+def test_a_priority_of_vllms_reaches_the_policy(vllm: Vllm, tmp_path: Path, prioritizer: str, is_first: bool) -> None:
+    vllm.schedule_by(experiment(tmp_path / "experiment.yaml", prioritizer, "round_robin", "vllm_v1"))
+    engine, ended = vllm.llm.llm_engine, list[int]()
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    for index in range(12):  # four more than fit into a batch
+        priority = -1 if index == 11 else 0
+        engine.add_request(f"{prioritizer}-{index}", {"prompt_token_ids": [5, 6]}, params, priority=priority)
+    while engine.has_unfinished_requests():
+        ended += [int(one.request_id.rpartition("-")[2]) for one in engine.step() if one.finished]
+    assert sorted(ended) == list(range(12))
+    assert (ended.index(11) < 8) is is_first
+
+
 @pytest.mark.parametrize("preset", ["sarathi", "vajra", "nano-vllm", "minivllm", "orca", "vllm-v1-priority"])
 def test_presets(vllm: Vllm, tmp_path: Path, preset: str) -> None:
     file = tmp_path / "experiment.yaml"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 128,
     "enforce_eager": True,
     "disable_log_stats": False,
+    "block_size": 32,
     "num_gpu_blocks_override": 40,
 }
 
@@ -83,7 +85,33 @@ def test_greedy_tokens_are_vllms(ours: LLM, vllms: LLM, seed: int) -> None:
     assert memory.num_blocks == 39
 
 
-def test_n_stop_strings_logprobs_and_priorities(ours: LLM, vllms: LLM) -> None:
+def test_prefix_hits_chunked_prompts_and_preemptions_are_among_what_runs(
+    ours: LLM, vllms: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[Any] = []
+    for llm in (ours, vllms):
+        llm.reset_prefix_cache()
+    schedule = scheduler_of(ours).schedule
+
+    def spy(*given: Any) -> Any:
+        steps.append(schedule(*given))
+        return steps[-1]
+
+    monkeypatch.setattr(scheduler_of(ours), "schedule", spy)
+    wanted = prompts(24, 11)
+    params = [SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True) for _ in wanted]
+    found, expected = (llm.generate(wanted, params, use_tqdm=False) for llm in (ours, vllms))
+    for one, other in zip(found, expected, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.num_cached_tokens == other.num_cached_tokens
+    assert any(one.num_cached_tokens for one in found)
+    assert any(step.preempted_req_ids for step in steps)
+    new = [(one, step) for step in steps for one in step.scheduled_new_reqs]
+    parts = [step.num_scheduled_tokens[one.req_id] + one.num_computed_tokens for one, step in new]
+    assert any(part < len(one.prompt_token_ids) for part, (one, _) in zip(parts, new, strict=True))
+
+
+def test_n_stop_strings_and_logprobs(ours: LLM, vllms: LLM) -> None:
     wanted = prompts(6, 7)
     wanted[1] = {"prompt_token_ids": list(range(30, 50))}  # with a seed, vLLM cannot cut a prompt on a CPU
     first = said(vllms, wanted, [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)] * 6)
@@ -110,15 +138,24 @@ def test_n_stop_strings_logprobs_and_priorities(ours: LLM, vllms: LLM) -> None:
                 assert {k: round(v.logprob, 3) for k, v in a.items()} == {k: round(v.logprob, 3) for k, v in b.items()}
 
 
-def test_structured_output(ours: LLM) -> None:
+@pytest.mark.parametrize(
+    ("constraint", "pattern"),
+    [
+        ({"choice": ["yes", "no"]}, "yes|no"),
+        ({"regex": "[0-4]{3}-x"}, "[0-4]{3}-x"),
+        ({"json": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}}, r'\{ ?"a": ?[12] ?\}'),
+    ],
+)
+def test_structured_output(ours: LLM, vllms: LLM, constraint: dict[str, Any], pattern: str) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
-    params = SamplingParams(
-        temperature=0.0, max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])
-    )
-    outputs = ours.generate(prompts(5), [params] * 5, use_tqdm=False)
-    assert {one.outputs[0].text for one in outputs} <= {"yes", "no"}
-    assert all(one.outputs[0].finish_reason == "stop" for one in outputs)
+    given = StructuredOutputsParams(**constraint)
+    params = [SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=given)] * 5
+    found = said(ours, prompts(5), params)
+    assert found == said(vllms, prompts(5), params)
+    for [(_, text, reason, _)] in found:
+        assert re.fullmatch(pattern, text), text
+        assert reason == "stop"
 
 
 def test_abort(ours: LLM) -> None:

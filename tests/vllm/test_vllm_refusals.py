@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from vllm.v1 import kv_cache_interface as kv
 
 from tests.vllm.core import kv_cache, vllm_config
 from vajra_py.errors import ConfigError
-from vajra_py.vllm.plugin import check_early
+from vajra_py.vllm.plugin import abort_at_once, check_early
 from vajra_py.vllm.support import check_cache, check_options
 
 OWN = "Leave --scheduler-cls out to use vLLM's own scheduler"
@@ -192,3 +193,23 @@ def test_a_cache_of_another_kind_is_refused(what: str) -> None:
 
 def test_one_group_of_full_attention_is_taken() -> None:
     check_cache(kv_cache(10, 16))
+
+
+@pytest.mark.usefixtures("checked")
+def test_a_policy_that_misses_a_setting_is_refused_before_weights_are_looked_for(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "experiment.yaml").write_text("version: 1\npreset: sarathi\nscheduling: {request_prioritizer: edf}\n")
+    wanted = {"vajra": {"experiment": str(tmp_path / "experiment.yaml")}}
+    with pytest.raises(ConfigError, match=r"^backend\.vllm\.latency: is not given"):
+        vllm_config(str(model), max_model_len=256, scheduler_cls="vajra_py.vllm.Scheduler", additional_config=wanted)
+
+
+@pytest.mark.usefixtures("checked")
+def test_a_recording_gets_time_to_end(model: Path, tmp_path: Path) -> None:
+    """vLLM's own types keep the time as it is sent to the process that schedules."""
+    given: dict[str, Any] = {"max_model_len": 256, "scheduler_cls": "vajra_py.vllm.Scheduler"}
+    recorded = vllm_config(str(model), additional_config={"vajra": {"save_run": str(tmp_path / "run")}}, **given)
+    sent = pickle.loads(pickle.dumps(recorded))
+    assert sent.shutdown_timeout > 10
+    abort_at_once(sent)
+    assert sent.shutdown_timeout == 0
+    assert vllm_config(str(model), **given).shutdown_timeout == 0
