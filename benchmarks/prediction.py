@@ -101,7 +101,7 @@ class Computing:
     size: str
     block_size: int
     rates: Mapping[str, float] = field(default_factory=dict)
-    """Requests a second of workloads where they are others than usual."""
+    """Requests a second of workloads where they are others than usual: so that no percentile lies between two kinds of steps."""
 
     def memory(self, kv_tokens: int) -> dict[str, Any]:
         """Settings of a KV memory."""
@@ -110,7 +110,7 @@ class Computing:
 
 BACKENDS = {
     "engine": Computing("engine", {"num_threads": 1}, "10m", 16),
-    "vllm": Computing("vllm", {"num_threads": 1, "engine_args": {"enforce_eager": True}}, "30m", 32, {"light": 3.0}),
+    "vllm": Computing("vllm", {"num_threads": 1, "engine_args": {"enforce_eager": True}}, "30m", 32, {"light": 2.0}),
 }
 VLLM_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

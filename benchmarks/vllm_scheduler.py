@@ -1,6 +1,6 @@
 """CPU time of `schedule` + `update_from_output` in steady decode: this project's scheduler against vLLM's own, in turns.
 
-python benchmarks/vllm_scheduler.py MODEL_FOLDER [STEPS]      in an environment that has vLLM; no model is computed
+python benchmarks/vllm_scheduler.py MODEL_FOLDER [STEPS [RUNNING ...]]      in an environment that has vLLM; no model is computed
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def timed(core: Core) -> float:
 
 
 def main() -> None:
-    """Print a line for each size."""
+    """Print a line for each size: medians of the steps."""
     model, num_steps = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 100
-    for num_running in (32, 256, 1024):
+    for num_running in map(int, sys.argv[3:] or ("32", "256", "1024")):
         for num_waiting in (0, 10_000):
             cores = [steady(cls, model, num_running, num_waiting) for cls in (VllmsOwn, Scheduler)]
             times: list[list[float]] = [[], []]

@@ -72,6 +72,8 @@ def test_a_plain_model_is_taken() -> None:
         ({"model_config__get_sliding_window": lambda: 64}, "model"),
         ({"model_config__is_hybrid": True}, "model"),
         ({"model_config__has_inner_state": True}, "model"),
+        ({"model_config__hf_text_config": SimpleNamespace(layer_types=["full_attention", "mamba"])}, "model"),
+        ({"model_config__hf_text_config": SimpleNamespace(layer_types=["linear_attention"])}, "model"),
         ({"model_config__is_encoder_decoder": True}, "model"),
         ({"model_config__is_diffusion": True}, "model"),
         ({"model_config__enable_prompt_embeds": True}, "--enable-prompt-embeds"),
@@ -92,8 +94,9 @@ def test_what_cannot_be_scheduled_is_one_line_with_a_way_out(given: dict[str, An
     assert "\n" not in said
 
 
-def test_parallelism_over_tensors_is_taken() -> None:
-    check_options(options(parallel_config__tensor_parallel_size=2))
+def test_parallelism_over_tensors_and_layers_of_full_attention_are_taken() -> None:
+    layers = SimpleNamespace(layer_types=["full_attention", "attention"])
+    check_options(options(parallel_config__tensor_parallel_size=2, model_config__hf_text_config=layers))
 
 
 class FullAttentionSpec:

@@ -143,7 +143,7 @@ def test_n_stop_strings_and_logprobs(ours: LLM, vllms: LLM) -> None:
     [
         ({"choice": ["yes", "no"]}, "yes|no"),
         ({"regex": "[0-4]{3}-x"}, "[0-4]{3}-x"),
-        ({"json": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}}, r'\{ ?"a": ?[12] ?\}'),
+        ({"json": {"enum": ["ab", 7]}}, '"ab"|7'),
     ],
 )
 def test_structured_output(ours: LLM, vllms: LLM, constraint: dict[str, Any], pattern: str) -> None:

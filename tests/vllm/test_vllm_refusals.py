@@ -65,6 +65,7 @@ BY_ARGUMENTS: dict[str, tuple[dict[str, Any], str, str]] = {
         "not published",
     ),
     "pooling": ({"runner": "pooling"}, "--runner", "'pooling'"),
+    "data parallelism": ({"data_parallel_size": 2}, "--data-parallel-size", "route between them"),
     "pipeline parallelism": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size", "got 2"),
     "prompt embeddings": ({"enable_prompt_embeds": True}, "--enable-prompt-embeds", "tokens"),
 }
@@ -98,7 +99,6 @@ class Changed:
 
 
 BY_CONFIGURATION: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    "data parallelism": ("parallel_config", {"data_parallel_size": 2}, "--data-parallel-size", "route between them"),
     "context parallelism, decodes": (
         "parallel_config",
         {"decode_context_parallel_size": 2},
@@ -151,15 +151,39 @@ def test_every_option_has_its_line(tiny_model: str) -> None:
     ]
 
 
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "a sliding window": (
+        {"sliding_window": 32, "architectures": ["MistralForCausalLM"], "model_type": "mistral"},
+        "window of 32",
+    ),
+    "windows in every other layer": (
+        {"sliding_window": 64, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 16},
+        "window of 64",
+    ),
+    "a hybrid": (
+        {"architectures": ["BambaForCausalLM"], "model_type": "bamba", "attn_layer_indices": [1], "mamba_n_heads": 4},
+        "hybrid",
+    ),
+    "states alone": ({"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16}, "hybrid"),
+    "multimodal inputs": (
+        {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper", "d_model": 64}
+        | {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")},
+        "multimodal",
+    ),
+}
+
+
 @pytest.mark.usefixtures("checked")
-def test_a_real_model_with_a_window_is_refused(model: Path) -> None:
-    file = model / "config.json"
-    config = json.loads(file.read_text())
-    config |= {"sliding_window": 32, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    file.write_text(json.dumps(config))
+@pytest.mark.parametrize("what", MODELS)
+def test_a_model_is_refused_by_what_its_configuration_says(model: Path, what: str) -> None:
+    change, word = MODELS[what]
+    config = json.loads((model / "config.json").read_text()) | change
+    (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError) as caught:
         vllm_config(str(model), max_model_len=256, scheduler_cls="vajra_py.vllm.Scheduler")
-    assert "window of 32" in refusal(caught, "model")
+    line = next(one for one in str(caught.value).splitlines() if word in one)
+    assert line.startswith("model: ")
+    assert OWN in line
 
 
 def group(spec: Any) -> kv.KVCacheGroupSpec:

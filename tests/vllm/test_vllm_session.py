@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.vllm.test_vllm_serve import DEADLINE_S, Server, metric, serving
+from tests.vllm.test_vllm_serve import DEADLINE_S, Server, environment, metric, offline, serving
 from vajra_py.metrics.run_data import RunData
 from vajra_py.runtime.records.input_log import INPUTS_FILE, Arrival, read_inputs
 from vajra_py.vllm.settings import SAVE_RUN_VARIABLE
@@ -93,8 +92,12 @@ def test_a_server_that_is_told_to_stop_leaves_a_session_that_replays(tiny_model:
     facts = [one.facts for one in arrivals]
     assert {one.priority for one in facts} >= {-1, -6, -11}
     assert [one.ttft_slo_s for one in facts if one.slo_class == "gold"].count(1.2) == 1
-    reasons = Counter(found.requests().column("reason").to_pylist())
-    assert reasons["aborted"] == NUM_REQUESTS // 5 + 1
+    reasons = found.requests().column("reason").to_pylist()
+    assert set(reasons) == {"aborted", "length"}
+    assert (
+        1 < reasons.count("aborted") <= NUM_REQUESTS // 5 + 1
+    )  # on a busy machine a stream may end before its client's leave is seen
+    assert RunData.load(run).manifest["num_unfinished"] == 0
     assert sum(found.requests().column("num_preemptions").to_pylist()) > 0
     assert sum(found.requests().column("num_cached_tokens").to_pylist()) > 0
 
@@ -117,3 +120,14 @@ def test_of_a_server_that_is_killed_the_record_is_readable_and_said_to_be_cut_of
     assert done.returncode != 0
     assert "was cut off" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_llm_whose_process_ends_leaves_a_session_that_replays(tiny_model: str, tmp_path: Path) -> None:
+    """Its scheduler is in a process of its own, which vLLM waits for as long as for its workers."""
+    known = environment(tmp_path, **{SAVE_RUN_VARIABLE: str(tmp_path / "run")})
+    options = {"scheduler_cls": "vajra_py.vllm.Scheduler"}
+    outputs, log = offline(tiny_model, options, tmp_path, known)
+    assert len(outputs) == 12
+    assert RunData.load(tmp_path / "run").is_finished, log[-3000:]
+    done = replay(tmp_path / "run")
+    assert (done.returncode, done.stdout.partition(":")[0]) == (0, "equal"), done.stdout + done.stderr

@@ -90,6 +90,24 @@ def abort_at_once(config: Any) -> None:
         config.shutdown_timeout = 0
 
 
+def end_before_workers() -> None:
+    """In the process that schedules: its scheduler ends before the workers, whose end vLLM does not always wait for."""
+    from vllm.v1.engine.core import EngineCore
+
+    shutdown = EngineCore.shutdown
+    if getattr(shutdown, "is_changed_by_vajra", False):
+        return
+
+    @functools.wraps(shutdown)
+    def ended(self: Any) -> None:
+        if is_own(type(self.scheduler)):
+            self.scheduler.shutdown()
+        shutdown(self)
+
+    ended.is_changed_by_vajra = True  # type: ignore[attr-defined]
+    EngineCore.shutdown = ended
+
+
 def _is_command() -> bool:
     """Whether this process is one of vLLM's own commands, whose user reads what it prints."""
     main = sys.modules.get("__main__")

@@ -30,7 +30,7 @@ from vajra_py.serve.recording import RunRecording
 from vajra_py.vllm.endings import Endings
 from vajra_py.vllm.mechanism import EndReason, Mechanism, Request, StepPlan, make_mechanism
 from vajra_py.vllm.messages import Messages
-from vajra_py.vllm.plugin import abort_at_once
+from vajra_py.vllm.plugin import abort_at_once, end_before_workers
 from vajra_py.vllm.recording import SessionRecording, facts_of
 from vajra_py.vllm.records import Record, RecordRules, record_of
 from vajra_py.vllm.settings import experiment_of, fallback_of, sizes_of, wishes_of
@@ -92,6 +92,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         self._recording: SessionRecording | None = None
         if wishes.save_run is not None:
             abort_at_once(vllm_config)
+            end_before_workers()
             run = RunRecording(self.config, registry, wishes.save_run)
             self._recording = SessionRecording(run, self.mechanism, facts_of(vllm_config, sizes, bytes_per_token))
         self._watchdog = ExitStack()

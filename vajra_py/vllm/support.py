@@ -87,7 +87,7 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
     window = model.get_sliding_window()
     if window is not None:
         yield "model", f"has a sliding window of {window} tokens, which frees KV blocks of a running request"
-    if model.is_hybrid or getattr(model, "has_inner_state", False):
+    if model.is_hybrid or getattr(model, "has_inner_state", False) or _has_other_layers(model):
         yield "model", "is a hybrid with states beside attention, whose KV blocks are of several kinds"
     if model.is_encoder_decoder:
         yield "model", "is an encoder-decoder, whose encoder is not scheduled"
@@ -110,6 +110,12 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
         scheduler.max_num_scheduled_tokens > scheduler.max_num_batched_tokens
     ):
         yield "--max-num-scheduled-tokens", "is above --max-num-batched-tokens"
+
+
+def _has_other_layers(model: Any) -> bool:
+    """Whether a model names layers without attention, which vLLM does not see where it falls back to the code of transformers."""
+    kinds = getattr(getattr(model, "hf_text_config", None), "layer_types", None) or ()
+    return any("attention" not in kind or "linear" in kind for kind in kinds)
 
 
 def policy_options(scheduler: Any) -> dict[str, Any]:
