@@ -101,7 +101,8 @@ class Computing:
     size: str
     block_size: int
     rates: Mapping[str, float] = field(default_factory=dict)
-    """Requests a second of workloads where they are others than usual: so that no percentile lies between two kinds of steps."""
+    """Requests a second of workloads where they are others than usual, so that no percentile lies between two kinds of
+    steps."""
 
     def memory(self, kv_tokens: int) -> dict[str, Any]:
         """Settings of a KV memory."""

@@ -1,6 +1,6 @@
 """CPU time of `schedule` + `update_from_output` in steady decode: this project's scheduler against vLLM's own, in turns.
 
-python benchmarks/vllm_scheduler.py MODEL_FOLDER [STEPS [RUNNING ...]]      in an environment that has vLLM; no model is computed
+python benchmarks/vllm_scheduler.py MODEL_FOLDER [STEPS [RUNNING ...]]   in an environment that has vLLM; no model is computed
 """
 
 from __future__ import annotations
