@@ -39,7 +39,8 @@ def write_results(
 
     `ended_at`: seconds on the run's clock; `step_times`: where they come from, as the summary says it.
     """
-    requests, steps, tbt = tables.requests.to_table(), tables.steps.to_table(STEPS_READ), tables.tbt.to_table()
+    requests, tbt = tables.requests.to_table(), tables.tbt.to_table()
+    steps = tables.steps.to_table(STEPS_READ, encoded=True)
     with ThreadPoolExecutor(1) as beside:  # encoding needs no interpreter, for the most part
         writing = beside.submit(_write_tables, path, tables)
         summary = _summary(config, requests, steps, tbt, ended_at).with_step_times(step_times)

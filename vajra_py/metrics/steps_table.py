@@ -198,9 +198,9 @@ class StepsBuilder:
         self._made = len(records), table
         return table
 
-    def to_table(self, names: Sequence[str] = STEP_COLUMNS) -> ArrowTable:
-        """These columns of the table, a row per step, in order of time."""
-        return expand_steps(self._table(), names)
+    def to_table(self, names: Sequence[str] = STEP_COLUMNS, *, encoded: bool = False) -> ArrowTable:
+        """These columns of the table, a row per step, in order of time; see `expand_steps`."""
+        return expand_steps(self._table(), names, encoded=encoded)
 
 
 def list_parts(column: Any) -> tuple[NDArray[Any], Ints]:
@@ -219,14 +219,20 @@ def step_schema() -> ArrowSchema:
     return pa.schema([(name, types.get(name, pa.int64())) for name in STEP_COLUMNS])
 
 
-def expand_steps(records: ArrowTable, names: Sequence[str]) -> ArrowTable:
-    """These columns of the steps table, a row per step, from its records: by time, at one time as the records lie."""
+def expand_steps(records: ArrowTable, names: Sequence[str], *, encoded: bool = False) -> ArrowTable:
+    """These columns of the steps table, a row per step, from its records: by time, at one time as the records lie.
+
+    `encoded`: names of replicasets as Arrow's dictionary, since a million strings take a while.
+    """
     import pyarrow as pa
 
     expansion = _Expansion(records)
     schema = step_schema()
     fields = [schema.field(name) for name in names]
-    arrays = [pa.array(expansion.column(field.name), type=field.type, from_pandas=False) for field in fields]
+    if encoded:
+        text = pa.dictionary(pa.int32(), pa.string())
+        fields = [field.with_type(text) if field.name == "replicaset" else field for field in fields]
+    arrays = [pa.array(expansion.column(field.name, encoded), field.type, from_pandas=False) for field in fields]
     return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
 
 
@@ -253,17 +259,19 @@ class _Expansion:
         self._record, self._position, self._taken = record[order], position[order], taken[order]
         """Of each step, its record, its place in the run, and how many blocks members took since the run's first step."""
 
-    def column(self, name: str) -> Any:
+    def column(self, name: str, encoded: bool = False) -> Any:
         """One column."""
         if name == "replicaset":
-            return self._replicasets()
+            names = self._replicasets()
+            return names if encoded else names.cast(names.type.value_type)
         if name == "formed_at":
             return self._formed_at
         if name == "duration_s":
             return self._duration_s
         if name == "used_fraction":
             with np.errstate(divide="ignore", invalid="ignore"):
-                used = 1.0 - (self._repeated("free_blocks") - self._taken) / self._repeated("num_blocks")
+                free = (self._repeated("free_blocks") - self._taken) / self._repeated("num_blocks")
+            used = np.subtract(1.0, free, out=free)
             return self._given(name, used, self._record)
         if name == "free_blocks":
             return self._repeated(name) - self._taken
@@ -281,7 +289,7 @@ class _Expansion:
 
         found = self._records.column("replicaset").combine_chunks().dictionary_encode()
         numbers = found.indices.to_numpy()[self._record]
-        return pa.DictionaryArray.from_arrays(pa.array(numbers), found.dictionary).cast(pa.string())
+        return pa.DictionaryArray.from_arrays(pa.array(numbers), found.dictionary)
 
     def _ints(self, name: str) -> Ints:
         values: Ints = self._records.column(name).to_numpy().astype(np.int64)

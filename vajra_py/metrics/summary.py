@@ -370,7 +370,9 @@ def _resources(steps: ArrowTable, window: Window) -> Section:
     whole_s = weight.sum()
     weighted = np.empty_like(weight)
     for name in ("used_fraction", "num_running", "num_waiting", "num_decodes", "num_prefills"):
-        values = _floats(steps, name)[inside]
+        values = steps.column(name).to_numpy()[
+            inside
+        ]  # counts are multiplied as they are: a copy as floats has the same values
         section[f"mean_{name}"] = (
             float(np.multiply(values, weight, out=weighted).sum() / whole_s) if whole_s > 0 else None
         )
@@ -448,6 +450,8 @@ def _group_codes(table: ArrowTable, column: str) -> tuple[Ints, list[str]]:
         values = values.dictionary_encode()
     names = [name or "" for name in values.dictionary.to_pylist()]
     order = sorted(range(len(names)), key=names.__getitem__)
+    if order == sorted(order):
+        return values.indices.to_numpy(zero_copy_only=False).astype(np.int64), names
     position = np.empty(len(names), dtype=np.int64)
     position[order] = np.arange(len(names))
     codes = values.indices.to_numpy(zero_copy_only=False).astype(np.int64)

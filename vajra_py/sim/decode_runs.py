@@ -55,14 +55,15 @@ def check_step_time(seconds: float) -> None:
 def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> array[int]:
     """When steps end that begin now, are predicted to last so long, and have a fixed overhead each; at least one tick each."""
     if isinstance(seconds, np.ndarray):
-        longest = float(seconds.max())
-        check_step_time(float(seconds.min()))
+        shortest, longest = float(np.minimum.reduce(seconds)), float(np.maximum.reduce(seconds))
+        check_step_time(shortest)
         check_step_time(longest)
         if now + len(seconds) * (longest * TICKS_PER_SECOND + overhead_ticks + 1) < NEVER:
             ticks: npt.NDArray[np.int64] = np.rint(seconds * TICKS_PER_SECOND).astype(np.int64)
             if overhead_ticks:
                 ticks += overhead_ticks
-            np.maximum(ticks, 1, out=ticks)
+            if shortest * TICKS_PER_SECOND + overhead_ticks < 1:
+                np.maximum(ticks, 1, out=ticks)
             ticks[0] += now
             return array("q", ticks.cumsum().tobytes())
         seconds = seconds.tolist()
