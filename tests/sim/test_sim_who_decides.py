@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from vajra_py.contract.observer import Observer, StepEnd
+from vajra_py.latency import ConstantModel
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing import Harness, HarnessOptions
 from vajra_py.testing.reference_policies import PlainChunks
@@ -128,3 +129,30 @@ def test_the_garbage_collector_is_as_it_was_after_a_run_that_fails() -> None:
     with pytest.raises(Exception, match="ZeroDivisionError"):
         harness.simulator(SimulationOptions()).run([RequestSpec("r", 0.0, 10, 5)])
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
+
+
+def test_a_router_sees_steps_that_end_at_the_tick_of_an_arrival() -> None:
+    """Steps take 0.1 s and two requests come while the first one decodes, one just before a step's end and one with it."""
+
+    def seen(fast_forward: bool) -> list[list[int]]:
+        found: list[list[int]] = []
+        held: list[Any] = []
+
+        class Router:
+            def assign(self, request: Any, replicas: Any, now: float) -> int:
+                found.append([one.num_output_tokens for one in held])
+                held.append(request)
+                return int(request.request_id) % 2
+
+            def pull(self, replica: Any, queued: Any, now: float) -> Any:
+                return ()
+
+        options = HarnessOptions(num_blocks=400, num_replicas=2, latency=ConstantModel(0.1))
+        harness = Harness("fcfs", Router(), Counting(), options)
+        harness.controller.watch(())
+        simulator = harness.simulator(SimulationOptions(fast_forward=fast_forward))
+        simulator.run([RequestSpec(str(index), at, 10, 60) for index, at in enumerate((0.0, 0.45, 0.5))])
+        return found
+
+    assert seen(fast_forward=True) == seen(fast_forward=False)
+    assert seen(fast_forward=True)[:3] == [[], [4], [5, 0]]
