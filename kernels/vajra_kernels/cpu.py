@@ -1,4 +1,4 @@
-"""Paged attention of a ragged batch on the CPU, in plain torch.
+"""Paged attention of a ragged batch on the CPU, in torch; decodes in compiled loops where Numba is installed.
 
 Gather the keys a call needs (at memory-copy speed, see ``cpu_plan``), then one fused attention call per decode group or
 chunk piece, with the query heads of a KV head as rows of one product. Where the fused call cannot do it (soft cap,
@@ -11,7 +11,9 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import threading
+from importlib.util import find_spec
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,6 +23,12 @@ from vajra_kernels.metadata import AttentionMetadata
 
 # What scaled_dot_product_attention runs on the CPU, called by name where its second result, the log-sum-exp, is wanted.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@functools.cache
+def has_numba() -> bool:
+    """Whether Numba is installed."""
+    return find_spec("numba") is not None
 
 
 class _Workspace(threading.local):
@@ -45,7 +53,7 @@ _workspace = _Workspace()
 class CpuAttention:
     """One attention layer's call: operands that all of the step's groups and chunks share."""
 
-    __slots__ = ("group", "k_tokens", "num_kv_heads", "q", "scale", "softcap", "v_tokens", "want_lse")
+    __slots__ = ("caches", "group", "k_tokens", "num_kv_heads", "q", "scale", "softcap", "v_tokens", "want_lse")
 
     def __init__(
         self,
@@ -57,6 +65,7 @@ class CpuAttention:
         want_lse: bool,
     ) -> None:
         self.q = q
+        self.caches = (k_cache, v_cache)
         self.num_kv_heads = k_cache.shape[2]
         self.group = q.shape[1] // self.num_kv_heads
         self.k_tokens = _token_rows(k_cache)
@@ -64,6 +73,11 @@ class CpuAttention:
         self.scale = scale
         self.softcap = softcap
         self.want_lse = want_lse
+
+    @property
+    def compiles(self) -> bool:
+        """Whether compiled loops attend decodes: Numba is installed, and they are of use for these heads."""
+        return has_numba() and self.group > 1 and self.softcap is None and self.q.dtype != torch.float16
 
     def decode_group(self, group: DecodeGroup) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(output [n, Hq, Dv], lse [n, Hq] where wanted) of a group's rows."""
@@ -141,20 +155,30 @@ def paged_attention_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out [T, Hq, Dv], lse float32 [T, Hq] or None) of one layer; rows without any KV give 0 and -inf."""
     q, k_tokens, v_tokens = attention.q, attention.k_tokens, attention.v_tokens
-    plan = metadata.memo.cpu_plans.get(metadata, window, k_tokens.shape[1] * k_tokens.element_size(), q.dtype)
-    if plan.is_one_group:
+    num_tokens, num_heads, _ = q.shape
+    lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32) if attention.want_lse else None
+    num_compiled, part = metadata.num_decodes if attention.compiles else 0, None
+    if num_compiled:
+        from vajra_kernels.cpu_compiled import attend_decodes
+
+        part = attend_decodes(q, attention.caches, metadata, attention.scale, window, lse)
+        if num_compiled == num_tokens:
+            return part if out is None else out.copy_(part), lse
+    token_bytes = k_tokens.shape[1] * k_tokens.element_size()
+    plan = metadata.memo.cpu_plans.get(metadata, window, token_bytes, q.dtype, num_compiled)
+    if plan.is_one_group and part is None:
         result, result_lse = attention.decode_group(plan.groups[0])
         if out is not None:
             result = out.copy_(result)
         return result, result_lse
-    num_tokens, num_heads, _ = q.shape
     if out is None:
         out = q.new_empty((num_tokens, num_heads, v_tokens.shape[1] // attention.num_kv_heads))
-    lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32) if attention.want_lse else None
     if not plan.covers_all:
         out.zero_()
         if lse is not None:
-            lse.fill_(float("-inf"))
+            lse[num_compiled:] = float("-inf")
+    if part is not None:
+        out[:num_compiled] = part
     for group in plan.groups:
         _store(group, *attention.decode_group(group), out, lse)
     if plan.chunks:
