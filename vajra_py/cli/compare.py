@@ -74,3 +74,6 @@ def _show_differences(comparison: Comparison, baseline: str, form: str, scope: s
     else:
         write = baseline_table.markdown if form == "markdown" else baseline_table.latex
         click.echo(write(comparison, baseline, scope or OVERALL), nl=False)
+    if len(comparison.of_load(comparison.position(baseline))) == 1:
+        message = f"no difference from {baseline}: every other setting has another load, and loads are not compared"
+        click.echo(f"warning: {message}", err=True)
