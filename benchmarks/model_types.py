@@ -186,8 +186,8 @@ schedules. A multimodal model is refused; give the directory of its text model. 
 
 {modules}.
 
-Multi-head latent attention (`deepseek_v2`, `deepseek_v3` and others with a `kv_lora_rank`) runs as attention over full keys and values: memory holds those of every head, not the latent. A token
-of DeepSeek-V3 takes 61 layers x 128 heads x (192 + 128) x 2 bytes = 5.0 MB in bfloat16, 71 times its latent (61 x 576 x 2 bytes = 70 KB).
+Multi-head latent attention (`deepseek_v2`, `deepseek_v3` and others with a latent rank in their configuration) runs as attention over full keys and values: memory holds those of every head,
+not the latent. A token of DeepSeek-V3 takes 61 layers x 128 heads x (192 + 128) x 2 bytes = 5.0 MB in bfloat16, 71 times its latent (61 x 576 x 2 bytes = 70 KB).
 
 Of every type on this page that runs, fused or not, the tests compare greedy tokens on two replicas in threads of one process with transformers' own,
 over random schedules of chunks, decodes, preemptions, swaps and shared prefixes (`VAJRA_FUZZ_SCHEDULES=20 pytest tests/engine/compute/test_compute_all_families.py` tries more).

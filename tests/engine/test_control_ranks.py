@@ -137,11 +137,13 @@ def name_of(split: Split) -> str:
 
 
 @pytest.fixture(scope="module")
-def forks() -> ForkServerContext:
-    """Starts processes that have imported torch already."""
+def forks() -> Iterator[ForkServerContext]:
+    """Starts processes that have imported torch already, and find this module."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["vajra_py.engine.compute.runner"])
-    return context
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2])
+        yield context
 
 
 @pytest.fixture(scope="module")

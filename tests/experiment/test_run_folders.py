@@ -291,8 +291,10 @@ def test_threads_with_folders_of_their_own_do_not_disturb_each_other(tmp_path: P
 
 
 ENDLESS = """
-import sys
+import signal, sys
 import vajra_py as vajra
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts tests in the background has it ignored
 
 def wait(done, total, now):
     print("running", flush=True)
