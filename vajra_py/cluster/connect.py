@@ -89,7 +89,13 @@ def _check_listening(on: str, host: str, port: int) -> None:
 def _connect(ray: Any, on: str) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of what it will do in the future
     try:
-        ray.init(address=on, configure_logging=False, log_to_driver=False)
+        try:
+            ray.init(address=on, configure_logging=False, log_to_driver=False)
+        except Exception as error:
+            if "Initialization failure" not in str(error):
+                raise
+            # The process that Ray began for this client ended at once; asked again, Ray begins another.
+            ray.init(address=on, configure_logging=False, log_to_driver=False)
     except Exception as error:  # Ray has no error of its own for this
         said = " ".join(str(error).split())
         if "ersion mismatch" in said:
