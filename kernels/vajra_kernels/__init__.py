@@ -1,4 +1,4 @@
-"""Attention of a ragged batch over paged KV memory: Triton kernels on CUDA, plain torch on the CPU.
+"""Attention of a ragged batch over paged KV memory: Triton kernels on CUDA, torch and compiled loops on the CPU.
 
 Imports torch and triton only (triton only once a CUDA tensor is seen), so that it can be checked on a machine that has
 nothing else.

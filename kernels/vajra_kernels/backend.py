@@ -1,7 +1,7 @@
 """Select the implementation for the device of the tensors.
 
 Invariants:
-    - CUDA tensors take the Triton kernels, CPU tensors plain torch.
+    - CUDA tensors take the Triton kernels, CPU tensors torch, and compiled loops where Numba is installed.
     - With TRITON_INTERPRET=1 (set before the first import) CPU tensors take the Triton kernels too, in Triton's
       interpreter: slow, and good for checking everything above the kernels against them without a GPU.
 """

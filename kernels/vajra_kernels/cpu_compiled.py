@@ -62,9 +62,16 @@ def _array(tensor: torch.Tensor) -> Any:
 
 
 def _compiled(function: Any) -> Any:
-    """The function in machine code, which is kept on disk and runs without Python's lock."""
-    flags = {"reassoc", "contract", "arcp", "nsz"}
-    return numba.njit(nogil=True, fastmath=flags, error_model="numpy", cache=True)(function)
+    """The function in machine code, which runs without Python's lock and is kept on disk where that can be written."""
+    options: dict[str, Any] = {
+        "nogil": True,
+        "fastmath": {"reassoc", "contract", "arcp", "nsz"},
+        "error_model": "numpy",
+    }
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:
+        return numba.njit(**options)(function)
 
 
 def _widen(_: Any, value: Any) -> Any:
@@ -162,9 +169,8 @@ def _kernel(dim: int, value_dim: int) -> Any:
                     for place in range(begin // block_size, -(-end // block_size)):
                         block, first = table[row, place], place * block_size
                         low, high = max(begin, first), min(end, first + block_size)
-                        for j in range(
-                            low, high - 3, 4
-                        ):  # four keys at once: sums are loaded and stored a quarter as often
+                        # Four keys at once: sums are loaded and stored a quarter as often.
+                        for j in range(low, high - 3, 4):
                             a0, a1, a2, a3 = scores[0, j], scores[0, j + 1], scores[0, j + 2], scores[0, j + 3]
                             b0, b1, b2, b3 = scores[1, j], scores[1, j + 1], scores[1, j + 2], scores[1, j + 3]
                             c0, c1, c2, c3 = scores[2, j], scores[2, j + 1], scores[2, j + 2], scores[2, j + 3]

@@ -144,7 +144,7 @@ class _Planner:
         covers_all = True
         for seq, (query_len, kv_len) in enumerate(zip(self.query_lens, self.kv_lens, strict=True)):
             if seq < self.first:
-                pass
+                pass  # attended elsewhere
             elif kv_len == 0:
                 covers_all = covers_all and query_len == 0
             elif query_len == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import socket
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,22 @@ def test_ray_refuses(monkeypatch: pytest.MonkeyPatch, error: Exception, expected
 
     monkeypatch.setattr(connect, "_import_ray", Ray)
     assert said_of("auto").startswith(expected)
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_client_whose_process_ray_lost_at_its_start_asks_once_more(num_failures: int) -> None:
+    class Ray:
+        num_calls = 0
+
+        def init(self, **options: Any) -> None:
+            self.num_calls += 1
+            if self.num_calls <= num_failures:
+                raise ConnectionAbortedError("Initialization failure from server: psutil.ZombieProcess")
+
+    ray = Ray()
+    with pytest.raises(RunError, match="the cluster cannot be used") if num_failures > 1 else nullcontext():
+        connect._connect(ray, "ray://127.0.0.1:1")
+    assert ray.num_calls == 2
 
 
 def test_a_fingerprint_tells_code_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

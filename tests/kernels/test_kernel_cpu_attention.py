@@ -260,3 +260,13 @@ def test_windows_need_causal_metadata() -> None:
     metadata = build_metadata([2], [5], [[1]], 16, causal=False)
     with pytest.raises(ValueError, match="Windows need causal metadata"):
         paged_attention(torch.zeros(2, 4, 32), cache, cache, metadata, window=3)
+
+
+def test_loops_compile_where_nothing_can_be_kept() -> None:
+    """As in an installation that nobody may write to: Numba finds no place for what has no file beside it."""
+    pytest.importorskip("numba")
+    from vajra_kernels.cpu_compiled import _compiled
+
+    names: dict[str, Any] = {}
+    exec("def double(x):\n    return 2 * x\n", names)
+    assert _compiled(names["double"])(21) == 42

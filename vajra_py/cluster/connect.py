@@ -86,18 +86,14 @@ def _check_listening(on: str, host: str, port: int) -> None:
         ) from None
 
 
-def _connect(ray: Any, on: str) -> None:
+def _connect(ray: Any, on: str, *, again: bool = True) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of what it will do in the future
     try:
-        try:
-            ray.init(address=on, configure_logging=False, log_to_driver=False)
-        except Exception as error:
-            if "Initialization failure" not in str(error):
-                raise
-            # The process that Ray began for this client ended at once; asked again, Ray begins another.
-            ray.init(address=on, configure_logging=False, log_to_driver=False)
+        ray.init(address=on, configure_logging=False, log_to_driver=False)
     except Exception as error:  # Ray has no error of its own for this
         said = " ".join(str(error).split())
+        if again and "Initialization failure" in said:  # the process that Ray began for this client ended at once
+            return _connect(ray, on, again=False)
         if "ersion mismatch" in said:
             raise RunError(f"--on {on}: the cluster has another version of Ray or Python ({said}).") from None
         raise RunError(f"--on {on}: the cluster cannot be used ({said or type(error).__name__}).") from None

@@ -92,8 +92,10 @@ def _write_combined(config: ExperimentConfig, place: RunFolder, paths: Sequence[
     manifests = [json.loads((path / MANIFEST_FILE).read_text()) for path in paths]
     ended_at = max(one["ended_at_s"] for one in manifests)
     with ThreadPoolExecutor(1) as beside:
-        logs = [path / DECISIONS_FILE for path in paths] if config.output.decision_log else []
-        merging = beside.submit(merge_decision_logs, logs, place.path / DECISIONS_FILE) if logs else None
+        merging = None
+        if config.output.decision_log:
+            logs = [path / DECISIONS_FILE for path in paths]
+            merging = beside.submit(merge_decision_logs, logs, place.path / DECISIONS_FILE)
         tables = Tables(RequestsBuilder(), StepsBuilder(), TbtBuilder())
         step_times = [take_part(path, tables) for path in paths]
         write_results(place.path, config, tables, ended_at, _origin(step_times))

@@ -370,12 +370,10 @@ def _resources(steps: ArrowTable, window: Window) -> Section:
     whole_s = weight.sum()
     weighted = np.empty_like(weight)
     for name in ("used_fraction", "num_running", "num_waiting", "num_decodes", "num_prefills"):
-        values = steps.column(name).to_numpy()[
-            inside
-        ]  # counts are multiplied as they are: a copy as floats has the same values
-        section[f"mean_{name}"] = (
-            float(np.multiply(values, weight, out=weighted).sum() / whole_s) if whole_s > 0 else None
-        )
+        # Counts are multiplied as they are: a copy as floats has the same values.
+        values = steps.column(name).to_numpy()[inside]
+        np.multiply(values, weight, out=weighted)
+        section[f"mean_{name}"] = float(weighted.sum() / whole_s) if whole_s > 0 else None
         section[f"max_{name}"] = float(values.max()) if values.size else None
     tokens = {kind: int(_ints(steps, f"{kind}_tokens")[inside].sum()) for kind in ("prefill", "decode")}
     section |= {f"{kind}_tokens_per_s": _ratio(amount, window.duration_s) for kind, amount in tokens.items()}
