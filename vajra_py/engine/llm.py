@@ -210,9 +210,9 @@ class RequestMaker:
     def _tokens(self, prompt: Prompt, where: str) -> Sequence[int]:
         if not isinstance(prompt, str):
             given: object = prompt
-            if not isinstance(given, Iterable) or not all(map(_is_token, given)):
+            if not isinstance(given, Iterable) or not all(map(_is_kind_of_token, set(map(type, given)))):
                 raise ConfigError(Problem(where, "is neither text nor token ids", "Allowed: str, or a list of int"))
-            return [int(token) for token in prompt]
+            return list(map(int, prompt))
         if self._tokenizer is None:
             raise ConfigError(Problem(where, "is text, and the model has no tokenizer", "Give token ids"))
         if not prompt:
@@ -350,13 +350,13 @@ def layer_of(layer: Layer | str) -> Layer:
     return names[layer]
 
 
-def _is_token(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def _is_kind_of_token(kind: type) -> bool:
+    return issubclass(kind, Integral) and kind is not bool
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """Several prompts: one that is given alone becomes a list of one."""
     given: object = prompts
-    if not isinstance(given, Iterable) or isinstance(given, str) or (len(prompts) and _is_token(prompts[0])):
+    if not isinstance(given, Iterable) or isinstance(given, str) or (len(prompts) and _is_kind_of_token(type(prompts[0]))):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]

@@ -177,6 +177,11 @@ class Sampler:
 
 def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
     """The place of each row's largest logit, int64 [R] of [R, vocab]; `NO_TOKEN` where that is not a finite number."""
+    if logits.device.type == "cpu":  # numpy's search is vectorised, torch's is not
+        values = logits.float().numpy()
+        found = values.argmax(-1)
+        found[~np.isfinite(values[np.arange(len(found)), found])] = NO_TOKEN
+        return torch.from_numpy(found)
     largest, places = logits.max(-1)
     return places.masked_fill_(~largest.isfinite(), NO_TOKEN)
 
