@@ -3,10 +3,38 @@
 from __future__ import annotations
 
 import threading
+from queue import SimpleQueue
 
-from vajra_py.engine.compute import RunnerOptions
+from vajra_py.engine.compute import Chunk, Foreseen, NewRow, RunnerOptions, SamplingParams, StepInput, TableUpdate
 from vajra_py.engine.processes import ProcessWorker
+from vajra_py.engine.worker import Finished, LeftFirstStage
+from vajra_py.errors import ExecutorError
 from vajra_py.testing.fake_runner import FakeRunner
+
+
+class CannotBegin(FakeRunner):
+    """Computes what it is told, and nothing before."""
+
+    def begin_ahead(self) -> None:
+        """See `ForeseeingRunner`."""
+        raise ExecutorError("step: out of memory")
+
+
+def test_a_step_comes_back_before_the_next_one_is_begun() -> None:
+    worker = ProcessWorker(("default", 0), RunnerOptions(model="none"), 0, CannotBegin)
+    news: SimpleQueue[Finished | LeftFirstStage] = SimpleQueue()
+    try:
+        worker.wait_loaded()
+        worker.start(4, 0, news.put)
+        new, table = NewRow(0, SamplingParams(temperature=0.0), 0), TableUpdate(0, 0, [0])
+        worker.submit(Foreseen(StepInput([Chunk(0, [5, 6], 0, True)], new=[new], tables=[table])))
+        first, second = news.get(timeout=30), news.get(timeout=30)
+    finally:
+        worker.close()
+    assert isinstance(first, Finished)
+    assert first.output is not None
+    assert first.output.slots == [0]
+    assert second == Finished(("default", 0), None, "step: out of memory")
 
 
 def test_a_worker_may_be_closed_and_discarded_at_once() -> None:

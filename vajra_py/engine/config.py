@@ -255,7 +255,7 @@ class EngineConfig(ModelBackendConfig):
         None,
         description=(
             "Begin the next step of decodes before this one's tokens are known, where the policy repeats decodes; changes "
-            "neither decisions nor tokens. null: on a GPU."
+            "neither decisions nor tokens. null: on a GPU. On a CPU it needs `workers: process` to gain anything."
         ),
     )
     replicasets: dict[str, ReplicasetEngineConfig] = Field(

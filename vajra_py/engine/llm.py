@@ -351,12 +351,16 @@ def layer_of(layer: Layer | str) -> Layer:
 
 
 def _is_kind_of_token(kind: type) -> bool:
-    return issubclass(kind, Integral) and kind is not bool
+    return issubclass(kind, Integral) and not issubclass(kind, bool)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """Several prompts: one that is given alone becomes a list of one."""
     given: object = prompts
-    if not isinstance(given, Iterable) or isinstance(given, str) or (len(prompts) and _is_kind_of_token(type(prompts[0]))):
+    if (
+        not isinstance(given, Iterable)
+        or isinstance(given, str)
+        or (len(prompts) and _is_kind_of_token(type(prompts[0])))
+    ):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]

@@ -18,9 +18,18 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from vajra_py.engine.compute import Foreseen, LoadRunner, ModelFacts, ModelRunner, RunnerOptions, StepInput, load_runner
+from vajra_py.engine.compute import (
+    ForeseeingRunner,
+    Foreseen,
+    LoadRunner,
+    ModelFacts,
+    ModelRunner,
+    RunnerOptions,
+    StepInput,
+    load_runner,
+)
 from vajra_py.engine.rank_answers import RankAnswers
 from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, calm_threads, placed, said
 from vajra_py.errors import ExecutorError
@@ -56,11 +65,11 @@ def _answer(pipe: Connection, runner: ModelRunner) -> None:
     while (message := pipe.recv()) is not None:
         name, arguments = message
         try:
-            answer = getattr(runner, name)(*arguments)
+            pipe.send(getattr(runner, name)(*arguments))
+            if name == "run_ahead":
+                cast(ForeseeingRunner, runner).begin_ahead()
         except Exception as error:
             _send(pipe, error)
-        else:
-            pipe.send(answer)
 
 
 def _send(pipe: Connection, answer: Any) -> None:

@@ -156,7 +156,8 @@ class EngineRun:
             "rows_dropped_ahead": sum(one.ahead.num_dropped_rows for one in replicas if one.ahead),
             "busy_s": busy_s,
             "compute_s": compute_s,
-            "overhead_fraction": 1.0 - compute_s / busy_s if busy_s > 0 else 0.0,
+            # Steps that were begun ahead compute before they are formed.
+            "overhead_fraction": max(0.0, 1.0 - compute_s / busy_s) if busy_s > 0 else 0.0,
         }
 
 

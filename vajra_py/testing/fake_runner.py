@@ -115,6 +115,9 @@ class FakeRunner:
             self._begin(work.ahead)
         return output
 
+    def begin_ahead(self) -> None:
+        """See `ForeseeingRunner`; everything was begun at once."""
+
     def _begin(self, ahead: Ahead) -> None:
         before = {slot: replace(self._slots[slot], table=[*self._slots[slot].table]) for slot in ahead.decodes}
         grown = []

@@ -64,7 +64,12 @@ class HostBatch:
     @property
     def sampled_slots(self) -> Ints:
         """The slot of each sampled row."""
-        return self.slots[self.sampled]
+        return self.slots if self.is_all_decodes else self.slots[self.sampled]
+
+    @property
+    def is_all_decodes(self) -> bool:
+        """Whether every sequence goes on by the token that was sampled last, so that all are sampled as they stand."""
+        return self.num_decodes == len(self.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +152,17 @@ class BatchState:
         """The step's batch; progress is counted on as if it were computed."""
         order = sorted(range(len(step.chunks)), key=lambda index: self._place(step.chunks[index]))
         chunks = [step.chunks[index] for index in order]
-        slots = np.array([*step.decodes, *(chunk.slot for chunk in chunks)], np.int64)
-        self._check_slots(slots)
+        listed = [*step.decodes, *(chunk.slot for chunk in chunks)]
+        self._check_slots(listed)
+        slots = np.array(listed, np.int64)
         query_lens = np.ones(len(slots), np.int64)
         num_decodes = len(step.decodes)
-        query_lens[num_decodes:] = [len(chunk.token_ids) for chunk in chunks]
         first = self.num_computed[slots]
-        first[num_decodes:] = [chunk.num_computed for chunk in chunks]
+        if chunks:
+            query_lens[num_decodes:] = [len(chunk.token_ids) for chunk in chunks]
+            first[num_decodes:] = [chunk.num_computed for chunk in chunks]
         kv_lens = first + query_lens
-        self._check(slots, query_lens, kv_lens)
+        longest = self._checked_longest(slots, query_lens, kv_lens)
         token_ids = _joined([chunk.token_ids for chunk in chunks])
         self.num_computed[slots] = kv_lens
         sampled = [(order[place], num_decodes + place) for place, chunk in enumerate(chunks) if chunk.samples]
@@ -166,7 +173,8 @@ class BatchState:
             begins = np.array([one.groups.index(own) * size for one in chunks], np.int64)
             held = np.minimum(kv_lens - begins, size)
             num_newest = sum(one.groups[-1] == own for one in chunks)
-        table = self.tables[slots, : -(-int(held.max()) // self.block_size)]
+        longest_held = longest if self._groups is None else int(held.max())
+        table = self.tables[slots, : -(-longest_held // self.block_size)]
         sequence_of = np.arange(len(slots))
         if chunks:
             sequence_of = np.repeat(sequence_of, query_lens)
@@ -189,7 +197,7 @@ class BatchState:
             followers={num_decodes + place: one.followers for place, one in enumerate(chunks) if one.followers},
             num_newest=num_newest,
             groups=[one.groups for one in chunks] if self._groups is not None else (),
-            max_kv_len=int(kv_lens.max()),
+            max_kv_len=longest,
         )
 
     def _place(self, chunk: Chunk) -> tuple[bool, bool]:
@@ -197,34 +205,41 @@ class BatchState:
         is_earlier = self._groups is not None and chunk.groups[-1] != self._groups.own
         return is_earlier, len(chunk.token_ids) > 1
 
-    def _check_slots(self, slots: Ints) -> None:
-        if not slots.size:
+    def _check_slots(self, slots: Sequence[int]) -> None:
+        if not slots:
             raise ExecutorError("step: there is nothing to compute. A step has a decode or a chunk.")
-        if not 0 <= slots.min() <= slots.max() < self._limits[0] or len(np.unique(slots)) != len(slots):
-            raise ExecutorError(f"step: slots are not distinct ones of 0 to {self._limits[0] - 1} ({slots.tolist()}).")
+        if not 0 <= min(slots) <= max(slots) < self._limits[0] or len(set(slots)) != len(slots):
+            raise ExecutorError(f"step: slots are not distinct ones of 0 to {self._limits[0] - 1} ({slots}).")
 
-    def _check(self, slots: Ints, query_lens: Ints, kv_lens: Ints) -> None:
-        longest = self._limits[1]
-        if query_lens.min() < 1 or (kv_lens - query_lens).min() < 0 or kv_lens.max() > longest:
-            worst = int(np.argmax(kv_lens)) if kv_lens.max() > longest else int(np.argmin(query_lens))
+    def _checked_longest(self, slots: Ints, query_lens: Ints, kv_lens: Ints) -> int:
+        """The longest of the sequences, none of which is too long or without tokens."""
+        longest, found = self._limits[1], int(kv_lens.max())
+        if query_lens.min() < 1 or (kv_lens - query_lens).min() < 0 or found > longest:
+            worst = int(np.argmax(kv_lens)) if found > longest else int(np.argmin(query_lens))
             raise ExecutorError(
                 f"step: slot {slots[worst]} computes {query_lens[worst]} tokens up to position {kv_lens[worst]}. "
                 f"A chunk has 1 token or more, within the {longest} of the longest sequence."
             )
+        return found
 
     def tensors(self, batch: HostBatch) -> BatchInputs:
         """The batch on the device."""
-        ends = np.cumsum(batch.query_lens)
-        longs = [
-            batch.slots[: batch.num_decodes],
-            batch.token_ids,
-            batch.positions,
-            batch.write_slots,
-            ends[batch.sampled] - 1,
-            batch.sampled_slots,
-        ]
-        last, given, positions, write_slots, rows, sampled_slots = all_to_device(longs, self._device)
-        token_ids = given if not batch.num_decodes else torch.cat((self.last_tokens[last], given))
+        if batch.is_all_decodes:
+            longs = [batch.slots, batch.positions, batch.write_slots, batch.sampled]
+            sampled_slots, positions, write_slots, rows = all_to_device(longs, self._device)
+            token_ids = self.last_tokens[sampled_slots]
+        else:
+            ends = np.cumsum(batch.query_lens)
+            longs = [
+                batch.slots[: batch.num_decodes],
+                batch.token_ids,
+                batch.positions,
+                batch.write_slots,
+                ends[batch.sampled] - 1,
+                batch.sampled_slots,
+            ]
+            last, given, positions, write_slots, rows, sampled_slots = all_to_device(longs, self._device)
+            token_ids = given if not batch.num_decodes else torch.cat((self.last_tokens[last], given))
         metadata: Metadata
         if any(len(one) > 1 for one in batch.groups):
             metadata = self._split(batch, write_slots)
@@ -240,7 +255,7 @@ class BatchState:
         query_start[1:] = np.cumsum(query_lens)
         ints = [query_start, kv_lens.astype(np.int32), table.reshape(-1)]
         starts, lens, blocks = all_to_device(ints, self._device)
-        is_single = query_lens == 1
+        num_tokens, count = int(query_start[-1]), len(query_lens)
         kv_list = tuple(kv_lens.tolist())
         return AttentionMetadata(
             query_start=starts,
@@ -248,8 +263,8 @@ class BatchState:
             block_table=blocks.view(table.shape),
             slot_mapping=write_slots,
             block_size=self.block_size,
-            num_decodes=len(is_single) if is_single.all() else int(np.argmin(is_single)),
-            num_query_tokens=int(query_start[-1]),
+            num_decodes=count if num_tokens == count else int(np.argmin(query_lens == 1)),
+            num_query_tokens=num_tokens,
             max_query_len=int(query_lens.max()),
             max_kv_len=max(kv_list),
             num_kv_tokens=sum(kv_list),

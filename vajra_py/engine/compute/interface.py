@@ -377,9 +377,15 @@ class ForeseeingRunner(ModelRunner, Protocol):
     """A runner that can begin a step before it is known to be wanted."""
 
     def run_ahead(self, work: Foreseen) -> StepOutput:
-        """The output of `work.step`, after `work.ahead` was submitted behind it. Raises like `submit`.
+        """The output of `work.step`, with `work.ahead` behind it: submitted where a device computes it meanwhile. Raises like `submit`.
 
         With nothing of it `begun`, a step takes back what was begun ahead, and so does `submit`.
+        """
+
+    def begin_ahead(self) -> None:
+        """Compute what is to be begun and was not submitted: for whoever has delivered the output and would only wait.
+
+        Raises like `submit`. Without this call it is computed with the step that counts on it.
         """
 
 

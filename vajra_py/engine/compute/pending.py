@@ -106,6 +106,8 @@ class JoinedStep:
     def result(self) -> StepOutput:
         """See `PendingStep`."""
         begun = self.begun.result()
+        if self.rest is None and begun.slots == self.order:
+            return begun
         rest = StepOutput([], [], 0.0) if self.rest is None else self.rest.result()
         found = dict(zip(begun.slots, begun.token_ids, strict=True))
         found = {slot: found[slot] for slot in self.slots} | dict(zip(rest.slots, rest.token_ids, strict=True))

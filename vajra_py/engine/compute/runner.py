@@ -70,6 +70,7 @@ class TorchRunner:
         self._capture = capture
         self._graphs: DecodeGraphs | None = None
         self._ahead: AheadStep | None = None
+        self._to_begin: Ahead | None = None
         self._faults: dict[int, str] = {}
         """By slot, why its row cannot be computed; until it is freed."""
         self._state = BatchState(
@@ -171,10 +172,19 @@ class TorchRunner:
 
     def run_ahead(self, work: Foreseen) -> StepOutput:
         """See `ForeseeingRunner`."""
+        if work.begun:
+            self.begin_ahead()
         pending = self._submit_rest(work.step, work.begun) if work.begun else self.submit(work.step)
-        if work.ahead is not None:
-            self._ahead = self._submit_ahead(work.ahead)
+        self._to_begin = work.ahead
+        if self._model.device.type == "cuda":
+            self.begin_ahead()
         return pending.result()
+
+    def begin_ahead(self) -> None:
+        """See `ForeseeingRunner`."""
+        ahead, self._to_begin = self._to_begin, None
+        if ahead is not None:
+            self._ahead = self._submit_ahead(ahead)
 
     @torch.inference_mode()
     def _submit_ahead(self, ahead: Ahead) -> AheadStep:
@@ -212,7 +222,7 @@ class TorchRunner:
         return JoinedStep(ahead.pending, begun, following, order)
 
     def _take_back(self) -> None:
-        ahead, self._ahead = self._ahead, None
+        ahead, self._ahead, self._to_begin = self._ahead, None, None
         if ahead is not None:
             self._state.undo(ahead.slots, ahead.last_tokens)
             self._sampler.undo(ahead.slots)
