@@ -5,7 +5,8 @@ python benchmarks/engine_vllm.py --python VENV/bin/python      VENV holds vllm-c
 Llamas of about 4, 10 and 30 million parameters with random weights answer 64 ragged requests, greedily. Each engine has a process of its own
 and the same number of threads; rounds alternate, and medians count. Both schedule as vLLM does, with the same batch limits and
 without a prefix cache. With --replicas N this engine has N replicas, each in a process of its own with an Nth of threads, batch
-and KV memory, which computes decodes that probably follow while the controller decides (look_ahead). Without --vllm-eager vLLM compiles the model, as it does by default (that takes a C++ compiler).
+and KV memory, which computes decodes that probably follow while the controller decides (look_ahead). Without --vllm-eager vLLM compiles
+the model, as it does by default (that takes a C++ compiler).
 """
 
 from __future__ import annotations
