@@ -48,8 +48,8 @@ WITHIN = ("mean", "P50", "P90", "P95")
 ACROSS = ("mean", "P50", "P99")
 LATENCIES = {"TTFT": "ttft_s", "TPOT": "tpot_s", "E2E": "e2e_s", "queue": "queue_s"}
 SEEDS_EACH = 5
-ROUNDS = 5
-MIN_INTERVALS = 20
+ROUNDS = 50
+MIN_INTERVALS = 100
 """Fewer say nothing."""
 RUNS_A_FILE = 50
 WARM_UP, DRAIN = 800, 100

@@ -165,6 +165,13 @@ def test_a_reader_that_goes_away_is_no_error(vajra: Vajra, small: Path) -> None:
     assert "BrokenPipe" not in said
 
 
+def test_a_full_disk_is_told_in_a_line(vajra: Vajra, small: Path) -> None:
+    Path("report.html").symlink_to("/dev/full")
+    said = vajra("run", small, "-q", "--report", "report.html")
+    assert Path("report.html").is_char_device()
+    assert (said.code, said.err) == (1, "output: No space left on device.\n")
+
+
 def test_a_folder_that_holds_something_else_is_left_alone(vajra: Vajra, small: Path) -> None:
     mine = Path("runs/small")
     mine.mkdir(parents=True)

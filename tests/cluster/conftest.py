@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import SWEEP, LocalCluster, results, write_requests
+from tests.cluster.nodes import SWEEP, LocalCluster, engine, outputs, results, write_requests
 from vajra_py.config import config_from_mapping
 from vajra_py.engine.tiny import write_tiny_model
+from vajra_py.experiment.run import run_experiment
 from vajra_py.experiment.sweep import sweep
 
 collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["test_cluster_*.py"]
@@ -45,3 +46,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         write_requests(folder / "requests.jsonl")
         sweep(config_from_mapping(SWEEP), workers=1)
     return results(folder / "runs")
+
+
+@pytest.fixture(scope="session")
+def here(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    """What two replicas of an engine on this machine compute."""
+    return outputs(run_experiment(config_from_mapping(engine(model)), folder=tmp_path_factory.mktemp("here") / "run"))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from vajra_py.metrics.run_data import RunData
 
 STORE_BYTES = 80_000_000
 HEALTH = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}
@@ -27,6 +31,26 @@ SWEEP: dict[str, Any] = {
     "sweep": {"scheduling.request_prioritizer": ["fcfs", "edf"], "replica.max_batch_size": [4, 8]},
 }
 
+ENGINE: dict[str, Any] = {
+    "version": 1,
+    "name": "engine",
+    "seed": 3,
+    "num_replicas": 2,
+    "scheduling": {
+        "request_prioritizer": "fcfs",
+        "replicaset_scheduler": "round_robin",
+        "replica_scheduler": {"policy": "fixed_chunk", "params": {"chunk_size": 32}},
+    },
+    "workload": {
+        "type": "synthetic",
+        "arrivals": {"type": "poisson", "rate": 100},
+        "num_requests": 12,
+        "prompt_tokens": {"type": "uniform", "min": 8, "max": 60},
+        "output_tokens": {"type": "uniform", "min": 4, "max": 12},
+    },
+    "replica": {"max_batch_size": 8, "max_model_len": 128, "memory": {"num_blocks": 60}},
+}
+
 
 def write_requests(path: Path, count: int = 60) -> None:
     """A trace of `count` requests."""
@@ -45,6 +69,18 @@ def results(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != "environment.json"
     }
+
+
+def engine(model: Path, **settings: Any) -> dict[str, Any]:
+    """An experiment that an engine computes in a moment."""
+    return ENGINE | {"backend": {"engine": {"model": str(model), "self_check": False, **settings}}}
+
+
+def outputs(run: RunData) -> dict[str, list[int]]:
+    """The tokens of every request."""
+    with gzip.open(run.path / "outputs.jsonl.gz") as file:
+        rows = [json.loads(line) for line in file]
+    return {row["request_id"]: row["token_ids"] for row in rows}
 
 
 def end_node(raylet: int) -> None:

@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.nodes import SWEEP, LocalCluster, results, write_requests
-from tests.cluster.test_cluster_replicas import ENGINE
+from tests.cluster.nodes import SWEEP, LocalCluster, engine, outputs, results, write_requests
+from tests.serve.processes import STARTUP_S, wait_until
+from vajra_py.experiment.replay import replay
+from vajra_py.metrics.run_data import RunData
 
 pytestmark = pytest.mark.slow
 
@@ -37,13 +39,17 @@ def _serving(cluster: LocalCluster) -> Iterator[str]:
     command = [sys.executable, "-m", "ray.util.client.server", "--address", cluster.address, "--host", "127.0.0.1"]
     process = subprocess.Popen([*command, "--port", str(port)], start_new_session=True, stderr=subprocess.DEVNULL)
     try:
-        while process.poll() is None:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                break
+        wait_until(lambda: _listens(port), "Ray Client's server listens", STARTUP_S)
         yield f"ray://127.0.0.1:{port}"
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _listens(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 def run(folder: Path, experiment: dict[str, Any], *arguments: str) -> None:
@@ -62,9 +68,13 @@ def test_a_sweep_through_ray_client_gives_the_bytes_of_one_machine(
     assert results(tmp_path / "there/runs") == expected
 
 
-def test_an_engine_is_led_through_ray_client(client_address: str, model: Path, tmp_path: Path) -> None:
-    backend = {"engine": {"model": str(model), "device": "cpu", "self_check": False}}
-    run(tmp_path, ENGINE | {"backend": backend, "num_replicas": 1}, "--on", client_address)
-    folder = tmp_path / "runs/engine"
-    assert json.loads((folder / "manifest.json").read_text())["num_ended"] == {"stop": 12}
-    assert json.loads((folder / "engine.json").read_text())["default"]["device"].startswith("cpu of node ")
+def test_an_engine_is_led_through_ray_client_and_computes_on_two_nodes_what_one_machine_computes(
+    client_address: str, model: Path, here: dict[str, list[int]], tmp_path: Path
+) -> None:
+    run(tmp_path, engine(model), "--on", client_address)
+    there = RunData.load(tmp_path / "runs/engine")
+    assert outputs(there) == here
+    assert sum(map(len, here.values())) > 40
+    assert there.manifest["num_ended"] == {"stop": 12}
+    assert json.loads((there.path / "engine.json").read_text())["default"]["device"].startswith("cpu of node ")
+    assert replay(there.path).is_equal

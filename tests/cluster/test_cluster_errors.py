@@ -9,16 +9,22 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 import vajra_py
 from tests.cluster.nodes import SWEEP, LocalCluster
 from vajra_py.cluster import connect
-from vajra_py.cluster.connect import ray_cluster
+from vajra_py.cluster.connect import RayCluster, ray_cluster
+from vajra_py.cluster.files import Workspace
 from vajra_py.cluster.fingerprint import code_digest, fingerprint
+from vajra_py.cluster.node import RemoteRun, execute_run
+from vajra_py.cluster.pool import RayPool
+from vajra_py.config import config_from_mapping
 from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, RunError
+from vajra_py.experiment.pool import RunTask
 from vajra_py.plugins import load_registry
 
 
@@ -111,6 +117,30 @@ def test_a_fingerprint_tells_code_apart(tmp_path: Path, monkeypatch: pytest.Monk
     )
     found = fingerprint()
     assert {"python", "vajra-py", "pyarrow", "code of vajra_py", "plug-in builtin of vajra-py"} <= set(found)
+
+
+def test_a_node_that_joins_later_with_another_version_fails_its_runs() -> None:
+    asker = fingerprint() | {"vajra-py": "9.9.9"}
+    result = execute_run(RemoteRun(0, SWEEP, [], Workspace("vajra-test", "/"), asker), None)
+    assert result.files == {}
+    assert result.error is not None
+    assert result.error.startswith("node ")
+    assert result.error.endswith("; here: 9.9.9). Every node needs what this machine has.")
+
+
+def test_a_cluster_that_is_lost_ends_a_command_in_a_line_and_no_other_is_begun(tmp_path: Path) -> None:
+    ray = MagicMock(exceptions=importlib.import_module("ray").exceptions)
+    ray.get_runtime_context().get_node_id.return_value = "0" * 56
+    ray.wait.side_effect = ConnectionError("Client is shutting down.")
+    lost = RayPool(RayCluster(ray, fingerprint()))
+    config = config_from_mapping({name: value for name, value in SWEEP.items() if name != "sweep"})
+    lost.submit(0, RunTask(config, tmp_path / "run"))
+    with pytest.raises(RunError, match=r"^--on: the cluster is lost \(Client is shutting down\)\. Finished runs are"):
+        list(lost.ends())
+    ray.is_initialized.return_value = False
+    ray.reset_mock()
+    lost.close()
+    assert [name for name, *_ in ray.method_calls] == ["is_initialized"]
 
 
 def test_a_node_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,15 @@ def test_a_folder_travels_with_all_that_it_holds() -> None:
     assert [one.path for one in found] == ["bundle/a.json", "bundle/inner/b.csv"]
 
 
+def test_words_are_no_files() -> None:
+    Path("a.jsonl").write_text("one")
+    config = config_from_mapping(
+        SWEEP | {"workload": {"type": "jsonl", "path": "a.jsonl"}, "description": ".", "replica": {"max_model_len": 64}}
+    )
+    assert [one.path for one in Shipment(bytes).files_of(config)] == ["a.jsonl"]
+    assert Shipment(bytes).files_of(reads(f"{'long' * 100}.jsonl")) == []
+
+
 def test_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MOST_BYTES", 10)
     Path("a.jsonl").write_bytes(b"x" * 11)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vajra_py.config import ExperimentConfig, config_from_mapping
+from vajra_py.config import ExperimentConfig, config_from_mapping, manifest
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.divided import Part
 from vajra_py.experiment.folder import find_runs
@@ -223,6 +223,38 @@ def test_finished_parts_are_not_run_again(tmp_path: Path) -> None:
     assert stamps == [written]
     assert run.requests("request_id").num_rows == 150
     assert not (tmp_path / ".whole.parts").exists()
+
+
+def test_parts_from_before_a_change_are_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, rows = tmp_path / "trace.csv", ["arrived_at,num_prompt_tokens,num_output_tokens\n", *["0.0,10,5\n"] * 20]
+    trace.write_text("".join(rows))
+    config, registry = config_of(tmp_path, workload={"type": "csv", "path": str(trace)}), load_registry()
+    parts = parts_of(config, registry, 2)
+    assert isinstance(parts, list)
+
+    class Unfinished(InProcess):
+        def ends(self) -> Any:
+            yield from super().ends()
+            raise KeyboardInterrupt
+
+    def made_again(**options: Any) -> list[bool]:
+        manifests = [tmp_path / f".whole.parts/{index}-of-2/manifest.json" for index in range(2)]
+        before = [one.stat().st_mtime_ns if one.exists() else None for one in manifests]
+        with pytest.raises(KeyboardInterrupt):
+            run_in_parts(config, registry, parts, lambda progress: Unfinished(registry, progress), **options)
+        return [one.stat().st_mtime_ns != then for one, then in zip(manifests, before, strict=True)]
+
+    assert made_again() == [True, True]
+    assert made_again() == [False, False]
+    assert made_again(overwrite=True) == [True, True]
+    trace.write_text("".join([*rows, "0.5,20,5\n"]))
+    assert made_again() == [True, True]
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "__version__", "9.9.9")
+        assert made_again() == [True, True]
+    run = run_in_parts(config, registry, parts, in_process())
+    assert not isinstance(run, str)
+    assert run.requests("request_id").num_rows == 21
 
 
 def test_a_part_that_cannot_be_run_is_told(tmp_path: Path) -> None:

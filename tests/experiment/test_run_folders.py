@@ -20,6 +20,7 @@ from tests.experiment.small import SMALL
 from vajra_py.config import ExperimentConfig
 from vajra_py.errors import ConfigError, RunError
 from vajra_py.experiment.folder import RunFolder, config_digest, find_all_runs, find_runs
+from vajra_py.experiment.pool import Processes, RunTask
 from vajra_py.plugins import load_registry
 
 FILES = {
@@ -357,6 +358,20 @@ def test_an_interrupted_process_says_so_and_keeps_its_tables(
     manifest = left.manifest
     assert len(left.requests_frame("request_id")) == manifest["num_submitted"]
     assert manifest["num_unfinished"] == manifest["num_submitted"] - sum(manifest["num_ended"].values())
+
+
+def test_workers_leave_an_interrupt_to_who_started_them(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a process of the background
+    workers = Processes(1)
+    try:
+        workers.submit(0, RunTask(small(), tmp_path / "run"))
+        (worker,) = workers._pool._processes
+        os.kill(worker, signal.SIGINT)  # as a terminal does to all processes of a command
+        assert list(workers.ends()) == [(0, None)]
+    finally:
+        workers.close()
+        signal.signal(signal.SIGINT, before)
+    assert status(tmp_path / "run") == "finished"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")

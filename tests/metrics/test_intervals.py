@@ -348,6 +348,14 @@ def test_replications_of_a_latency_get_a_longer_upper_end() -> None:
     assert latency_interval([1.0]) is None
 
 
+@pytest.mark.parametrize("num_seeds", [2, 5])
+def test_replications_of_a_latency_hold_as_often_as_they_say(num_seeds: int) -> None:
+    values = 4.9 + np.random.default_rng(5).gamma(1.78, 1.0, (2000, num_seeds))  # as scattered and skewed as P99 of runs
+    found = [latency_interval(one) for one in values.tolist()]
+    held = [one is not None and one.low <= 4.9 + 1.78 <= one.high for one in found]
+    assert 0.94 <= np.mean(held) <= 0.96
+
+
 @pytest.mark.parametrize("warm", [200, 500])
 def test_a_warm_up_is_found(warm: int) -> None:
     values = correlated(4000, 3, phi=0.5)

@@ -17,12 +17,13 @@ SOON_S = 60.0
 
 
 def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = SOON_S) -> None:
-    """Ask again and again, and fail when it does not come true."""
-    deadline = time.monotonic() + timeout_s
+    """Ask again and again, less often the longer it takes, and fail when it does not come true."""
+    start = time.monotonic()
     pause = threading.Event()
     while not holds():
-        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s in vain: {what}"
-        pause.wait(0.005)
+        waited = time.monotonic() - start
+        assert waited < timeout_s, f"waited {timeout_s:.0f} s in vain: {what}"
+        pause.wait(min(max(0.005, waited / 20), 0.5))  # asking costs what is asked the time that it needs
 
 
 @dataclass

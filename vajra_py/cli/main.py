@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +35,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "new-plugin": ("vajra_py.cli.new_plugin", "Write a package with a policy for each layer."),
 }
 """Command to (module, summary); the module has a click command of that name, dashes as underscores."""
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Told when something is written, without the name of what."""
 
 
 class LazyCommands(click.Group):
@@ -85,15 +91,13 @@ def _run(arguments: list[str]) -> int:
         result: Any = vajra.main(given, prog_name="vajra", standalone_mode=False)
     except click.exceptions.Exit as error:
         return error.exit_code
-    except click.Abort:
-        return 130
     except click.ClickException as error:
         error.show()
         return error.exit_code
     except VajraError as error:
         _say(error, str(error), wants_traceback)
         return error.exit_code
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
         return 130
     except SystemExit as error:  # click's own way to end when nobody reads what is written: it wraps the output
@@ -101,9 +105,10 @@ def _run(arguments: list[str]) -> int:
             return 0
         raise error
     except OSError as error:  # a folder that cannot be written, a full disk
-        if error.filename is None:
+        if error.filename is None and error.errno not in _FULL:
             raise
-        _say(error, f"{error.filename}: {error.strerror or error}.", wants_traceback)
+        text = f"{error.filename or 'output'}: {os.strerror(error.errno) if error.errno else error}."
+        _say(error, text, wants_traceback)
         return 1
     return result if isinstance(result, int) else 0
 

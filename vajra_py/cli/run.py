@@ -175,7 +175,7 @@ def _run_divided(
     parts = parts_of(config, registry, asked.workers)
     if not isinstance(parts, str):
         pool = asked.pool or (lambda progress: local_pool(asked.workers, len(parts), registry, progress))
-        run = run_in_parts(config, registry, parts, pool, progress)
+        run = run_in_parts(config, registry, parts, pool, progress, overwrite=asked.overwrite)
         if not isinstance(run, str):
             return run
         parts = run

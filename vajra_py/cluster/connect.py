@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from vajra_py.cluster.fingerprint import fingerprint
+from vajra_py.cluster.fingerprint import EVERY_NODE, difference, fingerprint
 from vajra_py.errors import ConfigError, Problem, RunError
 
 LOCAL = "local"
@@ -31,6 +31,13 @@ class RayCluster:
 
     ray: Any
     """The module `ray`, connected."""
+    fingerprint: Mapping[str, str]
+    """Of this machine, which every node's has to be equal to."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it is still connected; Ray begins a cluster of this machine's for who asks something of one that is lost."""
+        return bool(self.ray.is_initialized())
 
     @property
     def num_cpus(self) -> int:
@@ -60,7 +67,7 @@ def ray_cluster(on: str) -> Iterator[RayCluster | None]:
         _check_listening(on, match["host"].strip("[]"), int(match["port"]))
     _connect(ray, on)
     try:
-        cluster = RayCluster(ray)
+        cluster = RayCluster(ray, fingerprint())
         _check_nodes(cluster)
         yield cluster
     finally:
@@ -109,7 +116,6 @@ def _check_nodes(cluster: RayCluster) -> None:
     for node in cluster.nodes():
         where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         answers.append((node, probe.options(scheduling_strategy=where).remote()))
-    own = fingerprint()
     for node, answer in answers:
         name = f"node {node['NodeManagerAddress']} ({node['NodeID'][:8]})"
         try:
@@ -119,9 +125,9 @@ def _check_nodes(cluster: RayCluster) -> None:
                 continue  # it died just now
             said = str(error).strip().splitlines() or [type(error).__name__]
             raise RunError(f"{name}: does not answer ({said[-1]}). Mend it, or take it out of the cluster.") from None
-        difference = found if isinstance(found, str) else _difference(own, found)
-        if difference:
-            raise RunError(f"{name}: {difference}. Every node needs what this machine has.")
+        differs = found if isinstance(found, str) else difference(cluster.fingerprint, found)
+        if differs:
+            raise RunError(f"{name}: {differs}. {EVERY_NODE}")
     if not cluster.nodes():
         raise RunError("--on: no node of the cluster has a CPU to offer. Start one: ray start --address=HEAD:PORT")
 
@@ -137,12 +143,3 @@ def _probe() -> Any:
         return fingerprint()
 
     return probe
-
-
-def _difference(own: Mapping[str, str], found: Mapping[str, str]) -> str:
-    """What differs first, in words; empty when nothing does."""
-    for name in dict.fromkeys([*own, *found]):
-        here, there = own.get(name, "absent"), found.get(name, "absent")
-        if here != there:
-            return f"has another {name} ({there}; here: {here})"
-    return ""

@@ -51,11 +51,10 @@ class Shipment:
         """The files that this experiment names. Raises `ConfigError` when they are too large altogether."""
         found = []
         for name in named_paths(config):
-            path = Path(name)
-            if path.is_file():
+            if os.path.isfile(name):  # of pathlib, whatever is too long for a name is an error
                 found.append(self._file(name))
-            elif path.is_dir():
-                found += [self._file(str(one)) for one in sorted(path.rglob("*")) if one.is_file()]
+            elif os.path.isdir(name):
+                found += [self._file(str(one)) for one in sorted(Path(name).rglob("*")) if one.is_file()]
         return found
 
     def _file(self, name: str) -> ShippedFile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 from vajra_py.config import versions
 from vajra_py.plugins import load_registry
 from vajra_py.plugins.discovery import GROUP
+
+EVERY_NODE = "Every node needs what this machine has."
 
 
 def fingerprint() -> dict[str, str]:
@@ -38,3 +41,12 @@ def code_digest(module: str) -> str:
         digest.update(str(name).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def difference(own: Mapping[str, str], found: Mapping[str, str]) -> str:
+    """What differs first between a node and this machine, in words; empty when nothing does."""
+    for name in dict.fromkeys([*own, *found]):
+        here, there = own.get(name, "absent"), found.get(name, "absent")
+        if here != there:
+            return f"has another {name} ({there}; here: {here})"
+    return ""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from vajra_py.cluster.files import ShippedFile, Workspace, packed
+from vajra_py.cluster.fingerprint import EVERY_NODE, difference, fingerprint
 from vajra_py.errors import VajraError
 from vajra_py.experiment.divided import Part
 from vajra_py.experiment.pool import execute_task
@@ -27,6 +30,8 @@ class RemoteRun:
     settings: dict[str, Any]
     files: list[ShippedFile]
     workspace: Workspace
+    fingerprint: Mapping[str, str]
+    """Of the asker's machine; a node may have joined after they were compared."""
     part: Part | None = None
 
 
@@ -54,8 +59,15 @@ class News:
         return list(latest.values())
 
 
+@cache
+def _own_fingerprint() -> Mapping[str, str]:
+    return fingerprint()
+
+
 def execute_run(run: RemoteRun, news: Any) -> RemoteResult:
     """Execute a run in a folder of its own; `news`: the `News` actor, None where nobody wants to know."""
+    if differs := difference(run.fingerprint, _own_fingerprint()):
+        return RemoteResult({}, f"node {ray.util.get_node_ip_address()}: {differs}. {EVERY_NODE}")
     told_at = 0.0
 
     def report(done: int, total: int, now: float) -> None:

@@ -91,14 +91,19 @@ class RayPool:
                         yield from self._take(reference)
         except KeyboardInterrupt:
             raise RunInterrupted(INTERRUPTED) from None
+        except (ConnectionError, self._ray.exceptions.RayError) as error:
+            what = f"--on: the cluster is lost ({_last_line(error).rstrip('.')})"
+            raise RunError(f"{what}. Finished runs are kept, give the same command again to go on.") from None
 
     def close(self) -> None:
         """See `RunPool`: cancel what runs, and remove what lies on the nodes."""
-        for reference in self._running:
-            self._ray.cancel(reference, force=True)
-        if self._news is not None:
-            self._ray.kill(self._news)
+        if not self._cluster.is_there:
+            return
         try:
+            for reference in self._running:
+                self._ray.cancel(reference, force=True)
+            if self._news is not None:
+                self._ray.kill(self._news)
             self._ray.wait(removals := self._removals(), num_returns=len(removals), timeout=_REMOVE_S)
         except Exception:  # a cluster that is gone has nothing to be removed
             _log.debug("files of runs stay on a node", exc_info=True)
@@ -117,7 +122,7 @@ class RayPool:
             except VajraError as error:
                 self._refused.append((number, str(error)))
                 continue
-            run = RemoteRun(number, task.settings, files, self._workspace, task.part)
+            run = RemoteRun(number, task.settings, files, self._workspace, self._cluster.fingerprint, task.part)
             self._running[self._execute.remote(run, self._news)] = number
 
     def _take(self, reference: Any) -> Iterator[End]:

@@ -65,7 +65,10 @@ class RayWorker:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._ray = ray = cluster.ray
+        if not cluster.is_there:
+            raise ExecutorError("--on: the cluster is lost.")
+        self._cluster, self._ray = cluster, cluster.ray
+        ray = cluster.ray
         self._replica = replica
         self._options = options
         self._placement = placement
@@ -145,10 +148,11 @@ class RayWorker:
             if self._receiver is not None:
                 self._receiver.join()
             self._receiver = None
-            with suppress(Exception):  # of a cluster that is gone, nothing is left to be ended
-                for one in self._actors:
-                    self._ray.kill(one)
-                remove_placement_group(self._group)
+            if self._cluster.is_there:
+                with suppress(Exception):  # of a cluster that goes meanwhile, nothing is left to be ended
+                    for one in self._actors:
+                        self._ray.kill(one)
+                    remove_placement_group(self._group)
             self._actors = []
 
     def discard(self) -> None:

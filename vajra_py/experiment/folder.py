@@ -47,7 +47,7 @@ def files_digest(config: ExperimentConfig) -> dict[str, str]:
 def named_paths(config: ExperimentConfig) -> list[str]:
     """The strings among an experiment's settings that may be paths of files or folders that it reads, sorted."""
     settings = config.model_dump(
-        mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications", "capacity"}
+        mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications", "description", "capacity"}
     )
     return sorted({name for name in _strings(settings) if "." in name or "/" in name})
 

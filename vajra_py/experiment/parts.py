@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from vajra_py.config import ExperimentConfig
+from vajra_py.config import ExperimentConfig, run_manifest
 from vajra_py.experiment.backend import Progress, Run
 from vajra_py.experiment.divided import NotedSeeds, Part, divide, why_whole
 from vajra_py.experiment.folder import FINISHED, RunFolder
@@ -49,10 +49,13 @@ def run_in_parts(
     parts: Sequence[Part],
     pool: MakePool,
     progress: Progress | None = None,
+    *,
+    overwrite: bool = False,
 ) -> RunData | str:
     """Run an experiment in parts and open its results, or return why a part could not be run.
 
-    Parts are kept beside the run's folder until they are put together, so that what is finished is not run again.
+    Parts are kept beside the run's folder until they are put together, so that what is finished is not run again, unless `overwrite` asks for it, or
+    what it was made from has changed.
     """
     place = RunFolder(config.output_dir / config.name)
     folder = place.path.with_name(f".{place.path.name}.parts")
@@ -68,8 +71,8 @@ def run_in_parts(
     failed = None
     try:
         for number, (part, path) in enumerate(zip(parts, paths, strict=True)):
-            other = RunFolder(path).holds_other_results(config)
-            runs.submit(number, RunTask(config, path, overwrite=other, part=part))
+            is_done = not overwrite and _is_done(path, config, registry)
+            runs.submit(number, RunTask(config, path, overwrite=not is_done, part=part))
         for _, error in runs.ends():
             failed = failed or error
     finally:
@@ -78,6 +81,14 @@ def run_in_parts(
         _combine(config, registry, place, paths)
     shutil.rmtree(folder)
     return failed or RunData.load(place.path)
+
+
+def _is_done(path: Path, config: ExperimentConfig, registry: Registry) -> bool:
+    """Whether a part is finished, and by what is installed now: all parts of a run are made by the same."""
+    if not RunFolder(path).is_finished(config):
+        return False
+    made, now = json.loads((path / MANIFEST_FILE).read_text()), run_manifest(config, registry)
+    return all(made[name] == now[name] for name in ("versions", "plugins"))
 
 
 def _combine(config: ExperimentConfig, registry: Registry, place: RunFolder, paths: Sequence[Path]) -> None:

@@ -7,10 +7,12 @@ name, the same bytes wherever a task was executed.
 from __future__ import annotations
 
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.queues import Queue as ProcessQueue
@@ -134,7 +136,8 @@ class Processes:
 
     def submit(self, number: int, task: RunTask) -> None:
         """See `RunPool`."""
-        future = self._pool.submit(_execute, number, task.settings, task.path, task.overwrite, task.part)
+        with _interrupts_held():
+            future = self._pool.submit(_execute, number, task.settings, task.path, task.overwrite, task.part)
         self._waiting[future] = number
 
     def ends(self) -> Iterator[End]:
@@ -163,6 +166,16 @@ class Processes:
                 return
             if self._progress is not None:
                 self._progress(*message)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits meanwhile, and never reaches a process that is started here: a terminal sends it to all, and workers are ended by who started them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _result(future: Future[str | None]) -> str | None:
@@ -222,10 +235,10 @@ def run_in_pool(pool: MakePool, task: RunTask, progress: Progress | None = None)
     """Execute one run in a pool and open its results. Raises `RunError` when it fails."""
 
     def report(number: int, done: int, total: int, now: float) -> None:
-        if progress is not None:
-            progress(done, total, now)
+        assert progress is not None
+        progress(done, total, now)
 
-    runs = pool(report)
+    runs = pool(None if progress is None else report)
     try:
         runs.submit(0, task)
         for _, error in runs.ends():

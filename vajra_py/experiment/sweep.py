@@ -84,10 +84,11 @@ def sweep(
     failures: dict[int, str] = {}
 
     def report(index: int, done: int, total: int, now: float) -> None:
-        if progress is not None:
-            progress(index, PointStatus(points[index][0].label, done, total, now))
+        assert progress is not None
+        progress(index, PointStatus(points[index][0].label, done, total, now))
 
-    runs_pool = pool(report) if pool else local_pool(workers or (1 if alone else None), len(todo), registry, report)
+    told = None if progress is None else report
+    runs_pool = pool(told) if pool else local_pool(workers or (1 if alone else None), len(todo), registry, told)
     try:
         for index in todo:
             _, one, path = points[index]

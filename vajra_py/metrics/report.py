@@ -40,9 +40,11 @@ def write_report(runs: Sequence[RunData], path: str | Path, title: str | None = 
     if target.is_dir():
         raise RunError(f"report {target}: is a folder. Name a file, such as {target / 'report.html'}.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(target.name + ".partial")
-    partial.write_text(render_report(runs, title), encoding="utf-8")
-    os.replace(partial, target)
+    is_device = target.exists() and not target.is_file()  # such as /dev/stdout, which nothing may take the place of
+    written = target if is_device else target.with_name(target.name + ".partial")
+    written.write_text(render_report(runs, title), encoding="utf-8")
+    if not is_device:
+        os.replace(written, target)
 
 
 def render_report(runs: Sequence[RunData], title: str | None = None) -> str:
