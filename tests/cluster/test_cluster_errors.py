@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import socket
 import sys
 from contextlib import nullcontext
@@ -26,6 +27,14 @@ from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, RunError
 from vajra_py.experiment.pool import RunTask
 from vajra_py.plugins import load_registry
+
+SINGLE = config_from_mapping({name: value for name, value in SWEEP.items() if name != "sweep"})
+
+
+def ray_of_nobody() -> MagicMock:
+    ray = MagicMock(exceptions=importlib.import_module("ray").exceptions)
+    ray.get_runtime_context().get_node_id.return_value = "0" * 56
+    return ray
 
 
 def said_of(on: str) -> str:
@@ -128,13 +137,23 @@ def test_a_node_that_joins_later_with_another_version_fails_its_runs() -> None:
     assert result.error.endswith("; here: 9.9.9). Every node needs what this machine has.")
 
 
+def test_results_that_could_not_be_written_are_not_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = RayPool(RayCluster(ray_of_nobody(), fingerprint()))
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError) as caught:
+        pool.submit(0, RunTask(SINGLE, tmp_path / "file/runs/single"))
+    assert caught.value.filename == str(tmp_path / "file")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # the superuser may write everywhere
+    with pytest.raises(PermissionError):
+        pool.submit(0, RunTask(SINGLE, tmp_path / "runs/single"))
+    assert list(pool.ends()) == []
+
+
 def test_a_cluster_that_is_lost_ends_a_command_in_a_line_and_no_other_is_begun(tmp_path: Path) -> None:
-    ray = MagicMock(exceptions=importlib.import_module("ray").exceptions)
-    ray.get_runtime_context().get_node_id.return_value = "0" * 56
+    ray = ray_of_nobody()
     ray.wait.side_effect = ConnectionError("Client is shutting down.")
     lost = RayPool(RayCluster(ray, fingerprint()))
-    config = config_from_mapping({name: value for name, value in SWEEP.items() if name != "sweep"})
-    lost.submit(0, RunTask(config, tmp_path / "run"))
+    lost.submit(0, RunTask(SINGLE, tmp_path / "run"))
     with pytest.raises(RunError, match=r"^--on: the cluster is lost \(Client is shutting down\)\. Finished runs are"):
         list(lost.ends())
     ray.is_initialized.return_value = False

@@ -350,7 +350,9 @@ def test_replications_of_a_latency_get_a_longer_upper_end() -> None:
 
 @pytest.mark.parametrize("num_seeds", [2, 5])
 def test_replications_of_a_latency_hold_as_often_as_they_say(num_seeds: int) -> None:
-    values = 4.9 + np.random.default_rng(5).gamma(1.78, 1.0, (2000, num_seeds))  # as scattered and skewed as P99 of runs
+    values = 4.9 + np.random.default_rng(5).gamma(
+        1.78, 1.0, (2000, num_seeds)
+    )  # as scattered and skewed as P99 of runs
     found = [latency_interval(one) for one in values.tolist()]
     held = [one is not None and one.low <= 4.9 + 1.78 <= one.high for one in found]
     assert 0.94 <= np.mean(held) <= 0.96

@@ -6,6 +6,7 @@ ended. A run whose worker or node is lost is executed again elsewhere.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -63,7 +64,8 @@ class RayPool:
         self._num_empty = 0
 
     def submit(self, number: int, task: RunTask) -> None:
-        """See `RunPool`."""
+        """See `RunPool`. Raises `OSError` where results could not be written, before anything is computed."""
+        _check_writable(task.path)
         place = RunFolder(task.path)
         try:
             if place.is_finished(task.config) and not task.overwrite:
@@ -174,6 +176,13 @@ class RayPool:
         self._num_empty = self._num_empty + 1 if is_idle and not self._cluster.num_cpus else 0
         if self._num_empty > _EMPTY_POLLS:
             raise RunError("--on: the cluster has no node left to compute on. Finished runs are kept.")
+
+
+def _check_writable(path: Path) -> None:
+    there = next(one for one in path.parents if one.exists())
+    wrong = errno.ENOTDIR if not there.is_dir() else 0 if os.access(there, os.W_OK) else errno.EACCES
+    if wrong:
+        raise OSError(wrong, os.strerror(wrong), str(there))
 
 
 def _last_line(error: Exception) -> str:
