@@ -10,11 +10,13 @@ import heapq
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from vajra_py.engine.compute import Ahead, Chunk, NewRow, StepInput, StepOutput, TableUpdate, TokenLogprobs
 from vajra_py.engine.compute.interface import needs_history, needs_prompt
 from vajra_py.engine.outputs import OutputBuffer, Submission, detokenize
 from vajra_py.runtime.kv import KvMemory
+from vajra_py.runtime.requests.decode_pool import DecodePool
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.step.plan import PlannedChunk, StepPlan, StepResult
 
@@ -32,6 +34,10 @@ class _Row:
     """Whether a token of it leaves nothing behind in the worker but itself."""
     goes_on: bool = False
     """Whether it has the request's newest token, so that the next step need not name it."""
+
+
+_Sampled: TypeAlias = tuple[Request, OutputBuffer]
+"""A request that gets a token, and what takes it."""
 
 
 @dataclass(slots=True)
@@ -55,8 +61,18 @@ class _Step:
     """
 
     entries: dict[int, Request] = field(default_factory=dict)
-    sampled: dict[int, Request] = field(default_factory=dict)
+    sampled: dict[int, _Sampled] = field(default_factory=dict)
     scored: dict[int, tuple[OutputBuffer, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _PoolRows:
+    """The decode pool of a step, all of whose members went on: while nobody comes or goes, the next step's is the same."""
+
+    members: list[Request]
+    slots: list[int]
+    entries: dict[int, Request]
+    sampled: dict[int, _Sampled]
 
 
 class EngineExecutor:
@@ -73,6 +89,8 @@ class EngineExecutor:
         self._tells_tokens = tells_tokens
         self._steps: deque[_Step] = deque()
         """Steps under way, in order."""
+        self._pool_rows: _PoolRows | None = None
+        """Of the last step."""
 
     # What the mechanism asks
 
@@ -96,11 +114,12 @@ class EngineExecutor:
         self._rows.clear()
         self._free = list(range(self._num_slots))
         self._freed = []
-        self._steps.clear()
+        self.forget_steps()
 
     def forget_steps(self) -> None:
         """No step under way is wanted any more."""
         self._steps.clear()
+        self._pool_rows = None
 
     def submission(self, request: Request) -> Submission:
         """What the request was submitted as."""
@@ -109,21 +128,17 @@ class EngineExecutor:
     def step_input(self, plan: StepPlan, memory: KvMemory) -> StepInput:
         """What the worker has to be told to compute the plan."""
         changes = _Changes()
-        members = plan.pool or ()
-        self._make_room(plan)
+        members = [] if plan.pool is None else list(plan.pool)
+        self._make_room([*(entry.request for entry in plan.chunks), *members])
         step = _Step()
         self._steps.append(step)
         for entry in plan.chunks:
             self._add_chunk(entry, memory, changes, step)
-        for request in members:
-            row = self._row(request, changes)
-            if row.goes_on:
-                self._tell_table(request, row, memory, changes)
-                changes.decodes.append(row.slot)
-                step.entries[row.slot] = step.sampled[row.slot] = request
-            else:
-                entry = PlannedChunk(request, 1, request.num_computed_tokens - 1, "running")
-                self._add_chunk(entry, memory, changes, step)
+        last = self._pool_rows
+        if plan.pool is not None and last is not None and last.members == members and memory.num_groups == 1:
+            self._add_same_pool(plan.pool, last, memory, changes, step)
+        else:
+            self._add_pool(members, memory, changes, step)
         freed, self._freed = self._freed, []
         return StepInput(changes.chunks, changes.decodes, changes.new, freed, changes.tables, plan.copies)
 
@@ -179,9 +194,8 @@ class EngineExecutor:
         for slot, token in zip(output.slots, output.token_ids, strict=True):
             if slot in faults:
                 continue
-            request = step.sampled[slot]
+            request, collected = step.sampled[slot]
             tokens.append((request, token))
-            collected = self._submissions[request].collected
             if collected.append(token, logprobs.get(slot)):
                 stopped.append(request)
             elif collected.looks_for_stop_strings:
@@ -194,6 +208,34 @@ class EngineExecutor:
         return StepResult(tokens, frozenset(stopped), failed)
 
     # Inside
+
+    def _add_same_pool(
+        self, pool: DecodePool, last: _PoolRows, memory: KvMemory, changes: _Changes, step: _Step
+    ) -> None:
+        """The members of the last step's pool: only those that took a block are looked at."""
+        for request in pool.began_blocks():
+            self._tell_table(request, self._rows[request], memory, changes)
+        changes.decodes = last.slots
+        step.entries |= last.entries
+        step.sampled |= last.sampled
+
+    def _add_pool(self, members: list[Request], memory: KvMemory, changes: _Changes, step: _Step) -> None:
+        entries: dict[int, Request] = {}
+        sampled: dict[int, _Sampled] = {}
+        for request in members:
+            row = self._row(request, changes)
+            if row.goes_on:
+                self._tell_table(request, row, memory, changes)
+                entries[row.slot] = request
+                sampled[row.slot] = request, self._submissions[request].collected
+            else:
+                entry = PlannedChunk(request, 1, request.num_computed_tokens - 1, "running")
+                self._add_chunk(entry, memory, changes, step)
+        changes.decodes = list(entries)
+        step.entries |= entries
+        step.sampled |= sampled
+        all_went_on = len(entries) == len(members) > 0
+        self._pool_rows = _PoolRows(members, changes.decodes, entries, sampled) if all_went_on else None
 
     def _add_chunk(self, entry: PlannedChunk, memory: KvMemory, changes: _Changes, step: _Step) -> None:
         request, num_tokens, start, kind = entry
@@ -214,7 +256,7 @@ class EngineExecutor:
         row.goes_on = samples and not self._tells_tokens
         step.entries[row.slot] = request
         if samples:
-            step.sampled[row.slot] = request
+            step.sampled[row.slot] = request, self._submissions[request].collected
 
     def _followers(self, request: Request, slot: int, start: int, end: int, step: _Step) -> Sequence[int]:
         """Prompt tokens whose log-probabilities a chunk of positions `start` .. `end` - 1 gives and somebody wants."""
@@ -275,14 +317,12 @@ class EngineExecutor:
         prompt = list(submission.prompt_token_ids)
         return NewRow(slot, sampling, submission.seed, prompt, list(outputs), len(outputs))
 
-    def _make_room(self, plan: StepPlan) -> None:
-        """Free the slots of the longest-known requests that this step does not need, when it would run out of them."""
-        entries = {entry.request for entry in plan.chunks}
-        if plan.pool is not None:
-            entries.update(plan.pool)
-        num_lacking = sum(request not in self._rows for request in entries) - len(self._free)
+    def _make_room(self, requests: Sequence[Request]) -> None:
+        """Free the slots of the longest-known requests that are not these of a step, when it would run out of them."""
+        num_lacking = len(requests) - sum(map(self._rows.__contains__, requests)) - len(self._free)
         if num_lacking <= 0:
             return
+        entries = set(requests)
         victims = [request for request in self._rows if request not in entries]
         victims.sort(key=lambda request: request.is_resident)  # stable: those without memory first
         for request in victims[:num_lacking]:
@@ -291,6 +331,7 @@ class EngineExecutor:
     def _drop_row(self, request: Request) -> None:
         row = self._rows.pop(request, None)
         if row is not None:
+            self._pool_rows = None
             heapq.heappush(self._free, row.slot)
             self._freed.append(row.slot)
 

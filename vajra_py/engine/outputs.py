@@ -47,6 +47,11 @@ class OutputBuffer:
     _num_read: int = 0
     """How many tokens have become text."""
     _is_done: bool = False
+    _beginnings: frozenset[str] = frozenset()
+    """The first characters of stop strings."""
+
+    def __post_init__(self) -> None:
+        self._beginnings = frozenset(stop[:1] for stop in self.sampling.stop)
 
     @property
     def text(self) -> str:
@@ -89,6 +94,10 @@ class OutputBuffer:
             self._text += text
             return
         self._held += text
+        if self._beginnings.isdisjoint(self._held):
+            self._text += self._held
+            self._held = ""
+            return
         if len(self.token_ids) >= self.sampling.min_tokens:
             found = [(place, stop) for stop in stops if (place := self._held.find(stop)) >= 0]
             if found:

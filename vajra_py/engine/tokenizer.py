@@ -6,8 +6,8 @@ only once the tokens so far end in a whole character.
 
 from __future__ import annotations
 
-from codecs import getincrementaldecoder
 from collections.abc import Callable, Mapping, Sequence
+from encodings.utf_8 import IncrementalDecoder
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +16,6 @@ from vajra_py.engine.pieces import piece_reader, stripped_blanks
 from vajra_py.errors import ConfigError, Problem
 
 _INCOMPLETE = "\ufffd"
-_UTF8 = getincrementaldecoder("utf-8")
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -137,13 +136,14 @@ class PieceStream:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._piece = tokenizer.piece
-        self._decoder = _UTF8("replace")
+        self._decoder = IncrementalDecoder("replace")
         self._num_stripped = tokenizer.stripped_blanks or 0
 
     def push(self, token_ids: Sequence[int]) -> str:
         """See `TextStream`."""
-        piece = self._piece
-        text = self._decoder.decode(b"".join([piece(token_id) or b"" for token_id in token_ids]))
+        read = b"".join(filter(None, map(self._piece, token_ids)))
+        # A codec's incremental decoder is slow, and is needed only where a character may be incomplete.
+        text = read.decode() if read.isascii() and not self._decoder.buffer else self._decoder.decode(read)
         return self._stripped(text) if self._num_stripped else text
 
     def _stripped(self, text: str) -> str:
