@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from vajra_py.contract import BatchFeatures, DecodeStop, PreemptionMode, Refusal, RequestView
+from vajra_py.contract import DecodeStop, PreemptionMode, Refusal, RequestView
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.requests.decode_pool import by_admission
@@ -140,7 +140,7 @@ class Builder(PlanDraft):
         self.slots_left -= 1
         self.tokens_left -= 1
         self.num_tokens += 1
-        self._complete = None
+        self._features = None
         return None
 
     def _refuse(self, request: Request, refusal: Refusal) -> Refusal:
@@ -178,7 +178,7 @@ class Builder(PlanDraft):
             copies = memory.swap_in(request, to_hold)
             if copies is None:
                 return self._refuse(request, Refusal.KV_BLOCKS)
-            self._shapes.add_swap(copies * running_set.limits.bytes_per_block)
+            self._add_swap(copies)
         else:
             hit = memory.allocate(request, to_hold, busy)
             if hit is None:
@@ -281,7 +281,7 @@ class Builder(PlanDraft):
             self.slots_left -= count
             self.tokens_left -= count
             self.num_tokens += count
-            self._complete = None
+            self._features = None
 
     def _grow_pool(self) -> bool:
         """Give every pool member that needs one its next block; False (nothing changed) when there are too few."""
@@ -345,9 +345,9 @@ class Builder(PlanDraft):
         self._materialize(own)
         num_moved = self._lifecycle.preempt(own, mode, self.now)
         if num_moved:
-            self._shapes.add_swap(num_moved * self._running_set.limits.bytes_per_block)
+            self._add_swap(num_moved)
         self.preempted.append((own, mode.value))
-        self._complete = None
+        self._features = None
         return None
 
     def _unschedule(self, request: Request) -> bool:
@@ -396,10 +396,6 @@ class Builder(PlanDraft):
             num_left = own.num_known_tokens - self._memory.cached_tokens(own)
         return num_left if self._one_group else self._memory.max_chunk(own, own.num_known_tokens - num_left, num_left)
 
-    def shape(self) -> BatchFeatures:
-        """Features of the batch so far, of its slowest group."""
-        return self._shapes.slowest(self._completed())
-
     def predicted_time(self) -> float:
         """Predicted seconds of the step as it stands."""
         return self._latency.stage_time_s(self.shape())
@@ -407,16 +403,13 @@ class Builder(PlanDraft):
     def predicted_time_with(self, request: RequestView, num_tokens: int) -> float:
         """Predicted seconds of the step with `num_tokens` of the request added."""
         own = self._own(request)
-        shapes = self._completed()
+        groups, features = self._group_features, self._features_by_group()
         if own.is_decode and num_tokens == 1:
-            if self._memory.num_groups == 1:
-                shapes = [shapes[0].with_decodes(1, own.num_computed_tokens)]
-            else:
-                shapes = self._shapes.complete(0, 0, extra=own)
+            features = groups.with_decode(features, own)
         else:
             done = own.num_computed_tokens or self.cached_tokens(own)
-            shapes = self._shapes.with_chunk(shapes, own, num_tokens, done)
-        return self._latency.stage_time_s(self._shapes.slowest(shapes))
+            features = groups.with_chunk(features, own, num_tokens, done)
+        return self._latency.stage_time_s(groups.slowest(features))
 
     def note(self, request: RequestView, **scores: float | int | str) -> None:
         """Attach the reasons of a decision to the decision log."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from vajra_py.contract import BatchFeatures
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.step.builder_options import BuilderOptions
-from vajra_py.runtime.step.features import ShapeTracker
+from vajra_py.runtime.step.features import GroupFeatures, features_of
 from vajra_py.runtime.step.plan import PlannedChunk, StepPlan, in_batch_order
 
 UNLIMITED = 2**62
@@ -22,7 +20,8 @@ class PlanDraft:
     """
 
     __slots__ = (  # a class of more than 30 attributes reads them slowly otherwise
-        "_complete",
+        "_features",
+        "_group_features",
         "_group_tokens",
         "_max_slots",
         "_max_tokens",
@@ -35,8 +34,8 @@ class PlanDraft:
         "_replica_id",
         "_reserves_growth",
         "_running_set",
-        "_shapes",
         "_slots_at_start",
+        "_swap_bytes",
         "bulk",
         "bulk_position",
         "chunks",
@@ -60,7 +59,7 @@ class PlanDraft:
         self._memory = running_set.memory
         self._replica_id = replica_id
         self._options = options
-        self._shapes = ShapeTracker(running_set.memory, latency, self._batch_decodes)
+        self._group_features = GroupFeatures(running_set.memory, latency)
         limits = running_set.limits
         self._pipelined = limits.pipeline_stages > 1
         self._one_group = running_set.memory.num_groups == 1
@@ -100,7 +99,8 @@ class PlanDraft:
         self.tokens_left = self._max_tokens
         self.num_tokens = 0
         self._num_bulk = 0
-        self._complete: list[BatchFeatures] | None = None
+        self._swap_bytes = self.swap_bytes_due
+        self._features: list[BatchFeatures] | None = None
         if self.chunks:
             self.chunks.clear()
             self._group_tokens.clear()
@@ -110,8 +110,6 @@ class PlanDraft:
             self.preempted.clear()
         if self.notes:
             self.notes = {}
-        if self.swap_bytes_due or not self._shapes.is_clear:
-            self._shapes.clear(self.swap_bytes_due)
 
     # What is in the batch
 
@@ -138,25 +136,25 @@ class PlanDraft:
     def __contains__(self, request: object) -> bool:
         return request in self.chunks or request in (self._members if self.bulk else self.selected)
 
-    def _batch_decodes(self) -> Iterable[Request]:
-        return self._running_set.pool if self.bulk else self.selected
+    def _features_by_group(self) -> list[BatchFeatures]:
+        """Features of the batch by KV-parallel group: summed when somebody asks, and kept up to date with further chunks."""
+        features = self._features
+        if features is None:
+            pool, chunks, swap_bytes = self._running_set.pool, self.chunks.values(), self._swap_bytes
+            is_pool = self.bulk or self._has_selected_the_pool()
+            decodes = pool.members if is_pool else self.selected
+            if self._one_group:
+                context = pool.context_tokens if is_pool else sum(one.num_computed_tokens for one in decodes)
+                features = [features_of(chunks, len(decodes), context, swap_bytes)]
+            else:
+                features = self._group_features.of(chunks, decodes, swap_bytes)
+            self._features = features
+        return features
 
-    def _completed(self) -> list[BatchFeatures]:
-        """Features of the batch by KV-parallel group."""
-        complete = self._complete
-        if complete is None:
-            pool = self._running_set.pool
-            if self.bulk or self._has_selected_the_pool():
-                num_decodes, context = len(pool.members), pool.context_tokens
-            else:
-                num_decodes = len(self.selected)
-                context = sum(request.num_computed_tokens for request in self.selected)
-            if self._one_group and self._shapes.is_clear:  # nothing but decodes
-                complete = [BatchFeatures(num_decodes, context)]
-            else:
-                complete = self._shapes.complete(num_decodes, context)
-            self._complete = complete
-        return complete
+    def shape(self) -> BatchFeatures:
+        """Features of the batch so far, of its slowest group."""
+        features = self._features_by_group()
+        return features[0] if self._one_group else self._group_features.slowest(features)
 
     def _has_selected_the_pool(self) -> bool:
         """Whether the decodes that were taken one by one are the members of the pool."""
@@ -170,8 +168,8 @@ class PlanDraft:
         self.slots_left -= 1
         self.tokens_left -= num_tokens
         self.num_tokens += num_tokens
-        self._shapes.add_chunk(request, num_tokens, computed)
-        self._complete = None
+        if self._features is not None:
+            self._features = self._group_features.with_chunk(self._features, request, num_tokens, computed)
         if not self._one_group:
             self._count_in_groups(request, num_tokens, computed)
         if request.hashes is not None and self._options.cache_at_schedule:
@@ -188,7 +186,7 @@ class PlanDraft:
         self.slots_left -= 1
         self.tokens_left -= 1
         self.num_tokens += 1
-        self._complete = None
+        self._features = None
 
     def _take_out(self, request: Request) -> None:
         num_tokens = 1
@@ -196,11 +194,9 @@ class PlanDraft:
             if list(self.chunks).index(request) < self.bulk_position:
                 self.bulk_position -= 1
             num_tokens = self.chunks.pop(request).num_tokens
-            self._shapes.clear(self._shapes.swap_bytes)
-            self._group_tokens.clear()
-            for kept in self.chunks.values():
-                self._shapes.add_chunk(kept.request, kept.num_tokens, kept.num_computed_before)
-                if not self._one_group:
+            if not self._one_group:
+                self._group_tokens.clear()
+                for kept in self.chunks.values():
                     self._count_in_groups(kept.request, kept.num_tokens, kept.num_computed_before)
         elif self.bulk:
             self._num_bulk -= 1
@@ -209,6 +205,12 @@ class PlanDraft:
         self.slots_left += 1
         self.tokens_left += num_tokens
         self.num_tokens -= num_tokens
+        self._features = None
+
+    def _add_swap(self, num_blocks: int) -> None:
+        """So many blocks are copied between device and host before the step."""
+        self._swap_bytes += num_blocks * self._running_set.limits.bytes_per_block
+        self._features = None
 
     def _count_in_groups(self, request: Request, num_tokens: int, computed: int) -> None:
         for group in self._memory.active_groups(request, computed):
@@ -220,7 +222,7 @@ class PlanDraft:
         """The plan as it stands; what it computes counts as computed from now on."""
         running_set, memory = self._running_set, self._memory
         pool = running_set.pool
-        shape = self._completed()[0] if self._one_group else self._shapes.slowest(self._completed())
+        shape = self.shape()
         chunks = tuple(self.chunks.values())
         for request, num_tokens, computed, _ in chunks:
             request.set_computed(computed + num_tokens)
