@@ -67,10 +67,11 @@ def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> array[int]
             ticks[0] += now
             return array("q", ticks.cumsum().tobytes())
         seconds = seconds.tolist()
+    shortest = min(seconds)
+    check_step_time(shortest)
     check_step_time(sum(seconds))  # also finds a NaN among them, which `min` may pass over
-    check_step_time(min(seconds))
     durations = [round(time * TICKS_PER_SECOND) + overhead_ticks for time in seconds]
-    if min(durations) < 1:
+    if shortest * TICKS_PER_SECOND + overhead_ticks < 1:
         durations = [max(1, duration) for duration in durations]
     return ends_of(now, durations)
 

@@ -193,16 +193,17 @@ class Controller:
         """Count requests that have ended, and tell of it: `on_ended`, then the policies that listen."""
         if not ended:
             return
-        replicasets = []
+        to_tell = []
         for request, reason in ended:
             _, replicaset = self._alive.pop(request.request_id)
             replicaset.forget(request)
             self.num_ended[reason] += 1
-            replicasets.append(replicaset)
+            if replicaset.listeners.departures:
+                to_tell.append((request, replicaset.listeners.departures))
         if self.on_ended is not None:
             self.on_ended(ended)
-        for (request, _), replicaset in zip(ended, replicasets, strict=True):
-            for tell in replicaset.listeners.departures:
+        for request, listeners in to_tell:
+            for tell in listeners:
                 tell((request,), to_seconds(now))
 
     def stall(self, now: int) -> PolicyError | None:

@@ -125,9 +125,9 @@ class Driver(Generic[R]):
         Raises `PolicyError` when a policy breaks the contract, unless that is isolated.
         """
         self.until = until
-        events = self.events
-        while events.heap and events.heap[0][0] <= self.until:
-            tick, phase, _, _, payload = heappop(events.heap)
+        heap = self.events.heap
+        while heap and heap[0][0] <= self.until:
+            tick, phase, _, _, payload = heappop(heap)
             if phase is _STEP_END:
                 one, what, epoch = payload
                 if epoch == one.epoch:

@@ -35,7 +35,8 @@ class EventQueue:
 
     def __init__(self) -> None:
         self.heap: list[tuple[int, Phase, int, int, Any]] = []
-        """(tick, phase, rank, sequence, payload), for whoever takes one event after the other with `heapq.heappop`."""
+        """(tick, phase, rank, sequence, payload), for whoever takes one event after the other with `heapq.heappop`; always
+        this list."""
         self._sequence = 0
 
     def push(self, tick: int, phase: Phase, payload: Any, rank: int = 0) -> None:
@@ -54,6 +55,6 @@ class EventQueue:
     def remove(self, phase: Phase) -> list[Any]:
         """Take every event of a phase out; their payloads, in order."""
         removed = sorted(event for event in self.heap if event[1] is phase)
-        self.heap = [event for event in self.heap if event[1] is not phase]
+        self.heap[:] = [event for event in self.heap if event[1] is not phase]
         heapq.heapify(self.heap)
         return [payload for _, _, _, _, payload in removed]

@@ -219,7 +219,7 @@ class Replica:
 
     def form_step(self, now: int) -> StepPlan | None:
         """Ask the policy once. None: it did nothing; a plan without entries: it only preempted."""
-        builder, view, name = self.builder, self._view, self.parts.policy_name
+        builder, view = self.builder, self._view
         view.now = seconds = now / TICKS_PER_SECOND
         builder.start(seconds)
         if self.queue.is_arbitrary:
@@ -232,10 +232,11 @@ class Replica:
         except VajraError:
             raise
         except IllegalPlan as error:
+            name = self.parts.policy_name
             violation = PolicyError.caused_by(name, error, message=str(error), request_id=error.request_id)
             raise violation.at(self.replica_id, self.num_steps) from error
         except POLICY_EXCEPTIONS as error:
-            raise PolicyError.caused_by(name, error).at(self.replica_id, self.num_steps) from error
+            raise PolicyError.caused_by(self.parts.policy_name, error).at(self.replica_id, self.num_steps) from error
         plan = builder.finish(self.num_steps, now)
         if plan is None:
             return None

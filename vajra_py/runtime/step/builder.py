@@ -103,7 +103,7 @@ class Builder(PlanDraft):
         computed, num_left = own.num_computed_tokens, own.num_remaining_tokens
         if num_tokens > num_left or not self._one_group:
             self._check_chunk(own, num_tokens, computed, computed + num_left)
-        if own.is_decode:
+        if num_tokens == 1 and own.is_decode:
             if not self._grow_decode(own):
                 return self._refuse(own, Refusal.KV_BLOCKS)
             self._put_decode(own)
@@ -161,16 +161,18 @@ class Builder(PlanDraft):
         swapped = request.state is _SWAPPED
         done = request.num_computed_tokens if swapped else memory.cached_tokens(request)
         known = request.num_known_tokens
-        self._check_chunk(request, num_tokens, done, known)
+        if num_tokens > known - done or not self._one_group:
+            self._check_chunk(request, num_tokens, done, known)
         to_hold = reserve_tokens
         if to_hold is None:
             to_hold = known if self._options.reserve_prompt else done + num_tokens
-        to_hold = max(to_hold, done + num_tokens)
+        if to_hold < done + num_tokens:
+            to_hold = done + num_tokens
         watermark = self._options.watermark_blocks
         if (
             watermark
             and running_set.num_running
-            and self.blocks_needed(request, to_hold) + watermark > memory.free_blocks
+            and memory.blocks_needed(request, to_hold) + watermark > memory.free_blocks
         ):
             return self._refuse(request, Refusal.WATERMARK)
         busy = self._busy_groups() if self._group_tokens else frozenset()
@@ -277,7 +279,6 @@ class Builder(PlanDraft):
         if self._grow_pool():
             self.bulk = True
             self.bulk_position = len(self.chunks)
-            self._num_bulk = count
             self.slots_left -= count
             self.tokens_left -= count
             self.num_tokens += count

@@ -27,7 +27,6 @@ class PlanDraft:
         "_max_tokens",
         "_members",
         "_memory",
-        "_num_bulk",
         "_one_group",
         "_options",
         "_pipelined",
@@ -98,7 +97,6 @@ class PlanDraft:
         self.slots_left = self._slots_at_start = self._max_slots - self.slots_held
         self.tokens_left = self._max_tokens
         self.num_tokens = 0
-        self._num_bulk = 0
         self._swap_bytes = self.swap_bytes_due
         self._features: list[BatchFeatures] | None = None
         if self.chunks:
@@ -116,7 +114,7 @@ class PlanDraft:
     @property
     def num_decodes(self) -> int:
         """Decodes in the batch."""
-        return self._num_bulk if self.bulk else len(self.selected)
+        return len(self._members if self.bulk else self.selected)
 
     @property
     def num_requests(self) -> int:
@@ -178,7 +176,6 @@ class PlanDraft:
     def _put_decode(self, request: Request) -> None:
         if self.bulk:
             self._running_set.unskip(request)
-            self._num_bulk += 1
         else:
             if not self.selected:
                 self.bulk_position = len(self.chunks)
@@ -198,9 +195,7 @@ class PlanDraft:
                 self._group_tokens.clear()
                 for kept in self.chunks.values():
                     self._count_in_groups(kept.request, kept.num_tokens, kept.num_computed_before)
-        elif self.bulk:
-            self._num_bulk -= 1
-        else:
+        elif not self.bulk:
             del self.selected[request]
         self.slots_left += 1
         self.tokens_left += num_tokens
@@ -237,7 +232,7 @@ class PlanDraft:
         elif num_pool_decodes:
             pool.commit()
         # What a step that only preempts has to copy is copied by the next one that runs.
-        self.swap_bytes_due = 0 if runs_something else shape.swap_bytes
+        self.swap_bytes_due = 0 if runs_something else self._swap_bytes
         return StepPlan(
             step_index,
             self._replica_id,
