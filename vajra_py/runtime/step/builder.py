@@ -74,7 +74,7 @@ class Builder(PlanDraft):
 
     def finish(self, step_index: int, formed_at: int) -> StepPlan | None:
         """The plan as the policy has left it; None when it did nothing at all."""
-        plan = self.plan(step_index, formed_at) if self.slots_left < self._slots_at_start or self.preempted else None
+        plan = self.plan(step_index, formed_at)
         if self._looked_at:
             self._forget_looked_at()
         return plan
@@ -404,7 +404,7 @@ class Builder(PlanDraft):
     def predicted_time_with(self, request: RequestView, num_tokens: int) -> float:
         """Predicted seconds of the step with `num_tokens` of the request added."""
         own = self._own(request)
-        groups, features = self._group_features, self._features_by_group()
+        groups, features = self._group_features, self._features or self._sum_features()
         if own.is_decode and num_tokens == 1:
             features = groups.with_decode(features, own)
         else:

@@ -101,6 +101,7 @@ class PlanDraft:
         self._features: list[BatchFeatures] | None = None
         if self.chunks:
             self.chunks.clear()
+        if self._group_tokens:
             self._group_tokens.clear()
         if self.selected:
             self.selected.clear()
@@ -134,25 +135,23 @@ class PlanDraft:
     def __contains__(self, request: object) -> bool:
         return request in self.chunks or request in (self._members if self.bulk else self.selected)
 
-    def _features_by_group(self) -> list[BatchFeatures]:
-        """Features of the batch by KV-parallel group: summed when somebody asks, and kept up to date with further chunks."""
-        features = self._features
-        if features is None:
-            pool, chunks, swap_bytes = self._running_set.pool, self.chunks.values(), self._swap_bytes
-            is_pool = self.bulk or self._has_selected_the_pool()
-            decodes = pool.members if is_pool else self.selected
-            if self._one_group:
-                context = pool.context_tokens if is_pool else sum(one.num_computed_tokens for one in decodes)
-                features = [features_of(chunks, len(decodes), context, swap_bytes)]
-            else:
-                features = self._group_features.of(chunks, decodes, swap_bytes)
-            self._features = features
-        return features
-
     def shape(self) -> BatchFeatures:
         """Features of the batch so far, of its slowest group."""
-        features = self._features_by_group()
+        features = self._features or self._sum_features()
         return features[0] if self._one_group else self._group_features.slowest(features)
+
+    def _sum_features(self) -> list[BatchFeatures]:
+        """Features of the batch by KV-parallel group; kept up to date with further chunks from here on."""
+        pool = self._running_set.pool
+        is_pool = self.bulk or self._has_selected_the_pool()
+        decodes = pool.members if is_pool else self.selected
+        if self._one_group:
+            context = pool.context_tokens if is_pool else sum(one.num_computed_tokens for one in decodes)
+            features = [features_of(self.chunks.values(), len(decodes), context, self._swap_bytes)]
+        else:
+            features = self._group_features.of(self.chunks.values(), decodes, self._swap_bytes)
+        self._features = features
+        return features
 
     def _has_selected_the_pool(self) -> bool:
         """Whether the decodes that were taken one by one are the members of the pool."""
@@ -213,8 +212,11 @@ class PlanDraft:
 
     # The finished plan
 
-    def plan(self, step_index: int, formed_at: int) -> StepPlan:
-        """The plan as it stands; what it computes counts as computed from now on."""
+    def plan(self, step_index: int, formed_at: int) -> StepPlan | None:
+        """The plan as it stands, None when nothing was done; what it computes counts as computed from now on."""
+        runs_something = self.slots_left < self._slots_at_start
+        if not runs_something and not self.preempted:
+            return None
         running_set, memory = self._running_set, self._memory
         pool = running_set.pool
         shape = self.shape()
@@ -223,7 +225,6 @@ class PlanDraft:
             request.set_computed(computed + num_tokens)
         if self.selected and not self.bulk and not self._has_selected_the_pool():
             self._park_all_but_selected()
-        runs_something = self.slots_left < self._slots_at_start
         num_pool_decodes = len(pool.members) if self.bulk or self.selected else 0
         admissions = None
         if self._pipelined:
