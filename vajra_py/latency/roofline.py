@@ -86,6 +86,7 @@ class RooflineModel:
     """
 
     __slots__ = (
+        "_decode_parts",
         "_first_share",
         "_last_share",
         "_layers",
@@ -110,6 +111,8 @@ class RooflineModel:
         """What `_products_s` answered, by tokens: most steps have as many as their budget allows."""
         self._rows: dict[int, float] = {}
         """Head and overhead, by rows."""
+        self._decode_parts: dict[int, tuple[float, float]] = {}
+        """Of a step of nothing but decodes: its layers without attention, and what is outside them, by decodes."""
         self._first_share = self.deployment.num_first_layers / model.num_layers
         self._last_share = self.deployment.num_last_layers / model.num_layers
 
@@ -145,21 +148,25 @@ class RooflineModel:
 
         Equal, bit for bit, to asking `batch_time_s` step by step while every context grows by one token a step.
         """
-        shape = BatchFeatures(num_decodes=num_decodes, decode_context_tokens=first_context_tokens)
         if not num_decodes:
-            return np.full(num_steps, self.batch_time_s(shape))
+            return np.full(num_steps, self.batch_time_s(BatchFeatures()))
+        parts = self._decode_parts.get(num_decodes)
+        if parts is None:
+            shape = BatchFeatures(num_decodes)
+            parts = self._layers_s(shape, num_decodes), self._outside_s(shape, num_decodes)
+            self._decode_parts[num_decodes] = parts
+        layers, outside = parts
         step = self._step
         last = first_context_tokens + num_decodes * num_steps
         if num_steps <= _FEW_STEPS and not self._window:
-            layers, outside = self._layers_s(shape, num_decodes), self._outside_s(shape, num_decodes)
             numbers = range(first_context_tokens + num_decodes, last + 1, num_decodes)
             return [number * step.decode_key_s + layers + outside for number in numbers]
         keys = np.arange(first_context_tokens + num_decodes, last + 1, num_decodes, dtype=np.float64)
         times = keys * step.decode_key_s
         if self._window:
             times += np.minimum(keys, num_decodes * self._window) * step.window_decode_key_s
-        times += self._layers_s(shape, num_decodes)
-        times += self._outside_s(shape, num_decodes)
+        times += layers
+        times += outside
         return times
 
     def kv_blocks(self, block_size: int, memory_fraction: float = 0.9) -> int:

@@ -241,7 +241,8 @@ class Simulator(Backend[SimReplica]):
         replica.plan = plan
         end = None if replica.runs is None or plan.chunks else self._fast_forward.launch(replica, plan)
         if end is None:
-            end = self._driver.now + max(1, replica.timer.stage_ticks(plan))
+            ticks = replica.timer.stage_ticks(plan)
+            end = self._driver.now + (ticks if ticks > 1 else 1)
         self._driver.events.push(end, _STEP_END, (replica, None, replica.epoch), replica.rank)
         return end
 
