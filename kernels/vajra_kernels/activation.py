@@ -10,9 +10,6 @@ import triton.language as tl
 from vajra_kernels.config import TileConfig
 from vajra_kernels.launch import Launch, next_power_of_2
 
-ACTIVATIONS = ("silu", "gelu_tanh")
-"""Those that the kernel knows; ``gelu_tanh`` is the approximation by tanh (Hendrycks and Gimpel 2016)."""
-
 
 @triton.jit
 def gated_kernel(
@@ -37,7 +34,7 @@ def gated_kernel(
 
 
 def gated_launch(out: torch.Tensor, gate_up: torch.Tensor, activation: str) -> Launch:
-    """The launch for ``out`` [T, W] = act(gate) * up of ``gate_up`` [T, 2 W]; ``activation`` is one of ``ACTIVATIONS``."""
+    """The launch for ``out`` [T, W] = act(gate) * up of ``gate_up`` [T, 2 W]; ``activation`` is one of ``layer_ops.ACTIVATIONS``."""
     num_rows, width = out.shape
     tile = min(1024, next_power_of_2(width))
     arguments = {"out_ptr": out, "gate_up_ptr": gate_up, "stride_gate_up_row": gate_up.stride(0)}

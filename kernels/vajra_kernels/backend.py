@@ -2,13 +2,16 @@
 
 Invariants:
     - CUDA tensors take the Triton kernels, CPU tensors torch, and compiled loops where Numba is installed.
+    - Compiled loops use one core.
     - With TRITON_INTERPRET=1 (set before the first import) CPU tensors take the Triton kernels too, in Triton's
       interpreter: slow, and good for checking everything above the kernels against them without a GPU.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+from importlib.util import find_spec
 
 import torch
 
@@ -18,3 +21,19 @@ _INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on
 def uses_triton(device: torch.device) -> bool:
     """Whether operations on this device's tensors run as Triton kernels."""
     return device.type != "cpu" or _INTERPRET
+
+
+@functools.cache
+def has_numba() -> bool:
+    """Whether Numba is installed."""
+    return find_spec("numba") is not None
+
+
+def fuses_layers(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether ``layer_ops`` computes what stands between a layer's products, for tensors like these.
+
+    On a CPU where torch uses one thread: several threads are faster in torch.
+    """
+    if uses_triton(device):
+        return True
+    return has_numba() and dtype in (torch.float32, torch.bfloat16) and torch.get_num_threads() == 1

@@ -11,24 +11,19 @@ Invariants:
 
 from __future__ import annotations
 
-import functools
 import threading
-from importlib.util import find_spec
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from vajra_kernels.backend import has_numba
 from vajra_kernels.cpu_plan import Chunk, DecodeGroup, KeyRange
 from vajra_kernels.metadata import AttentionMetadata
 
+CHUNK_KEYS_BYTES = 1 << 20
+"""Compiled loops attend chunks while one head's keys stay within this, so that they are still cached for the next rows."""
 # What scaled_dot_product_attention runs on the CPU, called by name where its second result, the log-sum-exp, is wanted.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
-@functools.cache
-def has_numba() -> bool:
-    """Whether Numba is installed."""
-    return find_spec("numba") is not None
 
 
 class _Workspace(threading.local):
@@ -157,16 +152,25 @@ def paged_attention_cpu(
     q, k_tokens, v_tokens = attention.q, attention.k_tokens, attention.v_tokens
     num_tokens, num_heads, _ = q.shape
     lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32) if attention.want_lse else None
-    num_compiled, part = metadata.num_decodes if attention.compiles else 0, None
-    if num_compiled:
-        from vajra_kernels.cpu_compiled import attend_decodes
+    num_compiled = 0
+    if attention.compiles:
+        from vajra_kernels import cpu_compiled
 
-        part = attend_decodes(q, attention.caches, metadata, attention.scale, window, lse)
+        if out is None:
+            out = q.new_empty((num_tokens, num_heads, v_tokens.shape[1] // attention.num_kv_heads))
+        operands = (q, attention.caches, metadata, attention.scale, window, out, lse)
+        num_compiled = metadata.num_decodes
+        if num_compiled:
+            cpu_compiled.attend_decodes(*operands)
+        keys_bytes = 4 * q.shape[2] * metadata.max_kv_len
+        if num_compiled < num_tokens and keys_bytes <= CHUNK_KEYS_BYTES and torch.get_num_threads() == 1:
+            cpu_compiled.attend_chunks(*operands)
+            num_compiled = num_tokens
         if num_compiled == num_tokens:
-            return part if out is None else out.copy_(part), lse
+            return out, lse
     token_bytes = k_tokens.shape[1] * k_tokens.element_size()
     plan = metadata.memo.cpu_plans.get(metadata, window, token_bytes, q.dtype, num_compiled)
-    if plan.is_one_group and part is None:
+    if plan.is_one_group and not num_compiled:
         result, result_lse = attention.decode_group(plan.groups[0])
         if out is not None:
             result = out.copy_(result)
@@ -174,11 +178,9 @@ def paged_attention_cpu(
     if out is None:
         out = q.new_empty((num_tokens, num_heads, v_tokens.shape[1] // attention.num_kv_heads))
     if not plan.covers_all:
-        out.zero_()
+        out[num_compiled:] = 0
         if lse is not None:
             lse[num_compiled:] = float("-inf")
-    if part is not None:
-        out[:num_compiled] = part
     for group in plan.groups:
         _store(group, *attention.decode_group(group), out, lse)
     if plan.chunks:

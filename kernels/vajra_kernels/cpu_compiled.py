@@ -1,10 +1,12 @@
-"""Paged attention of decodes on one CPU core, compiled by Numba: keys and values are read where they are, block by block.
+"""Paged attention on one CPU core, compiled by Numba.
 
-Four query heads of a KV head share the keys they read. Chunks are left to torch, whose products are faster there.
+Decodes read keys and values where they are, block by block, with the next block on its way; four query heads of a KV head
+share what they read. For chunks, the keys and values of a KV head are laid side by side, and four rows at a time are
+multiplied with them.
 
 Invariants:
     - A sequence's own slots alone are read, never the rest of its last block.
-    - Scores that are not numbers give a row that is not: no flag here lets the compiler assume that there are none.
+    - Scores that are not numbers give a row that is not.
 """
 
 from __future__ import annotations
@@ -13,11 +15,10 @@ import math
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 import torch
-from llvmlite import ir
-from numba.extending import intrinsic
+
+from vajra_kernels.cpu_loops import TILE, as_element, as_float, ask_for, compiled, elements, exp2, multiply
 
 if TYPE_CHECKING:
     from vajra_kernels.metadata import AttentionMetadata
@@ -34,94 +35,70 @@ def attend_decodes(
     metadata: AttentionMetadata,
     scale: float,
     window: int | None,
+    out: torch.Tensor,
     lse: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention [n, Hq, Dv] of the leading ``num_decodes`` rows of q [T, Hq, D]; their ``lse`` float32 [T, Hq] is written, if given."""
+) -> None:
+    """Writes the leading ``num_decodes`` rows of attention out [T, Hq, Dv] of q [T, Hq, D], and of ``lse`` float32 [T, Hq]."""
     k, v = caches
     n = metadata.num_decodes
-    out = torch.empty((n, q.shape[1], v.shape[3]), dtype=torch.float32)
-    _kernel(k.shape[3], v.shape[3])(
-        _array(q[:n]),
-        _array(k),
-        _array(v),
-        out.numpy(),
+    _decode_kernel(k.shape[3], v.shape[3])(
+        elements(q),
+        elements(k),
+        elements(v),
+        elements(out),
         _NO_LSE if lse is None else lse.numpy(),
         metadata.kv_lens[:n].numpy(),
-        metadata.block_table[:n].numpy(),
+        metadata.block_table.numpy(),
         np.float32(scale * _LOG2_E),
         metadata.max_kv_len if window is None else window,
     )
-    return out.to(q.dtype)
 
 
-def _array(tensor: torch.Tensor) -> Any:
-    """The elements, bfloat16 as their bits."""
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(np.uint16)
-    return tensor.numpy()
+def attend_chunks(
+    q: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Writes the rows after those of ``attend_decodes``."""
+    k, v = caches
+    n = metadata.num_decodes
+    _chunk_kernel(k.shape[3], v.shape[3])(
+        elements(q),
+        elements(k),
+        elements(v),
+        elements(out),
+        _NO_LSE if lse is None else lse.numpy(),
+        metadata.query_start[n:].numpy(),
+        metadata.kv_lens[n:].numpy(),
+        metadata.block_table[n:].numpy(),
+        np.float32(scale * _LOG2_E),
+        metadata.max_kv_len if window is None else window,
+        metadata.causal,
+    )
 
 
-def _compiled(function: Any) -> Any:
-    """The function in machine code, which runs without Python's lock and is kept on disk where that can be written."""
-    options: dict[str, Any] = {
-        "nogil": True,
-        "fastmath": {"reassoc", "contract", "arcp", "nsz"},
-        "error_model": "numpy",
-    }
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:
-        return numba.njit(**options)(function)
-
-
-def _widen(_: Any, value: Any) -> Any:
-    """float32 of an element: of float32, or of the bits of a bfloat16."""
-    if value == numba.types.float32:
-        return numba.types.float32(value), lambda _context, _builder, _signature, args: args[0]
-
-    def widened(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        bits = ir.IntType(32)
-        return builder.bitcast(builder.shl(builder.zext(args[0], bits), ir.Constant(bits, 16)), ir.FloatType())
-
-    return numba.types.float32(numba.types.uint16), widened
-
-
-_as_float: Any = intrinsic(_widen)
-
-
-def _exponentiate(scores: Any, exponents: Any, powers: Any) -> tuple[Any, Any]:
-    """Turns scores into 2 ** (score - largest): (the largest, their sum). ``powers`` is the memory of ``exponents`` as float32."""
+def _exponentiate(scores: Any) -> tuple[Any, Any]:
+    """Turns scores into 2 ** (score - largest): (the largest, their sum)."""
     count = scores.shape[0]
     top = np.float32(-np.inf)
     for j in range(count):
         top = max(top, scores[j])
-    for j in range(count):
-        t = scores[j] - top
-        if t < np.float32(-126.0):
-            t = np.float32(-126.0)
-        whole = np.int32(t - np.float32(0.5))
-        f = t - np.float32(whole)
-        # Taylor's series of 2 ** f for |f| <= 0.5.
-        p = np.float32(1.5403530e-4)
-        p = p * f + np.float32(1.3333558e-3)
-        p = p * f + np.float32(9.6181291e-3)
-        p = p * f + np.float32(5.5504109e-2)
-        p = p * f + np.float32(2.4022651e-1)
-        p = p * f + np.float32(6.9314718e-1)
-        scores[j] = p * f + np.float32(1.0)
-        exponents[j] = (whole + np.int32(127)) << np.int32(23)
     total = np.float32(0)
     for j in range(count):
-        scores[j] *= powers[j]
+        scores[j] = exp2(scores[j] - top)
         total += scores[j]
     return top, total
 
 
-_powers = _compiled(_exponentiate)
+_powers = compiled(_exponentiate)
 
 
 @cache
-def _kernel(dim: int, value_dim: int) -> Any:
+def _decode_kernel(dim: int, value_dim: int) -> Any:
     """The loops for heads of this width: short loops are vectorised only where their length is a constant.
 
     One function with nothing but numbers around it, or else it could not be kept on disk.
@@ -129,65 +106,168 @@ def _kernel(dim: int, value_dim: int) -> Any:
 
     def attend(q: Any, k: Any, v: Any, out: Any, lse: Any, kv_lens: Any, table: Any, scale: float, window: int) -> None:
         """Writes out [n, Hq, Dv] and, where it has rows, lse; ``scale`` gives scores to the base 2."""
-        block_size, num_kv_heads = k.shape[1], k.shape[2]
-        group = q.shape[1] // num_kv_heads
+        block_size, num_kv_heads, num_heads = k.shape[1], k.shape[2], q.shape[1]
+        group = num_heads // num_kv_heads
+        padded = -(-group // HEADS) * HEADS  # rows of a group's heads, of which the last may stand for none
+        num_rows = num_kv_heads * padded
         longest = 0
         for row in range(kv_lens.shape[0]):
             longest = max(longest, kv_lens[row])
-        scores = np.empty((HEADS, longest), np.float32)
-        powers = np.empty(longest, np.float32)
-        exponents = powers.view(np.int32)
-        queries = np.zeros((HEADS, dim), np.float32)
-        sums = np.empty((HEADS, value_dim), np.float32)
+        scores = np.empty((num_rows, longest), np.float32)
+        queries = np.zeros((num_rows, dim), np.float32)
+        sums = np.empty((num_rows, value_dim), np.float32)
+        totals = np.empty(num_rows, np.float32)
         for row in range(kv_lens.shape[0]):
             end = kv_lens[row]
             begin = max(0, end - window)
-            for kv_head in range(num_kv_heads):
-                for head in range(kv_head * group, (kv_head + 1) * group, HEADS):
-                    count = min(HEADS, (kv_head + 1) * group - head)
-                    for one in range(count):
-                        for i in range(dim):
-                            queries[one, i] = _as_float(q[row, head + one, i]) * scale
-                    for place in range(begin // block_size, -(-end // block_size)):
-                        block, first = table[row, place], place * block_size
-                        for j in range(max(begin, first), min(end, first + block_size)):
+            first_place, end_place = begin // block_size, -(-end // block_size)
+            for head in range(num_heads):
+                one = head // group * padded + head % group
+                for i in range(dim):
+                    queries[one, i] = as_float(q[row, head, i]) * scale
+            for place in range(first_place, end_place):
+                block, first = table[row, place], place * block_size
+                following = table[row, min(place + 1, end_place - 1)]
+                for j in range(max(begin, first), min(end, first + block_size)):
+                    ask_for(k, following, j - first)
+                    for kv_head in range(num_kv_heads):
+                        for head in range(kv_head * padded, (kv_head + 1) * padded, HEADS):
                             s0 = s1 = s2 = s3 = np.float32(0)
                             for i in range(dim):
-                                x = _as_float(k[block, j - first, kv_head, i])
-                                s0 += queries[0, i] * x
-                                s1 += queries[1, i] * x
-                                s2 += queries[2, i] * x
-                                s3 += queries[3, i] * x
-                            scores[0, j], scores[1, j], scores[2, j], scores[3, j] = s0, s1, s2, s3
-                    for one in range(count):
-                        top, total = _powers(scores[one, begin:end], exponents, powers)
-                        for j in range(begin, end):
-                            scores[one, j] /= total
-                        if lse.shape[0]:
-                            lse[row, head + one] = (top + math.log2(total)) / _LOG2_E if end > begin else -np.inf
-                    sums[:] = 0
-                    for place in range(begin // block_size, -(-end // block_size)):
-                        block, first = table[row, place], place * block_size
-                        low, high = max(begin, first), min(end, first + block_size)
+                                x = as_float(k[block, j - first, kv_head, i])
+                                s0 += queries[head, i] * x
+                                s1 += queries[head + 1, i] * x
+                                s2 += queries[head + 2, i] * x
+                                s3 += queries[head + 3, i] * x
+                            scores[head, j], scores[head + 1, j] = s0, s1
+                            scores[head + 2, j], scores[head + 3, j] = s2, s3
+                    ask_for(v, block, j - first)
+            for head in range(num_heads):
+                one = head // group * padded + head % group
+                top, total = _powers(scores[one, begin:end])
+                totals[one] = total
+                if lse.shape[0]:
+                    lse[row, head] = (top + math.log2(total)) / _LOG2_E if end > begin else -np.inf
+            if row + 1 < kv_lens.shape[0] and kv_lens[row + 1] > 0:
+                following = table[row + 1, max(0, kv_lens[row + 1] - window) // block_size]
+                for j in range(block_size):
+                    ask_for(k, following, j)
+            sums[:] = 0
+            for place in range(first_place, end_place):
+                block, first = table[row, place], place * block_size
+                low, high = max(begin, first), min(end, first + block_size)
+                for kv_head in range(num_kv_heads):
+                    for head in range(kv_head * padded, (kv_head + 1) * padded, HEADS):
                         # Four keys at once: sums are loaded and stored a quarter as often.
                         for j in range(low, high - 3, 4):
-                            a0, a1, a2, a3 = scores[0, j], scores[0, j + 1], scores[0, j + 2], scores[0, j + 3]
-                            b0, b1, b2, b3 = scores[1, j], scores[1, j + 1], scores[1, j + 2], scores[1, j + 3]
-                            c0, c1, c2, c3 = scores[2, j], scores[2, j + 1], scores[2, j + 2], scores[2, j + 3]
-                            d0, d1, d2, d3 = scores[3, j], scores[3, j + 1], scores[3, j + 2], scores[3, j + 3]
+                            a0, a1, a2, a3 = (
+                                scores[head, j],
+                                scores[head, j + 1],
+                                scores[head, j + 2],
+                                scores[head, j + 3],
+                            )
+                            b0, b1 = scores[head + 1, j], scores[head + 1, j + 1]
+                            b2, b3 = scores[head + 1, j + 2], scores[head + 1, j + 3]
+                            c0, c1 = scores[head + 2, j], scores[head + 2, j + 1]
+                            c2, c3 = scores[head + 2, j + 2], scores[head + 2, j + 3]
+                            d0, d1 = scores[head + 3, j], scores[head + 3, j + 1]
+                            d2, d3 = scores[head + 3, j + 2], scores[head + 3, j + 3]
                             n = j - first
                             for i in range(value_dim):
-                                x0, x1 = _as_float(v[block, n, kv_head, i]), _as_float(v[block, n + 1, kv_head, i])
-                                x2, x3 = _as_float(v[block, n + 2, kv_head, i]), _as_float(v[block, n + 3, kv_head, i])
-                                sums[0, i] += a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
-                                sums[1, i] += b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3
-                                sums[2, i] += c0 * x0 + c1 * x1 + c2 * x2 + c3 * x3
-                                sums[3, i] += d0 * x0 + d1 * x1 + d2 * x2 + d3 * x3
+                                x0, x1 = as_float(v[block, n, kv_head, i]), as_float(v[block, n + 1, kv_head, i])
+                                x2, x3 = as_float(v[block, n + 2, kv_head, i]), as_float(v[block, n + 3, kv_head, i])
+                                sums[head, i] += a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
+                                sums[head + 1, i] += b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3
+                                sums[head + 2, i] += c0 * x0 + c1 * x1 + c2 * x2 + c3 * x3
+                                sums[head + 3, i] += d0 * x0 + d1 * x1 + d2 * x2 + d3 * x3
                         for j in range(high - (high - low) % 4, high):
-                            for one in range(HEADS):
+                            for one in range(head, head + HEADS):
                                 weight = scores[one, j]
                                 for i in range(value_dim):
-                                    sums[one, i] += weight * _as_float(v[block, j - first, kv_head, i])
-                    out[row, head : head + count] = sums[:count]
+                                    sums[one, i] += weight * as_float(v[block, j - first, kv_head, i])
+            for head in range(num_heads):
+                one = head // group * padded + head % group
+                share = np.float32(1) / totals[one] if end > begin else np.float32(0)
+                for i in range(value_dim):
+                    out[row, head, i] = as_element(sums[one, i] * share, out)
 
-    return _compiled(attend)
+    return compiled(attend)
+
+
+@cache
+def _chunk_kernel(dim: int, value_dim: int) -> Any:
+    """The loops for queries of several tokens: some rows of one head at a time, over keys that are laid side by side."""
+    rows, lanes = TILE
+    padded_dim = -(-value_dim // lanes) * lanes
+
+    def attend(
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        starts: Any,
+        kv_lens: Any,
+        table: Any,
+        scale: float,
+        window: int,
+        causal: bool,
+    ) -> None:
+        """Writes out [T, Hq, Dv] and, where it has rows, lse; ``scale`` gives scores to the base 2."""
+        block_size, num_kv_heads = k.shape[1], k.shape[2]
+        group = q.shape[1] // num_kv_heads
+        longest = 0
+        for seq in range(kv_lens.shape[0]):
+            longest = max(longest, kv_lens[seq])
+        longest = -(-longest // lanes) * lanes + lanes  # what is multiplied begins anywhere, and is a number of tiles
+        keys = np.zeros((dim, longest), np.float32)
+        values = np.zeros((longest, padded_dim), np.float32)
+        scores = np.zeros((rows, longest), np.float32)
+        queries = np.zeros((rows, dim), np.float32)
+        sums = np.zeros((rows, padded_dim), np.float32)
+        totals = np.empty(rows, np.float32)
+        for seq in range(kv_lens.shape[0]):
+            begin_row, end_row, kv_len = starts[seq], starts[seq + 1], kv_lens[seq]
+            if kv_len == 0:
+                out[begin_row:end_row] = 0
+                if lse.shape[0]:
+                    lse[begin_row:end_row] = -np.inf
+                continue
+            context = kv_len - (end_row - begin_row)
+            base = max(0, context + 1 - window) if causal else 0
+            for kv_head in range(num_kv_heads if end_row > begin_row else 0):
+                for place in range(base // block_size, -(-kv_len // block_size)):
+                    block, first = table[seq, place], place * block_size
+                    for j in range(max(base, first), min(kv_len, first + block_size)):
+                        for i in range(dim):
+                            keys[i, j - base] = as_float(k[block, j - first, kv_head, i])
+                        for i in range(value_dim):
+                            values[j - base, i] = as_float(v[block, j - first, kv_head, i])
+                for head in range(kv_head * group, (kv_head + 1) * group):
+                    for row in range(begin_row, end_row, rows):
+                        count = min(rows, end_row - row)
+                        for one in range(count):
+                            for i in range(dim):
+                                queries[one, i] = as_float(q[row + one, head, i]) * scale
+                        position = context + row - begin_row
+                        low = max(0, position + 1 - window - base) if causal else 0
+                        high = (position + count if causal else kv_len) - base
+                        for column in range(low, high, lanes):
+                            multiply(queries, keys, scores, column, dim)
+                        for one in range(count):
+                            begin = max(0, position + one + 1 - window - base) if causal else 0
+                            end = (position + one + 1 if causal else kv_len) - base
+                            top, total = _powers(scores[one, begin:end])
+                            scores[one, low:begin] = 0
+                            scores[one, end:high] = 0
+                            totals[one] = total
+                            if lse.shape[0]:
+                                lse[row + one, head] = (top + math.log2(total)) / _LOG2_E
+                        for column in range(0, padded_dim, lanes):
+                            multiply(scores[:, low:], values[low:], sums, column, high - low)
+                        for one in range(count):
+                            share = np.float32(1) / totals[one]
+                            for i in range(value_dim):
+                                out[row + one, head, i] = as_element(sums[one, i] * share, out)
+
+    return compiled(attend)

@@ -1,20 +1,31 @@
 """Operations of a decoder layer between its products and its attention, one launch each.
 
-Triton alone (``backend.uses_triton``): on a CPU a layer's own arithmetic in torch is faster.
+For tensors that ``backend.fuses_layers`` allows: Triton kernels, or compiled loops on a CPU. Everything is computed in
+float32 and rounded once.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TypeAlias
+
 import torch
 
-from vajra_kernels.activation import ACTIVATIONS, gated_launch
-from vajra_kernels.norm import norm_launch
-from vajra_kernels.rotate import Rotation, rotate_launch
+from vajra_kernels.backend import uses_triton
 
-__all__ = ["ACTIVATIONS", "Rotation", "add_norm", "gated_activation", "rotate_and_write"]
-
-Norm = tuple[torch.Tensor, float]
+ACTIVATIONS = ("silu", "gelu_tanh")
+"""Those that ``gated_activation`` knows; ``gelu_tanh`` is the approximation by tanh (Hendrycks and Gimpel 2016)."""
+Norm: TypeAlias = tuple[torch.Tensor, float]
 """(weight, epsilon) of a root-mean-square norm; the weight may be wider than what it multiplies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What a step's tokens are rotated by: cos and sin [positions, rotary dim / 2] (dense), and positions int64 [T]."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    positions: torch.Tensor
 
 
 def add_norm(
@@ -22,7 +33,14 @@ def add_norm(
 ) -> torch.Tensor:
     """Norm of hidden [T, W] after ``hidden += part_norm(part)``, which is in place. Rows are dense."""
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-    norm_launch(out, hidden, norm, part, part_norm).run()
+    if uses_triton(hidden.device):
+        from vajra_kernels.norm import norm_launch
+
+        norm_launch(out, hidden, norm, part, part_norm).run()
+    else:
+        from vajra_kernels import cpu_layer
+
+        cpu_layer.add_norm(out, hidden, norm, part, part_norm)
     return out
 
 
@@ -45,12 +63,26 @@ def rotate_and_write(
     num_kv_heads, dim = caches[0].shape[2:]
     num_query_heads = qkv.shape[1] // dim - 2 * num_kv_heads
     query = torch.empty((qkv.shape[0], num_query_heads, dim), dtype=qkv.dtype, device=qkv.device)
-    rotate_launch(query, qkv, caches, slot_mapping, rotation, norm).run()
+    if uses_triton(qkv.device):
+        from vajra_kernels.rotate import rotate_launch
+
+        rotate_launch(query, qkv, caches, slot_mapping, rotation, norm).run()
+    else:
+        from vajra_kernels import cpu_layer
+
+        cpu_layer.rotate_and_write(query, qkv, caches, slot_mapping, rotation, norm)
     return query
 
 
 def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """``act(gate) * up`` [T, W] of gate_up [T, 2 W], rows dense; ``activation`` is one of ``ACTIVATIONS``."""
     out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype, device=gate_up.device)
-    gated_launch(out, gate_up, activation).run()
+    if uses_triton(gate_up.device):
+        from vajra_kernels.activation import gated_launch
+
+        gated_launch(out, gate_up, activation).run()
+    else:
+        from vajra_kernels import cpu_layer
+
+        cpu_layer.gated_activation(out, gate_up, activation)
     return out

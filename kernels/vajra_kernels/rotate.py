@@ -9,8 +9,6 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +16,7 @@ import triton.language as tl
 from vajra_kernels.cache import cache_strides
 from vajra_kernels.config import TileConfig
 from vajra_kernels.launch import Launch, next_power_of_2
+from vajra_kernels.layer_ops import Rotation
 
 _ELEMENTS = 1024
 """Of one program."""
@@ -124,15 +123,6 @@ def rotate_kernel(
     value = v_cache_ptr + block * stride_v_block + offset * stride_v_slot + kv_head[:, None] * stride_v_head
     ok = exists & (head >= tl.maximum(first_written, QUERY_HEADS + KV_HEADS))
     store_heads(value, turned, second, rest, ok, HALF, DIM, HALF_PAD, REST_PAD)
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """What a step's tokens are rotated by: cos and sin [positions, rotary dim / 2] (dense), and positions int64 [T]."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    positions: torch.Tensor
 
 
 def rotate_launch(

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 import torch
 import triton
 
-from vajra_kernels.activation import ACTIVATIONS, gated_launch
+from vajra_kernels.activation import gated_launch
 from vajra_kernels.aot import CompiledFigures, compile_launch
 from vajra_kernels.block_copy import copy_words_launch
 from vajra_kernels.cache import allocate_kv_cache, block_words
@@ -31,10 +31,11 @@ from vajra_kernels.draw import sample_launch
 from vajra_kernels.gpu import attention_launches
 from vajra_kernels.kv_write import kv_write_launch
 from vajra_kernels.launch import Launch
+from vajra_kernels.layer_ops import ACTIVATIONS, Rotation
 from vajra_kernels.merge import merge_launch, merge_pieces_launch
 from vajra_kernels.metadata import build_metadata
 from vajra_kernels.norm import norm_launch
-from vajra_kernels.rotate import Rotation, rotate_launch
+from vajra_kernels.rotate import rotate_launch
 from vajra_kernels.sampling import Column
 
 

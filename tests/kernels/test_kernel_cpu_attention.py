@@ -56,14 +56,15 @@ def attend(case: AttentionCase, inputs: AttentionInputs) -> tuple[torch.Tensor, 
     )
 
 
-@pytest.fixture(autouse=True, scope="module", params=["compiled", "torch"])
+@pytest.fixture(autouse=True, scope="module", params=["one core", "compiled", "torch"])
 def _decodes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test runs with compiled loops for decodes, and as where Numba is not installed."""
+    """Every test runs with compiled loops for all rows, with several threads' for decodes, and as where Numba is not installed."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "compiled":
-            pytest.importorskip("numba")
-        else:
+        patch.setattr(torch, "get_num_threads", lambda: 1 if request.param == "one core" else 2)
+        if request.param == "torch":
             patch.setattr(cpu, "has_numba", lambda: False)
+        else:
+            pytest.importorskip("numba")
         yield
 
 
@@ -265,8 +266,8 @@ def test_windows_need_causal_metadata() -> None:
 def test_loops_compile_where_nothing_can_be_kept() -> None:
     """As in an installation that nobody may write to: Numba finds no place for what has no file beside it."""
     pytest.importorskip("numba")
-    from vajra_kernels.cpu_compiled import _compiled
+    from vajra_kernels.cpu_loops import compiled
 
     names: dict[str, Any] = {}
     exec("def double(x):\n    return 2 * x\n", names)
-    assert _compiled(names["double"])(21) == 42
+    assert compiled(names["double"])(21) == 42

@@ -155,8 +155,8 @@ def test_fused_forward_that_differs_is_not_used(
 
     original = fused_parts.Norm.of.__func__  # type: ignore[attr-defined]
 
-    def of(cls: Any, module: Any) -> Any:
-        norm = original(cls, module)
+    def of(cls: Any, module: Any, is_fused: bool) -> Any:
+        norm = original(cls, module, is_fused)
         return fused_parts.Norm(norm.weight * 1.01, norm.eps, norm.width)
 
     monkeypatch.setattr(fused_parts.Norm, "of", classmethod(of))

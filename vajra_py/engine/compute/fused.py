@@ -2,9 +2,10 @@
 
 Transformers' modules spend some 200 µs a layer on a CPU beyond the arithmetic. This forward pass does the same arithmetic
 from rearranged weights: one product for Q, K and V and one for gate and up; on a CPU packed for oneDNN; on a GPU products
-that add to the residual in place; and in float32 on a CPU norms' weights multiplied into the products that follow, and rotary
-embedding as one complex product (rows of W_q and W_k are reordered so that the two halves of a rotated pair are
-neighbours: the same reordering in Q and K leaves their scores as they are).
+that add to the residual in place. Between products it calls `vajra_kernels.layer_ops` where they are of use. Elsewhere, in
+float32, norms' weights are multiplied into the products that follow, and rotary embedding is one complex product (rows of
+W_q and W_k are reordered so that the two halves of a rotated pair are neighbours: the same reordering in Q and K leaves
+their scores as they are).
 
 Invariants:
     - It is used only after a check against transformers' own forward pass with the same weights.
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from vajra_kernels import AttentionMetadata, uses_triton
+from vajra_kernels import AttentionMetadata, fuses_layers
 from vajra_py.engine.compute.attention import LayerFacts
 from vajra_py.engine.compute.forward import Caches
 from vajra_py.engine.compute.fused_parts import Activation, Mlp, ModuleMlp, Norm, Product, Rope, RopeTables, Rotation
@@ -115,8 +116,9 @@ class FusedForward:
         scale = getattr(body.embed_tokens, "embed_scale", None)
         self._embed_scale = None if scale is None else scale.to(device, self._embedding.dtype)
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        folds = self._embedding.dtype == torch.float32 and not uses_triton(device)
-        builder = _Builder(RopeTables(body.rotary_emb.to(device), self._embedding.dtype), shard, device, folds)
+        dtype = self._embedding.dtype
+        self._is_fused = fuses_layers(device, dtype)
+        builder = _Builder(RopeTables(body.rotary_emb.to(device), dtype), shard, device, dtype, self._is_fused)
         self._layers: list[FusedLayer] = []
         for index, layer in enumerate(body.layers):
             if index in own:
@@ -148,7 +150,7 @@ class FusedForward:
         else:
             hidden = stage.receive(self._embedding.new_empty((token_ids.shape[0], self._embedding.shape[1])))
         # Where requests are spread over groups, keys and values are written of some rows alone.
-        looks_up = uses_triton(hidden.device) and isinstance(metadata, AttentionMetadata)
+        looks_up = self._is_fused and isinstance(metadata, AttentionMetadata)
         rotations: dict[Rope, StepRotation] = {
             rope: (rope.table if looks_up else rope.at)(positions, metadata.max_kv_len) for rope in self._ropes
         }
@@ -175,8 +177,14 @@ class _Builder:
     tables: RopeTables
     shard: Shard
     device: torch.device
-    folds: bool
-    """Float32 on a CPU: norms' weights go into products, rotary embedding is a complex product."""
+    dtype: torch.dtype
+    is_fused: bool
+    """`vajra_kernels.layer_ops` computes what stands between products."""
+
+    @property
+    def folds(self) -> bool:
+        """Whether norms' weights go into products, and rotary embedding is a complex product."""
+        return self.dtype == torch.float32 and not self.is_fused
 
     def layer(self, layer: Any, facts: LayerFacts) -> FusedLayer:
         attention = layer.self_attn
@@ -190,7 +198,7 @@ class _Builder:
             gate_up = self._gate_up(layer.mlp)
             mlp_norm, gate_up = self._before(before_mlp, gate_up)
             down = self.shard.columns(layer.mlp.down_proj.weight)
-            act = Activation(getattr(layer.mlp, "act_fn", None) or layer.mlp.activation_fn)
+            act = Activation(getattr(layer.mlp, "act_fn", None) or layer.mlp.activation_fn, self.is_fused)
             mlp = Mlp(self._product(gate_up, None), self._product(down, None), act)
         else:
             mlp_norm = self._norm(before_mlp)
@@ -230,7 +238,7 @@ class _Builder:
         return Norm(None, norm.eps, norm.width), weight * norm.weight
 
     def _norm(self, module: Any) -> Norm:
-        return Norm.of(module.to(self.device))
+        return Norm.of(module.to(self.device), self.is_fused)
 
     def _product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
         return Product.packed(weight.to(self.device), None if bias is None else bias.to(self.device))

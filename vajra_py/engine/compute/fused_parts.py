@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from vajra_kernels import uses_triton
-
 if TYPE_CHECKING:
     from vajra_kernels.layer_ops import Rotation as TableRotation
 
@@ -45,6 +43,11 @@ class Product:
             return result
         return functional.linear(x, self._weight, self._bias)
 
+    @property
+    def adds_in_place(self) -> bool:
+        """Whether `add_to` needs no memory for the product alone."""
+        return not self._is_packed
+
     def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """`hidden` [T, outputs] after adding the product of x [T, inputs] in place."""
         if self._is_packed:
@@ -76,18 +79,22 @@ class Norm:
     A weight that is wider than what it multiplies (Gemma's in half precision) is multiplied before rounding.
     """
 
-    __slots__ = ("_eps", "_native", "eps", "is_wide", "weight", "width")
+    __slots__ = ("_eps", "_native", "eps", "is_fused", "is_wide", "weight", "width")
 
-    def __init__(self, weight: torch.Tensor | None, eps: float, width: int, is_wide: bool = False) -> None:
+    def __init__(
+        self, weight: torch.Tensor | None, eps: float, width: int, is_wide: bool = False, is_fused: bool = False
+    ) -> None:
+        """`is_fused` says that rows are normalised by `vajra_kernels.layer_ops`; there is a weight then."""
         self.weight = weight
         self.eps = eps
         self.width = width
         self._eps = torch.tensor(eps)
         self.is_wide = is_wide
+        self.is_fused = is_fused
         self._native = weight is not None and (weight.dtype != torch.float32 or weight.device.type != "cpu")
 
     @classmethod
-    def of(cls, module: Any) -> Norm:
+    def of(cls, module: Any, is_fused: bool = False) -> Norm:
         """The norm that a transformers module computes, found by trying it: Gemma's weights count from 1."""
         weight: torch.Tensor = module.weight.detach()
         eps = getattr(module, "variance_epsilon", None)
@@ -97,12 +104,12 @@ class Norm:
         full = module(ones)[0] * (1.0 + float(eps)) ** 0.5
         plain = (full - weight).abs().max() <= (full - weight - 1.0).abs().max()
         if plain:
-            return cls(weight, float(eps), weight.shape[-1])
-        return cls(weight.float() + 1.0, float(eps), weight.shape[-1], weight.dtype != torch.float32)
+            return cls(weight, float(eps), weight.shape[-1], is_fused=is_fused)
+        return cls(weight.float() + 1.0, float(eps), weight.shape[-1], weight.dtype != torch.float32, is_fused)
 
     def after_adding(self, hidden: torch.Tensor, part: torch.Tensor, part_norm: Norm | None) -> torch.Tensor:
         """Hidden [T, width] normalised, after `hidden += part_norm(part)` in place."""
-        if not uses_triton(hidden.device):
+        if not self.is_fused:
             return self(hidden.add_(part if part_norm is None else part_norm(part)))
         from vajra_kernels.layer_ops import add_norm
 
@@ -116,7 +123,7 @@ class Norm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X [..., width], normalised."""
-        if x.dim() == 2 and uses_triton(x.device):
+        if self.is_fused and x.dim() == 2:
             from vajra_kernels.layer_ops import add_norm
 
             return add_norm(x, self.parameters)
@@ -241,16 +248,18 @@ class Activation:
 
     __slots__ = ("_function", "_kind")
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, is_fused: bool) -> None:
+        """`is_fused` says that `vajra_kernels.layer_ops` computes it, if it knows the function."""
         name = type(module).__name__
-        self._kind = "silu" if name in ("SiLU", "SiLUActivation") else "gelu_tanh" if name == "GELUTanh" else None
+        kind = "silu" if name in ("SiLU", "SiLUActivation") else "gelu_tanh" if name == "GELUTanh" else None
+        self._kind = kind if is_fused else None
         self._function: Callable[[torch.Tensor], torch.Tensor] = module
-        if self._kind == "silu":
+        if kind == "silu":
             self._function = lambda gate: functional.silu(gate, inplace=True)
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[T, inner] of gate_up [T, 2 * inner]."""
-        if self._kind is not None and uses_triton(gate_up.device):
+        if self._kind is not None:
             from vajra_kernels.layer_ops import gated_activation
 
             return gated_activation(gate_up, self._kind)

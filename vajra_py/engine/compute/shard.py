@@ -76,7 +76,7 @@ class Shard:
         self, hidden: torch.Tensor, x: torch.Tensor, product: Product, norm: Norm | None, following: Norm
     ) -> torch.Tensor:
         """`following(hidden)` after adding norm(sum over ranks of product(x)) to `hidden`, in place."""
-        if self.size > 1 or norm is not None:
+        if self.size > 1 or norm is not None or (following.is_fused and not product.adds_in_place):
             return self.add(hidden, product(x), norm, following)
         return following(product.add_to(hidden, x))
 
