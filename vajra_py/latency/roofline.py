@@ -118,12 +118,13 @@ class RooflineModel:
 
     def batch_time_s(self, shape: BatchFeatures) -> float:
         """Seconds from the batch's entry into the first stage to its tokens leaving the last; 0 for an empty batch."""
-        num_tokens = shape.num_decodes + shape.prefill_tokens
+        num_decodes = shape.num_decodes
+        num_tokens = num_decodes + shape.prefill_tokens
         if not num_tokens:
             return shape.swap_bytes * self._step.swap_byte_s
         layers = self._layers_s(shape, num_tokens)
-        if shape.num_decodes:
-            layers += self._decode_s(shape.num_decodes, shape.decode_context_tokens)
+        if num_decodes:
+            layers += self._decode_s(num_decodes, shape.decode_context_tokens)
         return layers + self._outside_s(shape, num_tokens)
 
     def stage_time_s(self, shape: BatchFeatures) -> float:

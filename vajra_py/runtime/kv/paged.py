@@ -333,8 +333,8 @@ class PagedKvMemory:
         entry = self._resident(request, "free")
         options = self._pool.options
         if entry.hashes is not None and options is not None and options.retain_freed:
-            if num_computed_tokens is not None:
-                entry.num_valid_tokens = max(entry.num_valid_tokens, num_computed_tokens)
+            if num_computed_tokens is not None and num_computed_tokens > entry.num_valid_tokens:
+                entry.num_valid_tokens = num_computed_tokens
             valid = min(entry.num_valid_tokens, len(entry.blocks) * self.block_size)
             if for_good and entry.is_private and not entry.num_cached:
                 self._pool.retire(entry.blocks, valid // self.block_size)

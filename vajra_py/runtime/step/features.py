@@ -16,8 +16,6 @@ def features_of(
     chunks: Collection[PlannedChunk], num_decodes: int, decode_context_tokens: int, swap_bytes: int
 ) -> BatchFeatures:
     """A batch of these chunks and so many decodes, all in one group."""
-    if not chunks and not swap_bytes:
-        return BatchFeatures(num_decodes, decode_context_tokens)
     tokens = tokens_squared = context_tokens = rounded_tokens = pairs = 0
     for _, num_tokens, context, _ in chunks:
         squared = num_tokens * num_tokens

@@ -147,7 +147,10 @@ class PlanDraft:
         decodes = pool.members if is_pool else self.selected
         if self._one_group:
             context = pool.context_tokens if is_pool else sum(one.num_computed_tokens for one in decodes)
-            features = [features_of(self.chunks.values(), len(decodes), context, self._swap_bytes)]
+            if self.chunks or self._swap_bytes:
+                features = [features_of(self.chunks.values(), len(decodes), context, self._swap_bytes)]
+            else:
+                features = [BatchFeatures(len(decodes), context)]
         else:
             features = self._group_features.of(self.chunks.values(), decodes, self._swap_bytes)
         self._features = features
