@@ -160,12 +160,8 @@ def _decode_kernel(dim: int, value_dim: int) -> Any:
                     for head in range(kv_head * padded, (kv_head + 1) * padded, HEADS):
                         # Four keys at once: sums are loaded and stored a quarter as often.
                         for j in range(low, high - 3, 4):
-                            a0, a1, a2, a3 = (
-                                scores[head, j],
-                                scores[head, j + 1],
-                                scores[head, j + 2],
-                                scores[head, j + 3],
-                            )
+                            a0, a1 = scores[head, j], scores[head, j + 1]
+                            a2, a3 = scores[head, j + 2], scores[head, j + 3]
                             b0, b1 = scores[head + 1, j], scores[head + 1, j + 1]
                             b2, b3 = scores[head + 1, j + 2], scores[head + 1, j + 3]
                             c0, c1 = scores[head + 2, j], scores[head + 2, j + 1]
