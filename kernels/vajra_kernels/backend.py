@@ -10,11 +10,12 @@ Invariants:
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import os
-from importlib.util import find_spec
 
 import torch
 
+_NUMBA = (0, 65)
 _INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
 
 
@@ -25,8 +26,12 @@ def uses_triton(device: torch.device) -> bool:
 
 @functools.cache
 def has_numba() -> bool:
-    """Whether Numba is installed."""
-    return find_spec("numba") is not None
+    """Whether Numba is installed, and not older than the extra ``cpu`` asks for."""
+    try:
+        version = importlib.metadata.version("numba")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(int(part) for part in version.split(".")[:2]) >= _NUMBA
 
 
 def fuses_layers(device: torch.device, dtype: torch.dtype) -> bool:

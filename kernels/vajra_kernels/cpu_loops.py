@@ -21,6 +21,7 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
 _WORD = ir.IntType(32)
+_BYTES = ir.IntType(8).as_pointer()
 
 
 def compiled(function: Any) -> Any:
@@ -118,19 +119,25 @@ def _exp2(t: Any) -> Any:
 exp2 = compiled(_exp2)
 
 
+def _start(context: Any, builder: Any, kind: Any, array: Any, indices: Any) -> Any:
+    """The address of an element of an array, without a view, which would count references; missing indices are 0."""
+    given = make_array(kind)(context, builder, array)
+    strides = cgutils.unpack_tuple(builder, given.strides, kind.ndim)
+    steps = [builder.mul(one, stride) for one, stride in zip(indices, strides, strict=False)]
+    data = builder.gep(builder.bitcast(given.data, _BYTES), [functools.reduce(builder.add, steps)])
+    return builder.bitcast(data, given.data.type)
+
+
 def _ahead(_: Any, array: Any, block: Any, row: Any) -> Any:
     """Asks for the memory of ``array[block, row]`` ahead of its use."""
 
     def ask(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = signature.args[0]
         given = make_array(kind)(context, builder, args[0])
-        shape, strides = (cgutils.unpack_tuple(builder, part, kind.ndim) for part in (given.shape, given.strides))
-        byte = ir.IntType(8).as_pointer()
-        offset = builder.add(builder.mul(args[1], strides[0]), builder.mul(args[2], strides[1]))
-        start = builder.gep(builder.bitcast(given.data, byte), [offset])
-        size = functools.reduce(builder.mul, shape[2:], given.itemsize)
+        start = builder.bitcast(_start(context, builder, kind, args[0], args[1:]), _BYTES)
+        size = functools.reduce(builder.mul, cgutils.unpack_tuple(builder, given.shape, kind.ndim)[2:], given.itemsize)
         flags = [ir.Constant(_WORD, flag) for flag in (0, 3, 1)]  # to read, into every cache, data
-        kinds = ir.FunctionType(ir.VoidType(), [byte, _WORD, _WORD, _WORD])
+        kinds = ir.FunctionType(ir.VoidType(), [_BYTES, _WORD, _WORD, _WORD])
         prefetch = cgutils.get_or_insert_function(builder.module, kinds, "llvm.prefetch.p0")
         with cgutils.for_range_slice(builder, ir.Constant(size.type, 0), size, ir.Constant(size.type, 64)) as (at, _n):
             builder.call(prefetch, [builder.gep(start, [at]), *flags])
@@ -149,37 +156,29 @@ def _product(_: Any, a: Any, b: Any, c: Any, column: Any, depth: Any) -> Any:
     """Writes a[:4, :depth] @ b[:depth, column:column + 32] to the same columns of c; all float32 with dense rows."""
 
     def multiply(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        arrays = [
-            make_array(kind)(context, builder, one) for kind, one in zip(signature.args[:3], args[:3], strict=True)
-        ]
-        index, byte, vector = args[3].type, ir.IntType(8).as_pointer(), ir.VectorType(ir.FloatType(), 16)
+        index, vector = args[3].type, ir.VectorType(ir.FloatType(), 16)
         lanes = range(0, TILE[1], vector.count)
 
-        def place(array: Any, row: Any, first: Any, kind: Any) -> Any:
-            stride = cgutils.unpack_tuple(builder, array.strides, 2)[0]
-            offset = builder.add(builder.mul(row, stride), builder.mul(first, ir.Constant(index, 4)))
-            return builder.bitcast(builder.gep(builder.bitcast(array.data, byte), [offset]), kind.as_pointer())
+        def place(which: int, row: Any, first: Any, kind: Any) -> Any:
+            start = _start(context, builder, signature.args[which], args[which], (row, first))
+            return builder.bitcast(start, kind.as_pointer())
 
         sums = [[cgutils.alloca_once(builder, vector) for _ in lanes] for _ in range(TILE[0])]
         for one in itertools.chain(*sums):
             builder.store(ir.Constant(vector, [0.0] * vector.count), one)
         columns = [builder.add(args[3], ir.Constant(index, lane)) for lane in lanes]
         with cgutils.for_range(builder, args[4]) as loop:
-            wide = [builder.load(place(arrays[1], loop.index, first, vector), align=4) for first in columns]
+            wide = [builder.load(place(1, loop.index, first, vector), align=4) for first in columns]
             for row, held in enumerate(sums):
-                one = builder.load(place(arrays[0], ir.Constant(index, row), loop.index, ir.FloatType()))
+                one = builder.load(place(0, ir.Constant(index, row), loop.index, ir.FloatType()))
                 alone = builder.insert_element(ir.Constant(vector, ir.Undefined), one, ir.Constant(_WORD, 0))
-                each = builder.shuffle_vector(
-                    alone, alone, ir.Constant(ir.VectorType(_WORD, vector.count), [0] * vector.count)
-                )
+                each = builder.shuffle_vector(alone, alone, _constant(ir.VectorType(_WORD, vector.count), 0))
                 for x, total in zip(wide, held, strict=True):
-                    flags = ("contract",)
-                    builder.store(
-                        builder.fadd(builder.load(total), builder.fmul(each, x, flags=flags), flags=flags), total
-                    )
+                    product = builder.fmul(each, x, flags=("contract",))
+                    builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
         for row, held in enumerate(sums):
             for first, total in zip(columns, held, strict=True):
-                builder.store(builder.load(total), place(arrays[2], ir.Constant(index, row), first, vector), align=4)
+                builder.store(builder.load(total), place(2, ir.Constant(index, row), first, vector), align=4)
         return context.get_dummy_value()
 
     return numba.types.void(a, b, c, numba.types.int64, numba.types.int64), multiply
@@ -188,27 +187,16 @@ def _product(_: Any, a: Any, b: Any, c: Any, column: Any, depth: Any) -> Any:
 multiply: Any = intrinsic(_product)
 
 
-def _start(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
-    """The address of ``array[at]``, without a view of it, which would count references."""
-    given = make_array(kind)(context, builder, array)
-    strides = cgutils.unpack_tuple(builder, given.strides, kind.ndim)
-    indices = cgutils.unpack_tuple(builder, at, kind.ndim)
-    steps = [builder.mul(one, stride) for one, stride in zip(indices, strides, strict=True)]
-    data = builder.gep(builder.bitcast(given.data, ir.IntType(8).as_pointer()), [functools.reduce(builder.add, steps)])
-    return builder.bitcast(data, given.data.type)
-
-
 def _turn(_: Any, target: Any, to: Any, source: Any, at: Any, cos: Any, sin: Any, position: Any, half: Any) -> Any:
     """Writes source, from place ``at``, to target, from place ``to``, its first 2 * half elements rotated by cos[position]."""
 
     def turn(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kinds, half = signature.args, args[7]
-        row = cgutils.pack_array(builder, [args[6], ir.Constant(half.type, 0)])
+        to, at = (cgutils.unpack_tuple(builder, args[place]) for place in (1, 3))
+        row = (args[6],)
         starts = [
-            _start(context, builder, kinds[0], args[0], args[1]),
-            _start(context, builder, kinds[2], args[2], args[3]),
-            _start(context, builder, kinds[4], args[4], row),
-            _start(context, builder, kinds[5], args[5], row),
+            _start(context, builder, kinds[place], args[place], indices)
+            for place, indices in ((0, to), (2, at), (4, row), (5, row))
         ]
 
         def some(begin: Any, end: Any, count: int) -> None:
