@@ -31,7 +31,7 @@ from vajra_py.engine.compute import (
     load_runner,
 )
 from vajra_py.engine.rank_answers import RankAnswers
-from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, calm_threads, placed, said
+from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, calm_threads, keep_freed_memory, placed, said
 from vajra_py.errors import ExecutorError
 from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
@@ -41,6 +41,7 @@ _JOIN_S = 10.0
 def serve_steps(pipe: Connection, options: RunnerOptions, ordinal: int, load: LoadRunner) -> None:
     """A worker process: load, then answer what comes through the pipe until it is closed."""
     calm_threads()
+    keep_freed_memory()
     try:
         runner = load(placed(options, ordinal))
     except BaseException as error:

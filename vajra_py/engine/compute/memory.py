@@ -8,8 +8,6 @@ Invariants:
 
 from __future__ import annotations
 
-import ctypes
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,21 +21,6 @@ _LOGIT_COPIES = 6
 """Float32 copies of the logits that sampling with every feature holds at once."""
 _WIDTH_COPIES = 8
 """Copies of a layer's widest activation that a forward pass holds at once (measured on the tested families: at most 6)."""
-
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Names of two settings in glibc's `malloc.h`."""
-_KEPT_BYTES = 1 << 30
-
-
-def keep_freed_memory() -> None:
-    """Let the process keep up to a GiB of what its tensors give back: mapped anew in every step, memory is cleared each time.
-
-    Of the whole process. Nothing happens where the C library is not glibc.
-    """
-    with suppress(OSError, AttributeError):
-        for setting in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
-            ctypes.CDLL(None).mallopt(setting, _KEPT_BYTES)
 
 
 def usable_bytes(device: torch.device, fraction: float, weight_bytes: int) -> int:

@@ -35,7 +35,7 @@ from vajra_py.engine.compute.interface import (
 from vajra_py.engine.compute.kv_memory import KvMemory
 from vajra_py.engine.compute.loading import find_device
 from vajra_py.engine.compute.logprobs import PendingLogprobs
-from vajra_py.engine.compute.memory import keep_freed_memory, step_bytes, usable_bytes
+from vajra_py.engine.compute.memory import step_bytes, usable_bytes
 from vajra_py.engine.compute.pending import AheadStep, Computed, JoinedStep, TorchStep
 from vajra_py.engine.compute.prepare import PreparedModel, prepare
 from vajra_py.engine.compute.ranks import Ranks, join_ranks, leave_ranks, swap_file
@@ -84,10 +84,7 @@ class TorchRunner:
         _check_options(options)
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
-        device = find_device(options.device)
-        if device.type == "cpu":
-            keep_freed_memory()
-        with current(device):
+        with current(find_device(options.device)):
             ranks = join_ranks(options)
             return cls(prepare(options, ranks), options, capture, ranks)
 
