@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from queue import SimpleQueue
+
+import pytest
 
 from vajra_py.engine.compute import Chunk, Foreseen, NewRow, RunnerOptions, SamplingParams, StepInput, TableUpdate
 from vajra_py.engine.processes import ProcessWorker
@@ -20,7 +23,8 @@ class CannotBegin(FakeRunner):
         raise ExecutorError("step: out of memory")
 
 
-def test_a_step_comes_back_before_the_next_one_is_begun() -> None:
+def test_a_step_comes_back_before_the_next_one_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # the process finds this module
     worker = ProcessWorker(("default", 0), RunnerOptions(model="none"), 0, CannotBegin)
     news: SimpleQueue[Finished | LeftFirstStage] = SimpleQueue()
     try:

@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from vajra_kernels import attention, ops  # noqa: E402
+from vajra_kernels import attention, backend, layer_ops, ops  # noqa: E402
 from vajra_kernels.launch import Launch  # noqa: E402
-from vajra_py.engine.compute import RunnerOptions, fused, fused_parts  # noqa: E402
+from vajra_py.engine.compute import RunnerOptions, fused, fused_parts, sampler  # noqa: E402
 from vajra_py.engine.compute.fused import KNOWN_TYPES  # noqa: E402
 from vajra_py.engine.compute.runner import TorchRunner  # noqa: E402
 
@@ -64,7 +64,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Launch, "run", zeros)
     monkeypatch.setattr(fused_parts, "can_pack", lambda weight: False)
-    for module in (fused, fused_parts, attention, ops):
+    for module in (backend, layer_ops, attention, ops, sampler):
         monkeypatch.setattr(module, "uses_triton", lambda device: True)
 
 

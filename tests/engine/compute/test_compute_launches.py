@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vajra_kernels import attention, build_metadata
+from vajra_kernels import attention, backend, build_metadata, layer_ops
 from vajra_kernels.launch import Launch
-from vajra_py.engine.compute import RunnerOptions, fused, fused_parts
+from vajra_py.engine.compute import RunnerOptions, fused_parts
 from vajra_py.engine.compute.kv_memory import KvMemory
 from vajra_py.engine.compute.prepare import prepare
 from vajra_py.engine.compute.ranks import Ranks
@@ -41,7 +41,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     found: Counter[str] = Counter()
     monkeypatch.setattr(Launch, "run", lambda launch: found.update([launch.kernel.__name__]))
     monkeypatch.setattr(fused_parts, "can_pack", lambda weight: False)  # as on a GPU
-    for module in (fused, fused_parts, attention):
+    for module in (backend, layer_ops, attention):
         monkeypatch.setattr(module, "uses_triton", lambda device: True)
     return found
 

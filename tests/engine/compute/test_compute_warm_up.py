@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("triton")
 
-from vajra_kernels import attention, ops  # noqa: E402
+from vajra_kernels import attention, backend, layer_ops, ops  # noqa: E402
 from vajra_kernels.aot import specialization  # noqa: E402
 from vajra_kernels.launch import Launch  # noqa: E402
 from vajra_py.engine.compute import (  # noqa: E402  # noqa: E402
@@ -25,8 +25,6 @@ from vajra_py.engine.compute import (  # noqa: E402  # noqa: E402
     StepInput,
     TableUpdate,
     batch,
-    fused,
-    fused_parts,
     sampler,
 )
 from vajra_py.engine.compute import runner as runner_module  # noqa: E402
@@ -63,7 +61,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     monkeypatch.setattr(Launch, "run", recorded)
     monkeypatch.setattr(batch, "all_to_device", joined)
-    for module in (fused, fused_parts, attention, ops, sampler):
+    for module in (backend, layer_ops, attention, ops, sampler):
         monkeypatch.setattr(module, "uses_triton", lambda device: True)
     return found
 

@@ -177,7 +177,7 @@ class Sampler:
 
 def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
     """The place of each row's largest logit, int64 [R] of [R, vocab]; `NO_TOKEN` where that is not a finite number."""
-    if logits.device.type == "cpu":  # numpy's search is vectorised, torch's is not
+    if not uses_triton(logits.device):  # numpy's search is vectorised, torch's is not
         values = logits.float().numpy()
         found = values.argmax(-1)
         found[~np.isfinite(values[np.arange(len(found)), found])] = NO_TOKEN
