@@ -37,7 +37,7 @@ def has_numba() -> bool:
 def fuses_layers(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether ``layer_ops`` computes what stands between a layer's products, for tensors like these.
 
-    On a CPU where torch uses one thread: several threads are faster in torch.
+    On a CPU where torch uses one thread: it divides its own operations among several, and the loops use one.
     """
     if uses_triton(device):
         return True

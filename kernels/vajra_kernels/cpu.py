@@ -152,21 +152,17 @@ def paged_attention_cpu(
     q, k_tokens, v_tokens = attention.q, attention.k_tokens, attention.v_tokens
     num_tokens, num_heads, _ = q.shape
     lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32) if attention.want_lse else None
+    shape = (num_tokens, num_heads, v_tokens.shape[1] // attention.num_kv_heads)
     num_compiled = 0
     if attention.compiles:
         from vajra_kernels import cpu_compiled
 
-        if out is None:
-            out = q.new_empty((num_tokens, num_heads, v_tokens.shape[1] // attention.num_kv_heads))
-        operands = (q, attention.caches, metadata, attention.scale, window, out, lse)
+        out = q.new_empty(shape) if out is None else out
         num_compiled = metadata.num_decodes
-        if num_compiled:
-            cpu_compiled.attend_decodes(*operands)
-        keys_bytes = 4 * q.shape[2] * metadata.max_kv_len
-        if num_compiled < num_tokens and keys_bytes <= CHUNK_KEYS_BYTES and torch.get_num_threads() == 1:
-            cpu_compiled.attend_chunks(*operands)
-            num_compiled = num_tokens
-        if num_compiled == num_tokens:
+        fits = 4 * q.shape[2] * metadata.max_kv_len <= CHUNK_KEYS_BYTES
+        chunks = num_compiled < num_tokens and fits and torch.get_num_threads() == 1
+        cpu_compiled.attend(q, attention.caches, metadata, attention.scale, window, out, lse, chunks)
+        if chunks or num_compiled == num_tokens:
             return out, lse
     token_bytes = k_tokens.shape[1] * k_tokens.element_size()
     plan = metadata.memo.cpu_plans.get(metadata, window, token_bytes, q.dtype, num_compiled)
@@ -176,7 +172,7 @@ def paged_attention_cpu(
             result = out.copy_(result)
         return result, result_lse
     if out is None:
-        out = q.new_empty((num_tokens, num_heads, v_tokens.shape[1] // attention.num_kv_heads))
+        out = q.new_empty(shape)
     if not plan.covers_all:
         out[num_compiled:] = 0
         if lse is not None:

@@ -29,7 +29,7 @@ _LOG2_E = math.log2(math.e)
 _NO_LSE = np.empty((0, 0), np.float32)
 
 
-def attend_decodes(
+def attend(
     q: torch.Tensor,
     caches: tuple[torch.Tensor, torch.Tensor],
     metadata: AttentionMetadata,
@@ -37,48 +37,20 @@ def attend_decodes(
     window: int | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    chunks: bool,
 ) -> None:
-    """Writes the leading ``num_decodes`` rows of attention out [T, Hq, Dv] of q [T, Hq, D], and of ``lse`` float32 [T, Hq]."""
+    """Writes attention out [T, Hq, Dv] of q [T, Hq, D], and ``lse`` float32 [T, Hq]: of decodes, and of all rows with ``chunks``."""
     k, v = caches
     n = metadata.num_decodes
-    _decode_kernel(k.shape[3], v.shape[3])(
-        elements(q),
-        elements(k),
-        elements(v),
-        elements(out),
-        _NO_LSE if lse is None else lse.numpy(),
-        metadata.kv_lens[:n].numpy(),
-        metadata.block_table.numpy(),
-        np.float32(scale * _LOG2_E),
-        metadata.max_kv_len if window is None else window,
-    )
-
-
-def attend_chunks(
-    q: torch.Tensor,
-    caches: tuple[torch.Tensor, torch.Tensor],
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    """Writes the rows after those of ``attend_decodes``."""
-    k, v = caches
-    n = metadata.num_decodes
-    _chunk_kernel(k.shape[3], v.shape[3])(
-        elements(q),
-        elements(k),
-        elements(v),
-        elements(out),
-        _NO_LSE if lse is None else lse.numpy(),
-        metadata.query_start[n:].numpy(),
-        metadata.kv_lens[n:].numpy(),
-        metadata.block_table[n:].numpy(),
-        np.float32(scale * _LOG2_E),
-        metadata.max_kv_len if window is None else window,
-        metadata.causal,
-    )
+    arrays = (*map(elements, (q, k, v, out)), _NO_LSE if lse is None else lse.numpy())
+    lens, table = metadata.kv_lens.numpy(), metadata.block_table.numpy()
+    factor, reach = np.float32(scale * _LOG2_E), metadata.max_kv_len if window is None else window
+    if n:
+        _decode_kernel(k.shape[3], v.shape[3])(*arrays, lens[:n], table, factor, reach)
+    if chunks:
+        starts = metadata.query_start.numpy()
+        kernel = _chunk_kernel(k.shape[3], v.shape[3])
+        kernel(*arrays, starts[n:], lens[n:], table[n:], factor, reach, metadata.causal)
 
 
 def _exponentiate(scores: Any) -> tuple[Any, Any]:

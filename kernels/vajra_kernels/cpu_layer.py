@@ -66,28 +66,32 @@ def gated_activation(out: torch.Tensor, gate_up: torch.Tensor, activation: str) 
     _gated(elements(out), elements(gate_up), activation == "silu")
 
 
+def _invert(rows: Any, row: int, begin: int, width: int, eps: float) -> Any:
+    """What a norm multiplies rows[row, begin:begin + width] with, weights apart."""
+    squares = np.float32(0)
+    for i in range(begin, begin + width):
+        x = as_float(rows[row, i])
+        squares += x * x
+    return np.float32(1) / np.sqrt(squares / np.float32(width) + eps)
+
+
+_factor = compiled(_invert)
+
+
 def _normalise(out: Any, hidden: Any, weight: Any, eps: float, part: Any, part_weight: Any, part_eps: float) -> None:
     """``part`` and ``part_weight`` have no rows where there is none."""
     width = hidden.shape[1]
     for row in range(hidden.shape[0]):
         if part.shape[0]:
             if part_weight.shape[0]:
-                squares = np.float32(0)
-                for i in range(width):
-                    x = as_float(part[row, i])
-                    squares += x * x
-                factor = np.float32(1) / np.sqrt(squares / np.float32(width) + part_eps)
+                factor = _factor(part, row, 0, width, part_eps)
                 for i in range(width):
                     x = as_float(as_element(as_float(part[row, i]) * factor * as_float(part_weight[i]), part))
                     hidden[row, i] = as_element(as_float(hidden[row, i]) + x, hidden)
             else:
                 for i in range(width):
                     hidden[row, i] = as_element(as_float(hidden[row, i]) + as_float(part[row, i]), hidden)
-        squares = np.float32(0)
-        for i in range(width):
-            x = as_float(hidden[row, i])
-            squares += x * x
-        factor = np.float32(1) / np.sqrt(squares / np.float32(width) + eps)
+        factor = _factor(hidden, row, 0, width, eps)
         for i in range(width):
             out[row, i] = as_element(as_float(hidden[row, i]) * factor * as_float(weight[i]), out)
 
@@ -117,11 +121,7 @@ def _write(
         for head in range(num_query + num_kv if slot >= 0 else num_query):
             begin, key = head * dim, head - num_query
             if weight.shape[0]:
-                squares = np.float32(0)
-                for i in range(dim):
-                    x = as_float(qkv[token, begin + i])
-                    squares += x * x
-                factor = np.float32(1) / np.sqrt(squares / np.float32(dim) + eps)
+                factor = _factor(qkv, token, begin, dim, eps)
                 for i in range(dim):
                     normed[0, i] = as_float(qkv[token, begin + i]) * factor * as_float(weight[head, i])
                 if key < 0:
