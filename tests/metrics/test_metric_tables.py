@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from array import array
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from vajra_py.metrics.tables import (
     TbtBuilder,
     write_parquet,
 )
+from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
 NAN = float("nan")
 
@@ -184,6 +186,31 @@ def test_merging_on_the_way_changes_nothing(pairs: list[tuple[int, int]], merge_
         if weight:
             expected[float(gap)] = expected.get(float(gap), 0) + weight
     assert found == expected
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=2, max_size=30),
+    st.lists(st.tuples(st.integers(0, 28), st.integers(2, 30)), min_size=1, max_size=20),
+    st.integers(1, 6),
+)
+def test_gaps_of_a_shared_log_count_for_everybody_who_saw_them(
+    steps: list[int], parts: list[tuple[int, int]], merge_rows: int
+) -> None:
+    log = array("q", np.cumsum(steps).tolist())
+    expected = GapList()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columnar, "_MERGE_ROWS", merge_rows)
+        gaps = GapList()
+        for first, size in parts:
+            end = min(first + size, len(log))
+            if end - first > 1:
+                gaps.extend_from_log(log, first, end)
+                expected.extend(np.diff(np.array(log[first:end]) / TICKS_PER_SECOND))
+            log.append(log[-1] + 1)
+            gaps.add(0.5, 1)  # this may merge
+            expected.add(0.5, 1)
+        found = gaps.merged()
+    assert [column.tolist() for column in found] == [column.tolist() for column in expected.merged()]
 
 
 def test_equal_rows_make_equal_bytes(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vajra_py.runtime.support.clock import TICKS_PER_SECOND
+
 # Gaps are merged when this many new ones have come since the last merge, and half as many as were left by it.
 _MERGE_ROWS = 1 << 20
 
@@ -121,13 +123,15 @@ class PackedRows:
 class GapList:
     """Gaps of one replicaset and SLO class; kept by whoever feeds them, so that adding one needs no look-up."""
 
-    __slots__ = ("_gaps", "_merge_at", "_single", "_weights")
+    __slots__ = ("_gaps", "_logs", "_merge_at", "_single", "_weights")
 
     def __init__(self) -> None:
         self._gaps = array("d")
         self._weights = array("q")
         self._single = array("d")
         """Gaps of weight 1 that were not merged yet."""
+        self._logs: dict[int, _LogGaps] = {}
+        """Gaps within logs that requests share, by the log's identity."""
         self._merge_at = _MERGE_ROWS
 
     def add(self, gap_s: float, weight: int) -> None:
@@ -147,20 +151,31 @@ class GapList:
         self._weights.frombytes(weights.tobytes())
         self._merge_when_due()
 
+    def extend_from_log(self, log: array[int], first: int, end: int) -> None:
+        """Somebody saw the gaps between the ticks `first` .. `end - 1` of a log that others share."""
+        found = self._logs.get(id(log))
+        if found is None:
+            found = self._logs[id(log)] = _LogGaps(log)
+        found.firsts.append(first)
+        found.lasts.append(end - 1)
+
     def _merge_when_due(self) -> None:
         if len(self._gaps) + len(self._single) >= self._merge_at:
             gaps, weights = self.merged()
             self._gaps = array("d", gaps.tobytes())
             self._weights = array("q", weights.tobytes())
             self._single = array("d")
+            self._logs = {}
             self._merge_at = len(self._gaps) + max(_MERGE_ROWS, len(self._gaps) // 2)
 
     def merged(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Distinct gaps in rising order, and the weight of each; a gap of weight 0 is none."""
         single = np.sort(np.array(self._single, dtype=np.float64))  # plain sorting is many times faster than by weight
         firsts = _firsts(single)
-        gaps = np.concatenate((np.array(self._gaps, dtype=np.float64), single[firsts]))
-        weights = np.concatenate((np.array(self._weights, dtype=np.int64), np.diff(firsts, append=single.size)))
+        shared = [log.weighted() for log in self._logs.values()]
+        gaps = np.concatenate((np.array(self._gaps, dtype=np.float64), single[firsts], *(one[0] for one in shared)))
+        repeats = np.diff(firsts, append=single.size)
+        weights = np.concatenate((np.array(self._weights, dtype=np.int64), repeats, *(one[1] for one in shared)))
         gaps, weights = gaps[weights > 0], weights[weights > 0]
         if not gaps.size:
             return gaps, weights
@@ -168,6 +183,26 @@ class GapList:
         gaps, weights = gaps[order], weights[order]
         firsts = _firsts(gaps)
         return gaps[firsts], np.add.reduceat(weights, firsts)
+
+
+class _LogGaps:
+    """Which parts of one log of ticks requests saw; its gaps are weighted by their number when they are asked for."""
+
+    __slots__ = ("_log", "firsts", "lasts")
+
+    def __init__(self, log: array[int]) -> None:
+        self._log = log
+        self.firsts = array("q")
+        self.lasts = array("q")
+
+    def weighted(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """The gaps between any ticks that somebody saw, in seconds, and how many saw each."""
+        firsts, lasts = np.array(self.firsts), np.array(self.lasts)
+        begin, last = int(firsts.min()), int(lasts.max())
+        size = last - begin + 1
+        changes = np.bincount(firsts - begin, minlength=size) - np.bincount(lasts - begin, minlength=size)
+        ticks = np.frombuffer(self._log, dtype=np.int64)[begin : last + 1]
+        return np.diff(ticks / TICKS_PER_SECOND), np.cumsum(changes)[:-1]
 
 
 def _firsts(ordered: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from vajra_py.contract import RequestView
 from vajra_py.contract.observer import EndReason
+from vajra_py.metrics.columnar import GapList
 from vajra_py.metrics.definitions import UNFINISHED, Floats, Ints, nearest_ranks
 from vajra_py.metrics.steps_table import StepsBuilder
 from vajra_py.metrics.tables import RequestsBuilder, TbtBuilder
@@ -96,8 +97,8 @@ class Recorder(StepLog):
         self._ended = []
         facts = zip(*map(attrgetter(*_FACTS), requests), strict=True)
         columns: dict[str, Sequence[Any]] = dict(zip(_FACTS, facts, strict=True))
-        gaps, num_gaps = _gaps_of(requests)
-        self._keep_gaps(gaps, num_gaps, list(zip(columns["replicaset"], columns["slo_class"], strict=True)))
+        lists = list(map(self._tbt.gaps, columns["replicaset"], columns["slo_class"]))
+        gaps, num_gaps = _keep_gaps(requests, lists)
         p50_s, p99_s, max_s = _gap_quantiles(gaps, num_gaps)
         self._requests.extend(
             {
@@ -110,49 +111,62 @@ class Recorder(StepLog):
             }
         )
 
-    def _keep_gaps(self, gaps: Floats, num_gaps: Ints, lists: Sequence[tuple[str, str]]) -> None:
-        """Hand each request's gaps to its list, those of neighbours with the same list together."""
-        stops = np.cumsum(num_gaps)
-        start = 0
-        for (replicaset, slo_class), neighbours in groupby(zip(lists, stops.tolist(), strict=True), itemgetter(0)):
-            *_, (_, stop) = neighbours
-            if stop > start:
-                self._tbt.gaps(replicaset, slo_class).extend(gaps[start:stop])
-            start = stop
-
 
 def token_times(request: Request) -> Floats:
     """When the client of a request saw each of its tokens, seconds."""
     ticks = array("q")
-    _append_ticks(ticks, request)
-    return np.frombuffer(ticks, dtype=np.int64) / TICKS_PER_SECOND if ticks else np.empty(0)
-
-
-def _append_ticks(ticks: array[int], request: Request) -> None:
     for entry in request.token_log:
         if isinstance(entry, int):
             ticks.append(entry)
         else:
             log, first, end = entry
             ticks.extend(log[first : end if end >= 0 else None])
+    return np.frombuffer(ticks, dtype=np.int64) / TICKS_PER_SECOND if ticks else np.empty(0)
 
 
-def _gaps_of(requests: Sequence[Request]) -> tuple[Floats, Ints]:
-    """The gaps between tokens of each request, one request after the other, seconds, and how many each has."""
+def _keep_gaps(requests: Sequence[Request], lists: Sequence[GapList]) -> tuple[Floats, Ints]:
+    """Hand the gaps between tokens of each request to its list.
+
+    Returns the gaps, seconds, one request after the other, and how many each has.
+    """
     ticks = array("q")
     stops = [0]
-    for request in requests:
-        _append_ticks(ticks, request)
+    within_logs = []
+    for request, gap_list in zip(requests, lists, strict=True):
+        for entry in request.token_log:
+            if isinstance(entry, int):
+                ticks.append(entry)
+                continue
+            log, first, end = entry
+            end = len(log) if end < 0 else end
+            if end - first > 1:
+                gap_list.extend_from_log(log, first, end)
+                within_logs.append(slice(len(ticks) + 1, len(ticks) + end - first))
+            ticks.extend(log[first:end])
         stops.append(len(ticks))
-    num_tokens = np.diff(np.array(stops))
+    bounds = np.array(stops)
+    num_tokens = np.diff(bounds)
     is_gap = np.ones(len(ticks), dtype=np.bool_)  # a token's gap is the one before it; the first token has none
-    is_gap[np.array(stops[:-1])[num_tokens > 0]] = False
-    gaps = np.diff(np.frombuffer(ticks, dtype=np.int64) / TICKS_PER_SECOND)[is_gap[1:]] if ticks else np.empty(0)
-    return gaps, np.maximum(num_tokens - 1, 0)
+    is_gap[bounds[:-1][num_tokens > 0]] = False
+    gaps = np.diff(np.array(ticks) / TICKS_PER_SECOND)
+    is_own = is_gap.copy()
+    for part in within_logs:
+        is_own[part] = False
+    own = np.flatnonzero(is_own)
+    start = 0
+    for _, neighbours in groupby(zip(lists, np.searchsorted(own, bounds[1:]).tolist(), strict=True), _identity_of_list):
+        *_, (gap_list, stop) = neighbours
+        gap_list.extend(gaps[own[start:stop] - 1])
+        start = stop
+    return gaps[is_gap[1:]], np.maximum(num_tokens - 1, 0)
+
+
+def _identity_of_list(entry: tuple[GapList, int]) -> int:
+    return id(entry[0])
 
 
 def _gap_quantiles(gaps: Floats, num_gaps: Ints) -> tuple[Floats, Floats, Floats]:
-    """What `gap_statistics` says of each request's gaps, given as `_gaps_of` returns them."""
+    """What `gap_statistics` says of each request's gaps, given as `_keep_gaps` returns them."""
     ordered = gaps.copy()
     stops = np.cumsum(num_gaps)
     start = 0
