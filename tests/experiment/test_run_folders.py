@@ -387,3 +387,28 @@ def test_a_private_folder_is_its_owners_alone(tmp_path: Path) -> None:
     place.start(small(), load_registry(), overwrite=False, is_private=True)
     place.close()
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+
+
+LATE = """
+import os, sys, time
+from pathlib import Path
+import vajra_py as vajra
+
+if __name__ == "__main__":
+    print(len(vajra.sweep(vajra.load("file.yaml", {"sweep": {"seed": [1, 2]}}), workers=2).runs))
+    Path("swept").touch()
+else:  # in a worker; the second to come here does so when the first has done everything
+    try:
+        os.close(os.open("first", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        until = time.monotonic() + 3
+        while not Path("swept").exists() and time.monotonic() < until:
+            pass
+"""
+
+
+def test_a_worker_that_comes_when_all_is_done_ends_in_silence(tmp_path: Path) -> None:
+    (tmp_path / "file.yaml").write_text(json.dumps(SMALL))
+    (tmp_path / "late.py").write_text(LATE)
+    done = subprocess.run([sys.executable, "late.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")

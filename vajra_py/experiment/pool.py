@@ -152,11 +152,14 @@ class Processes:
             raise RunInterrupted(INTERRUPTED) from None
 
     def close(self) -> None:
-        """End the processes; what is not finished is dropped."""
+        """End the processes; what is not finished is dropped.
+
+        A worker that is only starting, since the others did everything, is waited for: it would not find its queues.
+        """
         if self._waiting:
             for process in list((self._pool._processes or {}).values()):
                 process.terminate()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=not self._waiting, cancel_futures=True)
 
     def _drain(self) -> None:
         while True:
