@@ -70,7 +70,7 @@ def measure_run(mapping: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def measure_outputs(num_requests: int = 19_366, rate: float = 5.5, rounds: int = 3) -> dict[str, float]:
+def measure_outputs(num_requests: int = 19_366, rate: float = 5.5, rounds: int = 5) -> dict[str, float]:
     """What decision log and steps table cost: CPU time of a whole run with both, over one without, in alternating rounds.
 
     As many requests at the rate of the Azure conversation trace of 2023 on four replicas, as in `examples/azure.yaml`.

@@ -123,7 +123,7 @@ class PackedRows:
 class GapList:
     """Gaps of one replicaset and SLO class; kept by whoever feeds them, so that adding one needs no look-up."""
 
-    __slots__ = ("_gaps", "_logs", "_merge_at", "_single", "_weights")
+    __slots__ = ("_gaps", "_logs", "_merge_at", "_num_merged", "_single", "_weights")
 
     def __init__(self) -> None:
         self._gaps = array("d")
@@ -133,6 +133,8 @@ class GapList:
         self._logs: dict[int, _LogGaps] = {}
         """Gaps within logs that requests share, by the log's identity."""
         self._merge_at = _MERGE_ROWS
+        self._num_merged = 0
+        """How many there were when they were merged last; more were added since, or none."""
 
     def add(self, gap_s: float, weight: int) -> None:
         """`weight` requests got a token at both ends of a gap of this length, seconds."""
@@ -161,15 +163,20 @@ class GapList:
 
     def _merge_when_due(self) -> None:
         if len(self._gaps) + len(self._single) >= self._merge_at:
-            gaps, weights = self.merged()
-            self._gaps = array("d", gaps.tobytes())
-            self._weights = array("q", weights.tobytes())
-            self._single = array("d")
-            self._logs = {}
-            self._merge_at = len(self._gaps) + max(_MERGE_ROWS, len(self._gaps) // 2)
+            self.merged()
 
     def merged(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Distinct gaps in rising order, and the weight of each; a gap of weight 0 is none."""
+        """Distinct gaps in rising order, and the weight of each; a gap of weight 0 is none. They are kept like this from now on."""
+        if not self._single and not self._logs and self._num_merged == len(self._gaps):
+            return np.array(self._gaps, dtype=np.float64), np.array(self._weights, dtype=np.int64)
+        gaps, weights = self._merge()
+        self._gaps, self._weights = array("d", gaps.tobytes()), array("q", weights.tobytes())
+        self._single, self._logs = array("d"), {}
+        self._num_merged = len(gaps)
+        self._merge_at = len(gaps) + max(_MERGE_ROWS, len(gaps) // 2)
+        return gaps, weights
+
+    def _merge(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         single = np.sort(np.array(self._single, dtype=np.float64))  # plain sorting is many times faster than by weight
         firsts = _firsts(single)
         shared = [log.weighted() for log in self._logs.values()]

@@ -120,9 +120,10 @@ def _of(steps: ArrowTable, replicaset: str) -> ArrowTable:
 
     if not steps.num_rows:
         return steps
-    is_own = pc.equal(steps.column("replicaset"), replicaset)
     read = steps.select(["formed_at", "duration_s", "prefill_tokens", "decode_tokens"])
-    return read if pc.all(is_own).as_py() else read.filter(is_own)
+    if pc.unique(steps.column("replicaset")).to_pylist() == [replicaset]:
+        return read
+    return read.filter(pc.equal(steps.column("replicaset"), replicaset))
 
 
 def _sum(values: Mapping[str, float | None]) -> float | None:

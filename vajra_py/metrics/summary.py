@@ -391,8 +391,9 @@ def _busy(steps: ArrowTable, formed_at: Floats, duration_s: Floats, window: Wind
     replicas = sets * (int(ids.max()) + 1) + ids
     if replicas.max() < 1 << 16:  # such numbers are put in order many times faster
         replicas = replicas.astype(np.uint16)
-    begins = np.clip(formed_at, window.start_at, window.end_at)
-    ends = np.clip(formed_at + duration_s, window.start_at, window.end_at)
+    begins, ends = formed_at, formed_at + duration_s
+    if begins.min() < window.start_at or ends.max() > window.end_at:
+        begins, ends = (np.clip(at, window.start_at, window.end_at) for at in (begins, ends))
     in_time = bool((begins[1:] >= begins[:-1]).all())
     order = np.argsort(replicas, kind="stable") if in_time else np.lexsort((begins, replicas))
     ordered = replicas[order]

@@ -6,6 +6,7 @@ readable as soon as it is written; it goes away when the log is closed.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,15 +32,15 @@ class Journal:
         """Hand the records to the operating system, which keeps them whatever becomes of this process."""
         import pyarrow as pa
 
-        texts, data = pa.list_(pa.string()), pa.binary()
+        texts = pa.list_(pa.string())
         columns = {
             "replicasets": pa.array([batch.replicasets], texts),
-            "rows": pa.array([batch.rows], data),
-            "ends": pa.array([batch.ends], data),
+            "rows": _one(batch.rows),
+            "ends": _one(batch.ends),
             "notes": pa.array([batch.notes], texts),
             "ids": pa.array([batch.ids], texts),
-            "arrived": pa.array([batch.arrived], data),
-            **{f"list_{name}": pa.array([numbers], data) for name, numbers in batch.lists.items()},
+            "arrived": _one(batch.arrived),
+            **{f"list_{name}": _one(numbers) for name, numbers in batch.lists.items()},
         }
         record = pa.RecordBatch.from_pydict(columns)
         if self._writer is None:
@@ -54,6 +55,14 @@ class Journal:
         if self._writer is not None:
             self._writer.close()
         self._file.close()
+
+
+def _one(data: bytes) -> Any:
+    """An Arrow array of this value alone, which is not copied."""
+    import pyarrow as pa
+
+    ends = array("q", (0, len(data)))
+    return pa.Array.from_buffers(pa.large_binary(), 1, [None, pa.py_buffer(ends), pa.py_buffer(data)])
 
 
 def read_journal(path: Path) -> Iterator[Batch]:
