@@ -16,7 +16,7 @@ from vajra_py.metrics.costs import cost_sections
 from vajra_py.metrics.definitions import Floats, Window
 from vajra_py.metrics.intervals import mser5
 from vajra_py.metrics.run_warnings import rate_warnings
-from vajra_py.metrics.steps_table import StepsBuilder
+from vajra_py.metrics.steps_table import StepsBuilder, expand_steps
 from vajra_py.metrics.summary import STEPS_READ, Summary, summarise
 from vajra_py.metrics.tables import RequestsBuilder, TbtBuilder, write_parquet
 
@@ -40,9 +40,10 @@ def write_results(
     `ended_at`: seconds on the run's clock; `step_times`: where they come from, as the summary says it.
     """
     requests, tbt = tables.requests.to_table(), tables.tbt.to_table()
-    steps = tables.steps.to_table(STEPS_READ, encoded=True)
+    records = tables.steps.records()
     with ThreadPoolExecutor(1) as beside:  # encoding needs no interpreter, for the most part
         writing = beside.submit(_write_tables, path, tables)
+        steps = expand_steps(records, STEPS_READ, encoded=True)
         summary = _summary(config, requests, steps, tbt, ended_at).with_step_times(step_times)
         writing.result()
     (path / "summary.json").write_text(summary.to_json())

@@ -169,11 +169,11 @@ class StepsBuilder:
 
     def slices(self, num_rows: int) -> Iterator[ArrowTable]:
         """The records, replica by replica, at most `num_rows` at a time."""
-        table = self._table()
+        table = self.records()
         for start in range(0, table.num_rows, num_rows):
             yield table.slice(start, num_rows)
 
-    def _table(self) -> ArrowTable:
+    def records(self) -> ArrowTable:
         """All records, replica by replica; made once for who writes them and who reads them then."""
         import pyarrow as pa
 
@@ -198,9 +198,9 @@ class StepsBuilder:
         self._made = len(records), table
         return table
 
-    def to_table(self, names: Sequence[str] = STEP_COLUMNS, *, encoded: bool = False) -> ArrowTable:
-        """These columns of the table, a row per step, in order of time; see `expand_steps`."""
-        return expand_steps(self._table(), names, encoded=encoded)
+    def to_table(self) -> ArrowTable:
+        """The table, a row per step, in order of time."""
+        return expand_steps(self.records(), STEP_COLUMNS)
 
 
 def list_parts(column: Any) -> tuple[NDArray[Any], Ints]:
