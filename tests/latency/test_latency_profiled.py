@@ -61,6 +61,26 @@ def test_errors_say_what_noise_leaves() -> None:
     assert abs(errors["all"]["mean"]) < 0.05
 
 
+@pytest.mark.parametrize("most", [3, 8, 200])
+def test_few_tokens_may_take_longer_than_some_more(most: int) -> None:
+    """Two rows are a slow product here, as of some libraries, and from twelve on each costs the same."""
+
+    def time_s(shape: BatchFeatures) -> float:
+        of_tokens = {1: 13e-3, 2: 16e-3, 3: 13e-3}.get(shape.num_tokens, 12.5e-3 + 5e-4 * max(0, shape.num_tokens - 6))
+        return of_tokens + 1e-6 * shape.decode_context_tokens
+
+    decodes = [
+        BatchFeatures(count, count * context)
+        for count in [*range(1, min(9, most) + 1), *range(16, most, 16)]
+        for context in (16, 64, 256)
+    ]
+    fit = fit_steps([Measured(one, time_s(one)) for one in decodes])
+    for one in decodes:
+        assert fit.time_s(one) == pytest.approx(time_s(one), rel=0.02 if most > 3 else 0.15)
+    assert min(fit.base_s, *fit.curves["num_tokens"].values) >= 0.0
+    assert fit.time_s(BatchFeatures(10 * most, 0)) >= fit.time_s(BatchFeatures(most, 0))
+
+
 def test_a_few_disturbed_measurements_do_not_move_it() -> None:
     stream = np.random.default_rng(2)
     measured = [Measured(shape, true_time_s(shape)) for shape in shapes(300, stream)]

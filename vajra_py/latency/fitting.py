@@ -1,8 +1,9 @@
 """Fit curves to measured step times and report their error on held-out steps.
 
-Everything is a sum of functions that do not fall, so the fit is a least-squares problem with coefficients of 0 or more: slopes
-between the knots of curves, and prices per unit. Errors are relative, so that short steps count as much as long ones; a few
-measurements that something else on the machine disturbed are held to count less (Huber's weights).
+Everything is a sum of functions that do not fall, but for the first few numbers of tokens: products of two rows may take longer than
+those of four, since they are other algorithms. So the fit is a least-squares problem with coefficients of 0 or more: levels at those
+first numbers, slopes between the other knots of curves, and prices per unit. Errors are relative, so that short steps count as much as
+long ones; a few measurements that something else on the machine disturbed are held to count less (Huber's weights).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ Floats = npt.NDArray[np.float64]
 _KNOTS = {"num_tokens": (8, 2), "decode_context_tokens": (1, 4), "prefill_attention_pairs": (1, 4)}
 """Each curve has a knot at every number up to the first of these, and at powers of the second beyond: products of one row, two, a few are
 different algorithms; attention reads evenly."""
+_FREE = "num_tokens"
+"""The curve that may fall at first."""
 _HUBER = 0.15
 """Relative error from which on a measurement counts less."""
 _ROUNDS = 8
@@ -47,23 +50,61 @@ def fit_steps(measured: Sequence[Measured]) -> StepFit:
     """The best fit. `ValueError` without measurements."""
     if not measured:
         raise ValueError("fit: there are no measurements")
-    knots = {name: _knots([getattr(one.shape, name) for one in measured], *_KNOTS[name]) for name in CURVES}
-    columns = [np.ones(len(measured))]
-    for name in CURVES:
-        values = np.array([float(getattr(one.shape, name)) for one in measured])
-        columns += _segments(values, knots[name])
+    bases = {name: _Basis.of(name, [getattr(one.shape, name) for one in measured]) for name in CURVES}
+    columns = []
+    for name, basis in bases.items():
+        columns += basis.columns(np.array([float(getattr(one.shape, name)) for one in measured]))
     columns += [np.array([float(getattr(one.shape, name)) for one in measured]) for name in COEFFICIENTS]
-    matrix = np.stack(columns, axis=1)
-    times = np.array([one.time_s for one in measured])
-    solution = _robust(matrix, times)
-    base, at = float(solution[0]), 1
-    curves = {}
-    for name in CURVES:
-        slopes = solution[at : at + len(knots[name]) - 1]
-        at += len(slopes)
-        rises = slopes * np.diff(knots[name])
-        curves[name] = Curve(tuple(knots[name]), (0.0, *np.cumsum(rises).tolist()))
-    return StepFit(base, curves, dict(zip(COEFFICIENTS, solution[at:].tolist(), strict=True)))
+    solution = _robust(np.stack(columns, axis=1), np.array([one.time_s for one in measured]))
+    base, curves = 0.0, {}
+    for name, basis in bases.items():
+        values, solution = basis.values(solution[: basis.size]), solution[basis.size :]
+        lowest = min(values)  # of a curve that has levels what every step takes
+        base += lowest
+        curves[name] = Curve(tuple(basis.knots), tuple(value - lowest for value in values))
+    return StepFit(base, curves, dict(zip(COEFFICIENTS, solution.tolist(), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Basis:
+    """A curve as a sum of functions: of levels at its first knots, and of segments that rise from the last of those on."""
+
+    knots: list[float]
+    levels: list[float]
+    """The knots that have one; without any, the curve begins with 0 at 0."""
+
+    @classmethod
+    def of(cls, name: str, values: Sequence[int]) -> _Basis:
+        """Of a curve of this name over these values."""
+        singles, factor = _KNOTS[name]
+        knots = _knots(values, singles, factor)
+        if name != _FREE:
+            return cls(knots, [])
+        return cls(
+            knots, [knot for knot in knots[1:-1] if knot <= singles] or knots[:1]
+        )  # straight on from the last one
+
+    @property
+    def rising(self) -> list[float]:
+        """The knots from the last level on."""
+        return self.knots[self.knots.index(self.levels[-1]) if self.levels else 0 :]
+
+    @property
+    def size(self) -> int:
+        """How many functions."""
+        return len(self.levels) + len(self.rising) - 1
+
+    def columns(self, values: Floats) -> list[Floats]:
+        """Each function at these values; a level counts linearly between its neighbours, the first and the last one alone outside."""
+        hats = [np.interp(values, self.levels, one) for one in np.eye(len(self.levels))]
+        return [*hats, *_segments(values, self.rising)]
+
+    def values(self, solution: Floats) -> list[float]:
+        """The curve at its knots."""
+        levels = solution[: len(self.levels)] if self.levels else np.zeros(1)
+        risen = levels[-1] + np.cumsum(solution[len(self.levels) :] * np.diff(self.rising))
+        missing = len(self.knots) - len(levels) - len(risen)  # before the first level
+        return [float(value) for value in (*levels[:1].repeat(missing), *levels, *risen)]
 
 
 def held_out_errors(measured: Sequence[Measured], stream: np.random.Generator) -> dict[str, dict[str, float]]:

@@ -2,7 +2,8 @@
 
 A step takes a base, a piecewise-linear time for its tokens (matrix products get cheaper per token as there are more), one for
 the context that its decodes read, one for the query-key pairs of its prompts' attention, and so much per decode, chunk, token
-of chunks' context and byte swapped; and the engine's own time for forming it. Every part grows with what it is a function of.
+of chunks' context and byte swapped; and the engine's own time for forming it. Every part grows with what it is a function of, but for the first
+few tokens: two rows may take longer than four, since their products are other algorithms.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ COEFFICIENTS = ("num_decodes", "num_prefills", "prefill_context_tokens", "swap_b
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A piecewise-linear function that does not fall: `values` at `knots` (ascending, the first 0), straight on beyond."""
+    """A piecewise-linear function: `values` at `knots` (ascending, the first 0), straight on beyond."""
 
     knots: tuple[float, ...]
     values: tuple[float, ...]
