@@ -91,8 +91,8 @@ vllm-cpu: install ## profile a real vLLM on this CPU, calibrate, predict another
 	@test -n "$(VLLM_PYTHON)" || { echo 'make vllm-cpu: needs VLLM_PYTHON=python of an environment with vllm-cpu.' >&2; exit 2; }
 	$(PY) benchmarks/vllm_cpu.py --python "$(VLLM_PYTHON)" runs/vllm-cpu
 
-vllm-prediction: $(VLLM_NEEDS) ## profile a vLLM on this CPU, run nine experiments on it, and compare each with its simulation (half an hour)
-	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || $(VLLM_PYTHON) benchmarks/prediction.py runs/vllm-prediction --backend vllm --rounds 3 --passes 6
+vllm-prediction: $(VLLM_NEEDS) ## profile a vLLM on this CPU, run nine experiments on it, and compare each with its simulation (three quarters of an hour)
+	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || $(VLLM_PYTHON) benchmarks/prediction.py runs/vllm-prediction --backend vllm --rounds 4 --passes 6
 
 golden: install ## replay recorded decisions: DIR=folder
 	$(PY) -P -m vajra_py.testing.golden $(DIR)
