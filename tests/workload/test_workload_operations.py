@@ -124,6 +124,18 @@ def test_a_rate_cannot_be_set_where_there_is_none(three: Workload) -> None:
             three.scale_time(factor)
 
 
+def test_times_at_the_ends_of_doubles_are_refused_or_have_no_rate() -> None:
+    close = Workload.from_requests([RequestSpec("a", 0.0, 1, 1), RequestSpec("b", 5e-324, 1, 1)])
+    assert close.statistics().rate == 0.0
+    with pytest.raises(WorkloadError, match="no rate to change"):
+        close.at_rate(2.0)
+    apart = Workload.from_requests([RequestSpec("a", 0.0, 1, 1), RequestSpec("b", 1e-300, 1, 1)])
+    with pytest.raises(WorkloadError, match="finite number > 0"):
+        apart.at_rate(1e-20)
+    with pytest.raises(WorkloadError, match="no finite numbers"):
+        apart.scale_time(1e300).scale_time(1e308).scale_time(1e10)
+
+
 @settings(max_examples=40)
 @given(workloads(), st.floats(0, 100), st.floats(0, 100), st.integers(0, 5), st.integers(0, 9))
 def test_a_slice_holds_what_its_bounds_say(workload: Workload, start: float, end: float, skip: int, first: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -75,10 +76,10 @@ class WorkloadStatistics:
 
 
 def mean_rate(arrived_at: F64) -> float:
-    """Requests per second as 1 / mean inter-arrival time; 0 where undefined (fewer than two requests, or all at once)."""
-    if len(arrived_at) < 2 or arrived_at[-1] <= arrived_at[0]:
-        return 0.0
-    return float((len(arrived_at) - 1) / (arrived_at[-1] - arrived_at[0]))
+    """Requests per second as 1 / mean inter-arrival time; 0 where undefined (fewer than two requests, or all as good as at once)."""
+    duration_s = float(arrived_at[-1] - arrived_at[0]) if len(arrived_at) else 0.0
+    rate = (len(arrived_at) - 1) / duration_s if duration_s > 0 else 0.0
+    return rate if math.isfinite(rate) else 0.0
 
 
 def workload_statistics(columns: Columns) -> WorkloadStatistics:

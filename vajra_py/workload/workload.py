@@ -133,9 +133,7 @@ class Workload(Sequence[RequestSpec]):
 
     def scale_time(self, factor: float) -> Workload:
         """All arrivals and think times times `factor` (> 0; 2 halves the rate). Objectives and deadlines stay."""
-        return self._derived(
-            _stretched(self.columns, self._checked_factor("scale_time", factor)), op="scale_time", factor=factor
-        )
+        return self._derived(self._stretched("scale_time", factor), op="scale_time", factor=factor)
 
     def at_rate(self, requests_per_s: float) -> Workload:
         """Stretched so that the mean rate is `requests_per_s` (> 0): arrivals and think times times one factor.
@@ -155,7 +153,23 @@ class Workload(Sequence[RequestSpec]):
                 f"has no rate to change ({len(self)} requests, all at once)",
                 "At least two arrival times",
             )
-        return self._derived(_stretched(self.columns, self.rate / wanted), op="at_rate", requests_per_s=requests_per_s)
+        return self._derived(
+            self._stretched("at_rate", self.rate / wanted), op="at_rate", requests_per_s=requests_per_s
+        )
+
+    def _stretched(self, operation: str, factor: float) -> Columns:
+        columns, factor = self.columns, self._checked_factor(operation, factor)
+        with np.errstate(over="ignore"):
+            arrived_at = columns.arrived_at * factor
+            think_time_s: F64 | None = None if columns.think_time_s is None else columns.think_time_s * factor
+        if not all(np.isfinite(times).all() for times in (arrived_at, think_time_s) if times is not None):
+            raise WorkloadError(
+                self.name,
+                None,
+                f"{operation}: times {factor:g} times as long are no finite numbers",
+                "A smaller factor",
+            )
+        return replace(columns, arrived_at=arrived_at, think_time_s=think_time_s)
 
     def _checked_factor(self, operation: str, factor: float) -> float:
         if not (math.isfinite(factor) and factor > 0):
@@ -302,11 +316,6 @@ class Workload(Sequence[RequestSpec]):
             return self._derived(columns, **facts, num_clipped=num_over)
         columns = self.columns.take(np.nonzero(~over)[0].astype(np.int64)) if num_over else self.columns
         return self._derived(columns, **facts, num_dropped=num_over)
-
-
-def _stretched(columns: Columns, factor: float) -> Columns:
-    think: F64 | None = None if columns.think_time_s is None else columns.think_time_s * factor
-    return replace(columns, arrived_at=columns.arrived_at * factor, think_time_s=think)
 
 
 def _groups(columns: Columns) -> I64:
