@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ _KNOTS = {"num_tokens": (8, 2), "decode_context_tokens": (1, 4), "prefill_attent
 """Each curve has a knot at every number up to the first of these, and at powers of the second beyond: products of one row, two, a few are
 different algorithms; attention reads evenly."""
 _FREE = "num_tokens"
-"""The curve that may fall at first."""
+"""The curve that may fall at its first knots."""
 _HUBER = 0.15
 """Relative error from which on a measurement counts less."""
 _ROUNDS = 8
@@ -50,61 +50,22 @@ def fit_steps(measured: Sequence[Measured]) -> StepFit:
     """The best fit. `ValueError` without measurements."""
     if not measured:
         raise ValueError("fit: there are no measurements")
-    bases = {name: _Basis.of(name, [getattr(one.shape, name) for one in measured]) for name in CURVES}
-    columns = []
-    for name, basis in bases.items():
-        columns += basis.columns(np.array([float(getattr(one.shape, name)) for one in measured]))
-    columns += [np.array([float(getattr(one.shape, name)) for one in measured]) for name in COEFFICIENTS]
+    features = {
+        name: np.array([float(getattr(one.shape, name)) for one in measured]) for name in (*CURVES, *COEFFICIENTS)
+    }
+    knots = {name: _knots(features[name].tolist(), *_KNOTS[name]) for name in CURVES}
+    parts = {name: _functions(name, knots[name], features[name]) for name in CURVES}
+    columns = [*chain.from_iterable(parts.values()), *(features[name] for name in COEFFICIENTS)]
     solution = _robust(np.stack(columns, axis=1), np.array([one.time_s for one in measured]))
     base, curves = 0.0, {}
-    for name, basis in bases.items():
-        values, solution = basis.values(solution[: basis.size]), solution[basis.size :]
-        lowest = min(values)  # of a curve that has levels what every step takes
+    for name, part in parts.items():
+        shares, solution = solution[: len(part)], solution[len(part) :]
+        functions = _functions(name, knots[name], np.array(knots[name]))
+        values = np.sum([share * one for share, one in zip(shares, functions, strict=True)], axis=0)
+        lowest = float(np.min(values))  # what every step takes, where the curve begins with levels; else 0
         base += lowest
-        curves[name] = Curve(tuple(basis.knots), tuple(value - lowest for value in values))
+        curves[name] = Curve(tuple(knots[name]), tuple((values - lowest).tolist()))
     return StepFit(base, curves, dict(zip(COEFFICIENTS, solution.tolist(), strict=True)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Basis:
-    """A curve as a sum of functions: of levels at its first knots, and of segments that rise from the last of those on."""
-
-    knots: list[float]
-    levels: list[float]
-    """The knots that have one; without any, the curve begins with 0 at 0."""
-
-    @classmethod
-    def of(cls, name: str, values: Sequence[int]) -> _Basis:
-        """Of a curve of this name over these values."""
-        singles, factor = _KNOTS[name]
-        knots = _knots(values, singles, factor)
-        if name != _FREE:
-            return cls(knots, [])
-        return cls(
-            knots, [knot for knot in knots[1:-1] if knot <= singles] or knots[:1]
-        )  # straight on from the last one
-
-    @property
-    def rising(self) -> list[float]:
-        """The knots from the last level on."""
-        return self.knots[self.knots.index(self.levels[-1]) if self.levels else 0 :]
-
-    @property
-    def size(self) -> int:
-        """How many functions."""
-        return len(self.levels) + len(self.rising) - 1
-
-    def columns(self, values: Floats) -> list[Floats]:
-        """Each function at these values; a level counts linearly between its neighbours, the first and the last one alone outside."""
-        hats = [np.interp(values, self.levels, one) for one in np.eye(len(self.levels))]
-        return [*hats, *_segments(values, self.rising)]
-
-    def values(self, solution: Floats) -> list[float]:
-        """The curve at its knots."""
-        levels = solution[: len(self.levels)] if self.levels else np.zeros(1)
-        risen = levels[-1] + np.cumsum(solution[len(self.levels) :] * np.diff(self.rising))
-        missing = len(self.knots) - len(levels) - len(risen)  # before the first level
-        return [float(value) for value in (*levels[:1].repeat(missing), *levels, *risen)]
 
 
 def held_out_errors(measured: Sequence[Measured], stream: np.random.Generator) -> dict[str, dict[str, float]]:
@@ -136,7 +97,7 @@ def errors_of(predict: Callable[[BatchFeatures], float], measured: Sequence[Meas
     return found
 
 
-def _knots(values: Sequence[int], singles: int, factor: int) -> list[float]:
+def _knots(values: Sequence[float], singles: int, factor: int) -> list[float]:
     """0, the first few numbers, powers of the factor, and the largest value, so that something lies in every segment."""
     largest = max(values)
     knots, top = [0.0], 1
@@ -145,6 +106,18 @@ def _knots(values: Sequence[int], singles: int, factor: int) -> list[float]:
             knots.append(float(top))
         top = top + 1 if top < singles else top * factor
     return [*knots, float(max(1, largest))]
+
+
+def _functions(name: str, knots: list[float], values: Floats) -> list[Floats]:
+    """The functions whose sum a curve is, at these values: segments, and for the one that may fall a level at each of its first knots.
+
+    It is straight between levels, as the first one before that, and rises from the last one on.
+    """
+    if name != _FREE:
+        return _segments(values, knots)
+    levels = [knot for knot in knots[1:-1] if knot <= _KNOTS[name][0]] or knots[:1]
+    hats = [np.interp(values, levels, one) for one in np.eye(len(levels))]
+    return [*hats, *_segments(values, knots[knots.index(levels[-1]) :])]
 
 
 def _segments(values: Floats, knots: Sequence[float]) -> list[Floats]:

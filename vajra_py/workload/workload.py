@@ -133,7 +133,9 @@ class Workload(Sequence[RequestSpec]):
 
     def scale_time(self, factor: float) -> Workload:
         """All arrivals and think times times `factor` (> 0; 2 halves the rate). Objectives and deadlines stay."""
-        return self._derived(self._stretched("scale_time", factor), op="scale_time", factor=factor)
+        return self._derived(
+            self._stretched("scale_time", self._checked_factor("scale_time", factor)), op="scale_time", factor=factor
+        )
 
     def at_rate(self, requests_per_s: float) -> Workload:
         """Stretched so that the mean rate is `requests_per_s` (> 0): arrivals and think times times one factor.
@@ -158,17 +160,13 @@ class Workload(Sequence[RequestSpec]):
         )
 
     def _stretched(self, operation: str, factor: float) -> Columns:
-        columns, factor = self.columns, self._checked_factor(operation, factor)
-        with np.errstate(over="ignore"):
+        columns = self.columns
+        with np.errstate(over="ignore", invalid="ignore"):
             arrived_at = columns.arrived_at * factor
             think_time_s: F64 | None = None if columns.think_time_s is None else columns.think_time_s * factor
-        if not all(np.isfinite(times).all() for times in (arrived_at, think_time_s) if times is not None):
-            raise WorkloadError(
-                self.name,
-                None,
-                f"{operation}: times {factor:g} times as long are no finite numbers",
-                "A smaller factor",
-            )
+        if not factor or not all(np.isfinite(times).all() for times in (arrived_at, think_time_s) if times is not None):
+            message = f"{operation}: {factor:g} times as long, times would be infinite or all 0"
+            raise WorkloadError(self.name, None, message, "A change that doubles can hold")
         return replace(columns, arrived_at=arrived_at, think_time_s=think_time_s)
 
     def _checked_factor(self, operation: str, factor: float) -> float:
