@@ -10,7 +10,7 @@ import importlib
 import warnings
 
 from vajra_py.contract.batch import BatchBuilder, DecodeStop, PreemptionMode, Refusal
-from vajra_py.contract.context import PolicyConfig, PolicyContext, RandomStream, SharedState
+from vajra_py.contract.context import EmitFigure, PolicyConfig, PolicyContext, RandomStream, SharedState
 from vajra_py.contract.fill import ChunkRule, add_all_decodes, fill
 from vajra_py.contract.hookspecs import PolicySpec, hookimpl
 from vajra_py.contract.latency import BatchFeatures, LengthEstimate, PrefillTime
@@ -39,6 +39,7 @@ __all__ = [
     "ChunkRule",
     "ChunksSoloPrompts",
     "DecodeStop",
+    "EmitFigure",
     "EndReason",
     "EndedStep",
     "Key",
