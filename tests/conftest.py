@@ -5,11 +5,17 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from vajra_py.contract.observer import Observer
+    from vajra_py.plugins import Registry
 
 # Before anything imports a numeric library: one thread per worker (workers share the cores), figures into files, no model hub.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -87,6 +93,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def repository_root() -> Path:
     """The folder that holds pyproject.toml."""
     return ROOT
+
+
+@pytest.fixture
+def with_observer() -> Callable[[str, Observer], Registry]:
+    """Make the installed registry with one more observer, which `observers: [{type: NAME}]` selects."""
+    from vajra_py.contract import PolicyConfig
+    from vajra_py.contract.hookspecs import ObserverSpec
+    from vajra_py.plugins import load_registry
+    from vajra_py.plugins.registry import PluginSource
+
+    class NoParameters(PolicyConfig):
+        """No parameters."""
+
+    def registry(name: str, observer: Observer) -> Registry:
+        installed = load_registry()
+        claim = (
+            PluginSource("test-observers", "1.0", name),
+            ObserverSpec(name, NoParameters, lambda _: observer, "A test's."),
+        )
+        return replace(
+            installed, lazy=lambda hook: [*installed.lazy(hook), *([claim] if hook == "vajra_observers" else [])]
+        )
+
+    return registry
 
 
 @pytest.fixture(scope="session")

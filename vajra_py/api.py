@@ -20,6 +20,7 @@ from vajra_py.config import ExperimentConfig, config_from_mapping, expand_sweep,
 from vajra_py.contract import Layer, PolicySpec
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.backend import Progress
+from vajra_py.experiment.check import problems_of_parts
 from vajra_py.experiment.folder import find_all_runs
 from vajra_py.experiment.pool import MakePool, RunTask, run_in_pool
 from vajra_py.experiment.run import load_workload, run_experiment
@@ -68,10 +69,22 @@ def load(
     """An experiment from a YAML file, or from a mapping that reads like one; `overrides` maps dotted paths to values.
 
     `policies` may be named in it beside the installed ones; give the same ones to `run` or `sweep`. Raises `ConfigError` with
-    every mistake.
+    every mistake, as `vajra check` does: files of the workload are read, replicas and policies put together once.
     """
-    texts = [f"{path}={_yaml(str(path), value)}" for path, value in (overrides or {}).items()]
     registry = _registry(policies)
+    config = _read(source, overrides, registry)
+    where = "" if isinstance(source, Mapping) else str(source)
+    problems = list(dict.fromkeys(problems_of_parts(expand_sweep(config, registry), registry, where)))
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _read(
+    source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None, registry: Registry
+) -> ExperimentConfig:
+    """An experiment whose settings are right; whether its parts can be made shows when they are."""
+    texts = [f"{path}={_yaml(str(path), value)}" for path, value in (overrides or {}).items()]
     if isinstance(source, Mapping):
         return config_from_mapping(source, texts, registry)
     path: Any = source
@@ -229,7 +242,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _loaded(config: Experiment, policies: Iterable[PolicySpec]) -> ExperimentConfig:
-    return config if isinstance(config, ExperimentConfig) else load(config, policies=policies)
+    return config if isinstance(config, ExperimentConfig) else _read(config, None, _registry(policies))
 
 
 @contextmanager

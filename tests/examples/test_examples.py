@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from filecmp import cmpfiles
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ import pytest
 import vajra_py as vajra
 from vajra_py.cli.main import main
 from vajra_py.config import ExperimentConfig, expand_sweep, load_config
+from vajra_py.contract.observer import Observer, StepRecord, StepRun
+from vajra_py.experiment.run import run_experiment
+from vajra_py.plugins import Registry
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -135,8 +138,22 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
 TABLES = ["requests.parquet", "steps.parquet", "tbt.parquet", "summary.json"]
 
 
-def test_equal_runs_give_equal_bytes(tmp_path: Path) -> None:
-    """What docs/experiments.md promises: every file but environment.json; with or without the decision log, the same tables."""
+class FormsEachStep(Observer):
+    """Without decode fast-forward, since it looks at every step."""
+
+    wants_steps = True
+    num_steps = num_in_runs = 0
+
+    def on_step_begin(self, step: StepRecord) -> None:
+        self.num_steps += 1
+
+    def on_step_run(self, run: StepRun) -> None:
+        self.num_in_runs += len(run.ended_at)
+
+
+def test_equal_runs_give_equal_bytes(tmp_path: Path, with_observer: Callable[[str, Observer], Registry]) -> None:
+    """Every file but environment.json, as docs/experiments.md promises; with or without the decision log and decode
+    fast-forward, the same tables."""
     config = load_example(
         "demo.yaml", tmp_path, sweep=None, replications=1, output__decision_log=True, workload__first=40
     )
@@ -149,6 +166,14 @@ def test_equal_runs_give_equal_bytes(tmp_path: Path) -> None:
     unlogged = vajra.run(quiet, folder=tmp_path / "unlogged").path
     assert cmpfiles(first, unlogged, TABLES, shallow=False) == (TABLES, [], [])
     assert not (unlogged / "decisions.parquet").exists()
+    observer = FormsEachStep()
+    stepped = quiet.model_copy(update={"observers": (type(quiet.backend.settings.latency)(type="forms_each_step"),)})
+    run = run_experiment(stepped, folder=tmp_path / "stepped", registry=with_observer("forms_each_step", observer))
+    assert observer.num_steps > 0 == observer.num_in_runs
+    same = ["requests.parquet", "tbt.parquet"]
+    assert cmpfiles(first, run.path, same, shallow=False) == (same, [], [])
+    order = [("replicaset", "ascending"), ("replica_id", "ascending"), ("step_index", "ascending")]
+    assert run.steps().sort_by(order).equals(vajra.RunData.load(first).steps().sort_by(order))
 
 
 @pytest.mark.slow

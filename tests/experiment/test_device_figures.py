@@ -71,7 +71,11 @@ def test_devices_are_counted_over_parallelism_and_replicas() -> None:
 
 
 def test_a_model_of_step_times_without_a_device_has_the_one_that_is_named() -> None:
-    constant = {**EXPERIMENT, "backend": {"simulator": {"latency": {"type": "constant", "step_time_s": 0.02}}}}
+    constant = {
+        **EXPERIMENT,
+        "replica": {"memory": {"num_blocks": 500}},
+        "backend": {"simulator": {"latency": {"type": "constant", "step_time_s": 0.02}}},
+    }
     assert devices_of(vajra.load(constant)) == {}
     (found,) = devices_of(vajra.load({**constant, "costs": {"device": "l4", "devices_per_replica": 2}})).values()
     assert (found.costs.device, found.num_devices, found.price_per_hour) == ("l4", 2, pytest.approx(0.88))

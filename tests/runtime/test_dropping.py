@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vajra_py.contract import KeyMotion, SchedulerTraits, SteadyState
-from vajra_py.contract.observer import EndReason, Observer
+from vajra_py.contract.observer import EndReason, Observer, StepRun
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.requests.request import RequestState
 from vajra_py.sim.simulator import SimulationOptions
@@ -65,9 +65,12 @@ def test_everything_that_waits_may_be_dropped_and_followers_come_all_the_same() 
 
 def test_running_ahead_drops_the_same() -> None:
     def ends(fast_forward: bool) -> list[tuple[str, Any, float]]:
-        found = []
+        found, runs = [], []
 
         class Diary(Observer):
+            def on_step_run(self, run: StepRun) -> None:
+                runs.append(run)
+
             def on_ended(self, request: Any, reason: EndReason, detail: str, now: float) -> None:
                 found.append((request.request_id, reason, now))
 
@@ -75,6 +78,7 @@ def test_running_ahead_drops_the_same() -> None:
         harness.controller.watch((Diary(),))
         specs = [RequestSpec(f"r{index}", 0.01 * index, 8, 5 + 7 * index % 40) for index in range(30)]
         harness.simulator(SimulationOptions(fast_forward=fast_forward, check_every_steps=1)).run(specs)
+        assert bool(runs) == fast_forward
         return found
 
     assert ends(fast_forward=True) == ends(fast_forward=False)

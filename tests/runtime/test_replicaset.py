@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vajra_py.contract import KeyMotion
-from vajra_py.contract.observer import EndReason, Observer
+from vajra_py.contract.observer import EndReason, Observer, StepRun
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.runtime.requests.request import RequestState
@@ -225,17 +225,21 @@ def test_a_refusing_policy_reads_loads_as_they_are_also_while_steps_run_ahead() 
 
     def ends(fast_forward: bool) -> dict[str, Any]:
         bench = Harness(ByArrival(), InTurn(), lambda context: Crowded(), HarnessOptions(num_blocks=200))
-        bench.controller.watch(())
         simulator = bench.simulator(SimulationOptions(fast_forward=fast_forward))
         specs = [RequestSpec(f"r{index}", 0.2 * index, 10, 400) for index in range(12)]
         ended: dict[str, Any] = {}
+        runs = []
 
         class Diary(Observer):
+            def on_step_run(self, run: StepRun) -> None:
+                runs.append(run)
+
             def on_ended(self, request: Any, reason: EndReason, detail: str, now: float) -> None:
                 ended[request.request_id] = (reason, detail, now)
 
         bench.controller.watch((Diary(),))
         simulator.run(specs)
+        assert bool(runs) == fast_forward
         return ended
 
     assert ends(fast_forward=True) == ends(fast_forward=False)

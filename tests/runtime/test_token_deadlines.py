@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import vajra_py as vajra
+from vajra_py.contract.observer import Observer, StepRun
 from vajra_py.metrics.recorder import token_times
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing import ByArrival, Harness, HarnessOptions, InTurn, PlainChunks
@@ -50,6 +51,15 @@ def test_without_promises_nothing_is_due() -> None:
     assert harness.request("a").next_token_due_at is None
 
 
+class CountsRuns(Observer):
+    """Number of steps that were fast-forwarded."""
+
+    num_steps = 0
+
+    def on_step_run(self, run: StepRun) -> None:
+        self.num_steps += len(run.ended_at)
+
+
 def test_the_newest_token_is_known_while_steps_run_ahead() -> None:
     seen: dict[bool, list[Any]] = {}
     for fast_forward in (True, False):
@@ -63,9 +73,11 @@ def test_the_newest_token_is_known_while_steps_run_ahead() -> None:
                 seen.setdefault(fast_forward, []).append(self.first.last_token_at)  # noqa: B023 - called in this round
 
         harness = Harness(AtArrival(), InTurn(), PlainChunks(), HarnessOptions(num_blocks=200))
-        harness.controller.watch(())
+        runs = CountsRuns()
+        harness.controller.watch((runs,))
         specs = [RequestSpec(f"r{index}", 0.137 * index, 10, 300) for index in range(6)]
         harness.simulator(SimulationOptions(fast_forward=fast_forward)).run(specs)
+        assert (runs.num_steps > 0) == fast_forward
     assert seen[True] == seen[False]
     assert seen[True][0] is None
     assert all(seen[True][1:])

@@ -14,7 +14,6 @@ import pytest
 from vajra_py.api import load
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract import Layer, PolicyConfig, PolicySpec
-from vajra_py.contract.hookspecs import ObserverSpec
 from vajra_py.contract.observer import Observer
 from vajra_py.errors import PolicyError
 from vajra_py.experiment.run import run_experiment
@@ -216,28 +215,19 @@ def test_a_failed_run_is_no_result(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "experiment" / "manifest.json").read_text())["status"] == "finished"
 
 
-def test_a_failing_observer_leaves_tables_too(tmp_path: Path) -> None:
+def test_a_failing_observer_leaves_tables_too(
+    tmp_path: Path, with_observer: Callable[[str, Observer], Registry]
+) -> None:
     class Clumsy(Observer):
         def on_ended(self, request: Any, reason: Any, detail: str, now: float) -> None:
             if request.index == 5:
                 raise OSError("disk full")
 
-    class Parameters(PolicyConfig):
-        """Nothing."""
-
-    installed = load_registry()
-    spec = ObserverSpec("clumsy", Parameters, lambda config: Clumsy(), "Fails.")
-    source = PluginSource("broken-observers", "1.0", "clumsy")
-
-    def lazy(hook: str) -> list[tuple[PluginSource, object]]:
-        claims = list(installed.lazy(hook))
-        return [*claims, (source, spec)] if hook == "vajra_observers" else claims
-
     config = load(settings(tmp_path))
     choice = type(config.backend.settings.latency)(type="clumsy")
     config = config.model_copy(update={"observers": (choice,)})
     with pytest.raises(OSError, match="disk full"):
-        run_experiment(config, registry=replace(installed, lazy=lazy))
+        run_experiment(config, registry=with_observer("clumsy", Clumsy()))
     manifest = json.loads((tmp_path / "experiment" / "manifest.json").read_text())
     assert (manifest["status"], manifest["error"]) == ("failed", "OSError: disk full")
     assert pq.read_table(tmp_path / "experiment" / "requests.parquet").num_rows >= 5

@@ -28,6 +28,10 @@ def spec(name: str, at: float, num_prompt: int = 4, num_output: int = 2, **facts
     return RequestSpec(name, at, num_prompt, num_output, **facts)
 
 
+STEPPED = SimulationOptions(check_every_steps=1, fast_forward=False)
+"""Every step is formed by itself and can be looked at in `Harness.steps`."""
+
+
 class Run:
     """A simulation and what became of its requests."""
 
@@ -40,7 +44,9 @@ class Run:
         admission: AdmissionLimits | None = None,
     ) -> None:
         rules = rules or SimulationOptions(check_every_steps=1)
-        self.harness = Harness(*policies, replace(options, holds_ended_slots=rules.asynchronous))
+        keeps_steps = not rules.fast_forward  # else every step is formed by itself
+        options = replace(options, holds_ended_slots=rules.asynchronous, keeps_steps=keeps_steps)
+        self.harness = Harness(*policies, options)
         if admission is not None:
             self.harness.replicaset.admission = admission
         self.simulator = self.harness.simulator(rules)
@@ -109,12 +115,12 @@ def test_a_workload_may_be_read_once() -> None:
 
 def test_arrivals_of_one_tick_meet_in_one_step() -> None:
     for chooser in ("pull", "round_robin"):
-        served = run([spec(name, 0.5) for name in "abc"], policies=("fcfs", chooser, "fixed_chunk"))
+        served = run([spec(name, 0.5) for name in "abc"], rules=STEPPED, policies=("fcfs", chooser, "fixed_chunk"))
         assert list(served.harness.steps[0].tokens) == ["a", "b", "c"]
 
 
 def test_an_arrival_at_a_steps_end_joins_the_next_step() -> None:
-    served = run([spec("a", 0.0, num_output=3), spec("b", 0.01)])
+    served = run([spec("a", 0.0, num_output=3), spec("b", 0.01)], rules=STEPPED)
     assert [list(step.tokens) for step in served.harness.steps] == [["a"], ["a", "b"], ["a", "b"]]
 
 
@@ -320,7 +326,7 @@ def test_forming_a_step_may_take_time() -> None:
 def test_steps_go_through_a_pipeline_one_behind_the_other() -> None:
     """Two stages of 10 ms, one request a step: a step enters every 10 ms and leaves 20 ms later."""
     options = replace(OPTIONS, pipeline_stages=2, max_batch_size=1, latency=ConstantModel(0.02, num_stages=2))
-    served = run([spec("a", 0.0), spec("b", 0.0)], options)
+    served = run([spec("a", 0.0), spec("b", 0.0)], options, STEPPED)
     steps = [(list(step.tokens), step.formed_at, step.ended_at) for step in served.harness.steps]
     assert steps == [
         (["a"], 0.0, 0.02),
@@ -334,7 +340,7 @@ def test_a_short_step_queues_behind_a_long_one_at_every_stage() -> None:
     """A tandem queue: 16 tokens need 4 ms a stage, 1 token 0.25 ms; nobody overtakes."""
     latency = AffineModel(base_s=0.0, per_token_s=0.0005, num_stages=2)
     options = replace(OPTIONS, pipeline_stages=2, max_batch_size=1, latency=latency)
-    served = run([spec("long", 0.0, 16, 1), spec("short", 0.0, 1, 1)], options)
+    served = run([spec("long", 0.0, 16, 1), spec("short", 0.0, 1, 1)], options, STEPPED)
     steps = [(list(step.tokens), step.formed_at, step.ended_at) for step in served.harness.steps]
     assert steps == [(["long"], 0.0, 0.008), (["short"], 0.004, 0.00825)]
 
@@ -342,14 +348,16 @@ def test_a_short_step_queues_behind_a_long_one_at_every_stage() -> None:
 def test_chunks_of_one_prompt_follow_each_other_through_the_stages() -> None:
     """Three chunks, two stages of 10 ms: (3 + 1) stage times instead of 3 * 2."""
     options = replace(OPTIONS, pipeline_stages=2, max_batch_tokens=8, latency=ConstantModel(0.02, num_stages=2))
-    served = run([spec("a", 0.0, 24, 1)], options)
+    served = run([spec("a", 0.0, 24, 1)], options, STEPPED)
     assert [step.formed_at for step in served.harness.steps] == [0.0, 0.01, 0.02]
     assert served["a"].first_token_at == 0.04
 
 
 def test_chunks_end_where_a_kv_parallel_group_is_full() -> None:
     options = replace(OPTIONS, kv_parallel_groups=3, kv_group_tokens=16, num_blocks=24, max_model_len=48)
-    served = run([spec("a", 0.0, 40, 3)], options, policies=("fcfs", "pull", ("fixed_chunk", {"chunk_size": 2048})))
+    served = run(
+        [spec("a", 0.0, 40, 3)], options, STEPPED, policies=("fcfs", "pull", ("fixed_chunk", {"chunk_size": 2048}))
+    )
     assert [step.tokens["a"] for step in served.harness.steps] == [16, 16, 8, 1, 1]
 
 
@@ -359,7 +367,7 @@ def test_the_same_run_twice_is_the_same() -> None:
     ]
     options = replace(OPTIONS, num_replicas=3, num_blocks=20, max_model_len=60)
     policies = ("lrs", "power_of_two", "dynamic_chunk")
-    one, other = (run(specs, options, policies=policies) for _ in range(2))
+    one, other = (run(specs, options, STEPPED, policies=policies) for _ in range(2))
     assert one.harness.steps == other.harness.steps
     assert one.ends() == other.ends()
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vajra_py.contract.observer import Observer, StepEnd, StepRecord
+from vajra_py.contract.observer import Observer, StepEnd, StepRecord, StepRun
 from vajra_py.errors import RunError
 from vajra_py.latency.packed_times import PackedTimes
 from vajra_py.metrics.recorder import Recorder
@@ -76,6 +76,15 @@ class Expanded(Observer):
         return [*self.rows, *self._open.values()]
 
 
+class CountsRuns(Observer):
+    """Number of steps that were fast-forwarded."""
+
+    num_steps = 0
+
+    def on_step_run(self, run: StepRun) -> None:
+        self.num_steps += len(run.ended_at)
+
+
 def run(scenario: Scenario, policy: PolicySource, observers: list[Any], *, fast_forward: bool) -> int:
     """Simulate, some of it cut off; how many steps there were."""
     options = replace(scenario.options, num_replicas=2)
@@ -96,10 +105,11 @@ def test_records_read_as_single_steps(scenario: Scenario, policy: str, tmp_path:
     expected = Expanded()
     run(scenario, policy, [expected], fast_forward=True)
     for fast_forward in (True, False):
-        recorder = Recorder(lambda name: scenario.options.num_blocks)
+        recorder, runs = Recorder(lambda name: scenario.options.num_blocks), CountsRuns()
         log = DecisionLog(tmp_path / "decisions.parquet")
         sharing = Recorder(lambda name: scenario.options.num_blocks, log=log)
-        run(scenario, policy, [recorder, log, sharing], fast_forward=fast_forward)
+        run(scenario, policy, [recorder, log, sharing, runs], fast_forward=fast_forward)
+        assert (runs.num_steps > 0) == (fast_forward and scenario not in (PIPELINED, KV_PARALLEL)), "those never repeat"
         log.close()
         rows = list(read_decisions(tmp_path / "decisions.parquet"))
         assert rows == expected.all_rows()

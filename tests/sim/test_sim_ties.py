@@ -1,20 +1,42 @@
-"""Is it the same whether repeating steps are worked out at once, when requests arrive at the very tick at which steps end?"""
+"""Ties: what happens at one tick happens in one order, with decode fast-forward or step by step."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from vajra_py.config import config_from_mapping
+from vajra_py.contract import KeyMotion
+from vajra_py.contract.observer import Observer, StepRun
 from vajra_py.experiment.run import run_experiment
+from vajra_py.latency import ConstantModel
+from vajra_py.plugins import Registry
+from vajra_py.sim.simulator import SimulationOptions
+from vajra_py.testing import Harness, HarnessOptions, InTurn, PlainChunks
+from vajra_py.workload import RequestSpec
 
 
-@pytest.mark.parametrize("chooser", ["round_robin", "least_loaded", "power_of_two", "prefix_affinity", "pull"])
+class CountsRuns(Observer):
+    """Number of steps that were fast-forwarded; with `wants_steps` the simulator forms each step by itself."""
+
+    def __init__(self, *, wants_steps: bool) -> None:
+        self.wants_steps = wants_steps
+        self.num_in_runs = 0
+
+    def on_step_run(self, run: StepRun) -> None:
+        self.num_in_runs += len(run.ended_at)
+
+
+@pytest.mark.parametrize("router", ["round_robin", "least_loaded", "power_of_two", "prefix_affinity", "pull"])
 @pytest.mark.parametrize("seed", range(4))
-def test_ties_are_settled_in_the_same_order(chooser: str, seed: int, tmp_path: Path) -> None:
+def test_ties_are_settled_in_the_same_order(
+    router: str, seed: int, tmp_path: Path, with_observer: Callable[[str, Observer], Registry]
+) -> None:
     stream = np.random.default_rng(seed)
     arrivals = sorted(int(tick) for tick in stream.integers(0, 120, 40))
     rows = [
@@ -29,24 +51,73 @@ def test_ties_are_settled_in_the_same_order(chooser: str, seed: int, tmp_path: P
     ]
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps({k: v for k, v in row.items() if v is not None}) + "\n" for row in rows))
-    tables = []
-    for watched in (True, False):  # nothing is worked out ahead where every step is logged
-        config = config_from_mapping(
-            {
-                "version": 1,
-                "num_replicas": 3,
-                "scheduling": {
-                    "request_prioritizer": "fcfs",
-                    "replicaset_scheduler": chooser,
-                    "replica_scheduler": "fixed_chunk",
-                },
-                "replica": {"max_batch_size": 4, "memory": {"block_size": 8, "num_blocks": 40}},
-                "workload": {"type": "jsonl", "path": str(trace)},
-                "backend": {"simulator": {"latency": {"type": "constant", "step_time_s": 0.01}}},
-                "output": {"decision_log": watched},
-            }
-        )
-        run = run_experiment(config, folder=tmp_path / str(watched))
+    config = config_from_mapping(
+        {
+            "version": 1,
+            "num_replicas": 3,
+            "scheduling": {
+                "request_prioritizer": "fcfs",
+                "replicaset_scheduler": router,
+                "replica_scheduler": "fixed_chunk",
+            },
+            "replica": {"max_batch_size": 4, "memory": {"block_size": 8, "num_blocks": 40}},
+            "workload": {"type": "jsonl", "path": str(trace)},
+            "backend": {"simulator": {"latency": {"type": "constant", "step_time_s": 0.01}}},
+        }
+    )
+    config = config.model_copy(
+        update={"observers": (type(config.backend.settings.latency)(type="counts_runs"),)}  # type: ignore[union-attr]
+    )
+    tables, num_in_runs = [], []
+    for stepped in (True, False):
+        observer = CountsRuns(wants_steps=stepped)
+        run = run_experiment(config, folder=tmp_path / str(stepped), registry=with_observer("counts_runs", observer))
         order = [("replica_id", "ascending"), ("step_index", "ascending")]
         tables.append((run.requests().sort_by("index").to_pydict(), run.steps().sort_by(order).to_pydict()))
+        num_in_runs.append(observer.num_in_runs)
+    assert num_in_runs[0] == 0 < num_in_runs[1]
     np.testing.assert_equal(tables[0], tables[1])
+
+
+class SeesOthers:
+    """FCFS; at each departure it notes how far every request is."""
+
+    key_motion = KeyMotion.STATIC
+
+    def __init__(self) -> None:
+        self.arrived: list[Any] = []
+        self.seen: list[tuple[float, list[str], list[tuple[str, int]]]] = []
+
+    def key(self, request: Any, now: float) -> float:
+        return float(request.arrived_at)
+
+    def on_arrivals(self, requests: Sequence[Any], now: float) -> None:
+        self.arrived += requests
+
+    def on_departures(self, requests: Sequence[Any], now: float) -> None:
+        progress = [(one.request_id, one.num_output_tokens) for one in self.arrived]
+        self.seen.append((now, [one.request_id for one in requests], progress))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_departure_finds_the_others_as_far_as_step_by_step_where_steps_end_together(seed: int) -> None:
+    lengths = [int(one) for one in np.random.default_rng(seed).permutation(np.arange(40, 100, 6))]
+    seen, num_in_runs = [], []
+    for fast_forward in (False, True):
+        policy, runs = SeesOthers(), CountsRuns(wants_steps=False)
+        options = HarnessOptions(
+            num_replicas=3,
+            num_blocks=400,
+            max_model_len=2000,
+            latency=ConstantModel(0.01),  # the three replicas' steps all end at the same ticks
+            reserves_growth=fast_forward,
+        )
+        harness = Harness(policy, InTurn(), PlainChunks(), options)
+        harness.controller.watch((runs,))
+        specs = [RequestSpec(f"r{index}", 0.0, 16, length) for index, length in enumerate(lengths)]
+        harness.simulator(SimulationOptions(fast_forward=fast_forward)).run(specs)
+        seen.append(policy.seen)
+        num_in_runs.append(runs.num_in_runs)
+    assert num_in_runs[0] == 0 < num_in_runs[1]
+    assert len(seen[0]) == len(lengths)
+    assert seen[0] == seen[1]

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from vajra_py.cli.options import overrides_option
 
 if TYPE_CHECKING:
-    from vajra_py.config import ExperimentConfig, SweepPoint
     from vajra_py.errors import Problem
 
 
@@ -28,6 +25,8 @@ def check(files: tuple[Path, ...], overrides: tuple[str, ...], effective: bool) 
     """
     from vajra_py.config import dump_effective, expand_sweep, load_config
     from vajra_py.errors import ConfigError
+    from vajra_py.experiment.check import problems_of_parts
+    from vajra_py.plugins import load_registry
 
     problems: list[Problem] = []
     for file in files:
@@ -37,7 +36,7 @@ def check(files: tuple[Path, ...], overrides: tuple[str, ...], effective: bool) 
         except ConfigError as error:
             problems.extend(error.problems)
             continue
-        found = list(dict.fromkeys(_problems_of_parts(file, points)))
+        found = list(dict.fromkeys(problems_of_parts(points, load_registry(), str(file))))
         problems.extend(found)
         if effective:
             click.echo(dump_effective(config), nl=False)
@@ -46,45 +45,6 @@ def check(files: tuple[Path, ...], overrides: tuple[str, ...], effective: bool) 
             click.echo(f"{file}: valid ({runs})")
     if problems:
         raise ConfigError(problems)
-
-
-def _problems_of_parts(file: Path, points: list[tuple[SweepPoint, ExperimentConfig]]) -> Iterator[Problem]:
-    """What only shows when the parts are made: unreadable traces, models that do not fit, policies that refuse a replica."""
-    from vajra_py.errors import ConfigError, WorkloadError
-    from vajra_py.experiment.backend import Run, make_backend
-    from vajra_py.experiment.run import load_workload
-    from vajra_py.plugins import load_registry
-    from vajra_py.runtime.support.seeds import SeedTree
-    from vajra_py.workload import Workload
-
-    registry = load_registry()
-    nothing = Workload.from_requests([])
-    seen: set[tuple[str, ...]] = set()
-    said: set[str] = set()
-    for point, config in points:
-        try:
-            paths = tuple(_paths(config.workload))
-            if paths and paths not in seen:
-                seen.add(paths)
-                load_workload(config)
-            if config.backend.kind == "simulator":
-                make_backend(Run(config, registry, nothing, SeedTree(config.seed)))
-        except WorkloadError as error:
-            yield from error.problems
-        except ConfigError as error:
-            where = f"{file}" if len(points) == 1 else f"{file} ({point.label})"
-            for problem in error.problems:
-                if str(problem) not in said:  # what is wrong with every point is said of the first
-                    said.add(str(problem))
-                    yield replace(problem, where=f"{where} {problem.where}")
-
-
-def _paths(workload: Any) -> Iterator[str]:
-    """The files that a workload is read from."""
-    if getattr(workload, "path", None):
-        yield workload.path
-    for part in getattr(workload, "workloads", ()):
-        yield from _paths(part)
 
 
 @click.command()

@@ -10,7 +10,7 @@ import importlib
 import warnings
 
 from vajra_py.contract.batch import BatchBuilder, DecodeStop, PreemptionMode, Refusal
-from vajra_py.contract.context import PolicyConfig, PolicyContext, RandomStream, SharedState
+from vajra_py.contract.context import EmitFigure, PolicyConfig, PolicyContext, RandomStream, SharedState
 from vajra_py.contract.fill import ChunkRule, add_all_decodes, fill
 from vajra_py.contract.hookspecs import PolicySpec, hookimpl
 from vajra_py.contract.latency import BatchFeatures, LengthEstimate, PrefillTime
@@ -30,7 +30,7 @@ from vajra_py.contract.policies import (
     SteadyState,
     TimeLinearPrioritizer,
 )
-from vajra_py.contract.requests import ReplicaId, RequestId, RequestView
+from vajra_py.contract.requests import EndReason, ReplicaId, RequestId, RequestView
 from vajra_py.contract.views import LocalReplicaView, PriorityKey, QueueView, ReplicaLimits, ReplicaLoadView
 
 __all__ = [
@@ -39,6 +39,8 @@ __all__ = [
     "ChunkRule",
     "ChunksSoloPrompts",
     "DecodeStop",
+    "EmitFigure",
+    "EndReason",
     "EndedStep",
     "Key",
     "KeyMotion",
@@ -90,9 +92,7 @@ _ALIASES = {"ChunksLonePrompts": "ChunksSoloPrompts"}
 _MOVED = {
     **dict.fromkeys(("LatencyModelSpec", "ObserverSpec", "OutputLengthSpec", "Preset"), "hookspecs"),
     **dict.fromkeys(("LatencyModel", "OutputLengthPredictor"), "latency"),
-    **dict.fromkeys(
-        ("EndReason", "Observer", "PolicySwap", "ScheduledChunk", "StepEnd", "StepRecord", "StepRun"), "observer"
-    ),
+    **dict.fromkeys(("Observer", "PolicySwap", "ScheduledChunk", "StepEnd", "StepRecord", "StepRun"), "observer"),
 }
 """Names that stood here once, by the submodule that has them."""
 

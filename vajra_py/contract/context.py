@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor, PrefillTime
+from vajra_py.contract.requests import RequestView
 from vajra_py.contract.views import ReplicaLimits
 
 
@@ -26,6 +27,21 @@ class RandomStream(Protocol):
 
     def integers(self, low: int, high: int) -> int:
         """Uniform over low .. high - 1."""
+
+
+class EmitFigure(Protocol):
+    """Records a figure of a policy's own: a counter, a level, a prediction that a paper wants to plot beside TTFT."""
+
+    def __call__(self, name: str, value: float, now: float, request: RequestView | None = None) -> None:
+        """Record `value` under `name` (lower-case letters, digits, underscores) at `now`, of one request or of none.
+
+        Kept by runs that write results, in `emitted.parquet`; elsewhere nothing happens. Steps that a simulator repeats without
+        asking (`SchedulerTraits.repeats_decodes`) emit nothing. Raises `ValueError` for another name or a number that is not finite.
+        """
+
+
+def emit_nothing(name: str, value: float, now: float, request: RequestView | None = None) -> None:
+    """Record nothing; the default of `PolicyContext.emit`."""
 
 
 T = TypeVar("T")
@@ -59,7 +75,7 @@ class SharedState:
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """Services for one policy object; there is one context a replicaset, shared by its policies."""
+    """Services for one policy object. Policies of one replicaset have the same services, but for `emit`, which knows whose it is."""
 
     limits: ReplicaLimits
     num_replicas: int
@@ -70,3 +86,5 @@ class PolicyContext:
     """A stream by name: the same name gives the same numbers whatever else draws."""
     shared: SharedState = field(default_factory=SharedState)
     """State that the policies of the replicaset share."""
+    emit: EmitFigure = emit_nothing
+    """Records a figure of the policy's own."""

@@ -4,31 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from vajra_py.contract.latency import BatchFeatures
 from vajra_py.contract.policies import Layer
-from vajra_py.contract.requests import ReplicaId, RequestView
+from vajra_py.contract.requests import EndReason, ReplicaId, RequestView
 
-
-class EndReason(Enum):
-    """How a request ends; every request ends exactly once."""
-
-    STOP = "stop"
-    """The model ended it (end of sequence or a stop string)."""
-    LENGTH = "length"
-    """It reached `max_tokens` or the model's length."""
-    ABORTED = "aborted"
-    """Its client took it back."""
-    EXPIRED = "expired"
-    """It waited longer than it allowed."""
-    REJECTED = "rejected"
-    """It was refused at the door (it can never fit, or the queues are full), or a scheduler dropped it while it waited."""
-    FAILED = "failed"
-    """The replica that ran it failed."""
-
-    __hash__ = object.__hash__  # there is one object for each, and to hash its name takes ten times as long
+__all__ = ["EndReason", "Observer", "PolicySwap", "ScheduledChunk", "StepEnd", "StepRecord", "StepRun"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ class ListensToRequests(Protocol):
         """A step of a replica has come back."""
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Requests that have left for good: finished, aborted, expired, rejected by a scheduler while waiting, or failed."""
+        """Requests that have left for good; `end_reason` of each is why: finished, aborted, expired, dropped while waiting, failed."""
 
 
 SchedulingPolicy: TypeAlias = RequestPrioritizer | ReplicasetScheduler | ReplicaScheduler

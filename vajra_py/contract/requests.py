@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from enum import Enum
 from typing import Protocol, TypeAlias
 
 RequestId: TypeAlias = str
 ReplicaId: TypeAlias = int
+
+
+class EndReason(Enum):
+    """How a request ends; every request ends exactly once."""
+
+    STOP = "stop"
+    """The model ended it (end of sequence or a stop string)."""
+    LENGTH = "length"
+    """It reached `max_tokens` or the model's length."""
+    ABORTED = "aborted"
+    """Its client took it back."""
+    EXPIRED = "expired"
+    """It waited longer than it allowed."""
+    REJECTED = "rejected"
+    """It was refused at the door (it can never fit, or the queues are full), or a scheduler dropped it while it waited."""
+    FAILED = "failed"
+    """The replica that ran it failed."""
+
+    __hash__ = object.__hash__  # there is one object for each, and to hash its name takes ten times as long
 
 
 class RequestView(Protocol):
@@ -84,6 +104,10 @@ class RequestView(Protocol):
     @property
     def is_prefill_complete(self) -> bool:
         """Whether every known token but the newest one is computed."""
+
+    @property
+    def end_reason(self) -> EndReason | None:
+        """Why it left, in `on_departures`; None while it waits or runs."""
 
     @property
     def priority(self) -> int:

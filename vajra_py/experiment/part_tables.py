@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.experiment.results import Tables
+from vajra_py.metrics.emitted import combined
 from vajra_py.metrics.tables import ROW_GROUP_ROWS, TableBuilder
 
 _REQUESTS, _STEPS, _TBT, _STEP_TIMES = "requests.arrow", "steps.arrow", "tbt.arrow", "step_times.json"
+_EMITTED, _NOTES = "emitted.arrow", "notes.json"
 
 
 def write_part(
@@ -20,6 +22,9 @@ def write_part(
     """Write what `take_part` reads; arguments as of `write_results`, in whose place it is called."""
     for name, builder in ((_REQUESTS, tables.requests), (_STEPS, tables.steps), (_TBT, tables.tbt)):
         _write(path / name, builder)
+    if tables.emitted is not None:
+        _write_table(path / _EMITTED, tables.emitted)
+    (path / _NOTES).write_text(json.dumps([*tables.notes]))
     (path / _STEP_TIMES).write_text(json.dumps(step_times))
 
 
@@ -32,6 +37,23 @@ def take_part(path: Path, tables: Tables) -> Mapping[str, Any]:
         gaps.extend_weighted(batch.column("gap_s").to_numpy(), batch.column("weight").to_numpy())
     step_times: Mapping[str, Any] = json.loads((path / _STEP_TIMES).read_text())
     return step_times
+
+
+def take_emitted(paths: Sequence[Path]) -> Any:
+    """The figures that policies emitted in all parts, as one table."""
+    return combined([_read(path / _EMITTED) for path in paths])
+
+
+def take_notes(paths: Sequence[Path]) -> list[str]:
+    """Sentences about policies of all parts, each once."""
+    return sorted({note for path in paths for note in json.loads((path / _NOTES).read_text())})
+
+
+def _write_table(path: Path, table: Any) -> None:
+    import pyarrow as pa
+
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
 
 
 def _write(path: Path, builder: TableBuilder) -> None:

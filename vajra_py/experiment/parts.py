@@ -13,7 +13,7 @@ from vajra_py.config import ExperimentConfig, run_manifest
 from vajra_py.experiment.backend import Progress, Run
 from vajra_py.experiment.divided import NotedSeeds, Part, divide, why_whole
 from vajra_py.experiment.folder import FINISHED, RunFolder
-from vajra_py.experiment.part_tables import take_part
+from vajra_py.experiment.part_tables import take_emitted, take_notes, take_part
 from vajra_py.experiment.pool import MakePool, RunTask
 from vajra_py.experiment.results import Tables, write_results
 from vajra_py.experiment.run import load_workload
@@ -107,7 +107,7 @@ def _write_combined(config: ExperimentConfig, place: RunFolder, paths: Sequence[
         if config.output.decision_log:
             logs = [path / DECISIONS_FILE for path in paths]
             merging = beside.submit(merge_decision_logs, logs, place.path / DECISIONS_FILE)
-        tables = Tables(RequestsBuilder(), StepsBuilder(), TbtBuilder())
+        tables = Tables(RequestsBuilder(), StepsBuilder(), TbtBuilder(), take_emitted(paths), take_notes(paths))
         step_times = [take_part(path, tables) for path in paths]
         write_results(place.path, config, tables, ended_at, _origin(step_times))
         if merging is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from vajra_py.config import ExperimentConfig
 from vajra_py.experiment.device_figures import devices_of
 from vajra_py.metrics.costs import cost_sections
 from vajra_py.metrics.definitions import Floats, Window
+from vajra_py.metrics.emitted import ArrowTable, emitted_section, write_emitted
 from vajra_py.metrics.intervals import mser5
 from vajra_py.metrics.run_warnings import rate_warnings
 from vajra_py.metrics.steps_table import StepsBuilder, expand_steps
@@ -30,6 +31,10 @@ class Tables:
     requests: RequestsBuilder
     steps: StepsBuilder
     tbt: TbtBuilder
+    emitted: ArrowTable | None = None
+    """Figures that policies emitted (`emitted_table`)."""
+    notes: Collection[str] = ()
+    """Sentences about the policies for the summary's warnings."""
 
 
 def write_results(
@@ -45,6 +50,10 @@ def write_results(
         writing = beside.submit(_write_tables, path, tables)
         steps = expand_steps(records, STEPS_READ, encoded=True)
         summary = _summary(config, requests, steps, tbt, ended_at).with_step_times(step_times)
+        summary = summary.with_warnings([*tables.notes])
+        if tables.emitted is not None:
+            write_emitted(tables.emitted, path)
+            summary = summary.with_sections(emitted_section(tables.emitted))
         writing.result()
     (path / "summary.json").write_text(summary.to_json())
 

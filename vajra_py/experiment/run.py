@@ -15,8 +15,10 @@ from vajra_py.experiment.device_figures import devices_of
 from vajra_py.experiment.folder import FAILED, FINISHED, INTERRUPTED, RunFolder
 from vajra_py.experiment.results import Tables
 from vajra_py.metrics.changes import Changes
+from vajra_py.metrics.emitted import emitted_table
 from vajra_py.metrics.recorder import Recorder
 from vajra_py.metrics.run_data import DECISIONS_FILE, RunData
+from vajra_py.metrics.run_warnings import policy_notes
 from vajra_py.plugins import Registry, build_observer, load_registry
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.support.seeds import SeedTree
@@ -90,6 +92,7 @@ class _Attempt:
             self._observers.append(self._log)
         self._observers += [build_observer(one.type, one.parameters, run.registry) for one in run.config.observers]
         controller.watch(self._observers)
+        controller.diary.emitted.is_kept = True
 
     def execute(self) -> None:
         """Run, and write what came of it."""
@@ -125,7 +128,10 @@ class _Attempt:
         for observer in self._observers:
             observer.on_run_end(seconds)
         recorder.record_unfinished(self._backend.controller.alive())
-        tables = Tables(recorder.requests, recorder.steps, recorder.tbt)
+        diary = self._backend.controller.diary
+        tables = Tables(
+            recorder.requests, recorder.steps, recorder.tbt, emitted_table(diary.emitted), policy_notes(diary)
+        )
         with ThreadPoolExecutor(1) as beside:  # encoding needs no interpreter, for the most part
             closing = None if self._log is None else beside.submit(self._log.close)
             self._backend.write(path, self._run.config, tables, seconds, self._backend.step_times.to_mapping())

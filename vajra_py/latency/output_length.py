@@ -30,6 +30,19 @@ class NoLengths:
         return None
 
 
+class UnansweredLengths:
+    """Knows nothing either, and notes which policy wanted to know."""
+
+    def __init__(self, policy: str, asked: set[str]) -> None:
+        self._policy = policy
+        self._asked = asked
+
+    def predict(self, request: object) -> LengthEstimate | None:
+        """None; the policy's name is in the set afterwards."""
+        self._asked.add(self._policy)
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class ConstantLengths:
     """The same estimate for every request."""

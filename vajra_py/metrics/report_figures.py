@@ -177,6 +177,14 @@ FIGURES: tuple[FigureSpec, ...] = (
         most_runs=MAX_TIMELINES,
     ),
     FigureSpec(
+        "emitted_over_time",
+        "Over time",
+        "Figures of the policies' own",
+        "What policies emitted of themselves, at the time at which they did; the first eight by name.",
+        plots.emitted_over_time,
+        wanted=plots.has_emitted,
+    ),
+    FigureSpec(
         "service_by_tenant",
         "Tenants",
         "Service of each tenant",

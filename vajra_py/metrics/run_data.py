@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 
 from vajra_py.errors import Problem, RunError
 from vajra_py.metrics.definitions import Window
+from vajra_py.metrics.emitted import EMITTED_FILE, emitted_table, last_by_request
 from vajra_py.metrics.steps_table import STEP_COLUMNS, expand_steps
 from vajra_py.metrics.summary import Summary, covering_window, summarise
 from vajra_py.metrics.tables import REQUEST_COLUMNS, TBT_COLUMNS, TEXT_COLUMNS
 from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
+from vajra_py.runtime.records.emitted import EmittedFigures
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -127,9 +129,28 @@ class RunData:
         """The table of gaps between tokens, or these columns of it."""
         return self._table(TBT_FILE, columns)
 
+    def emitted(self) -> ArrowTable:
+        """Figures that policies emitted of their own (`vajra_py.metrics.emitted`), empty where none did."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        path = self.path / EMITTED_FILE
+        if not path.exists():
+            return emitted_table(EmittedFigures())
+        try:
+            return pq.read_table(path)
+        except (OSError, pa.ArrowException) as error:
+            raise _problem(path, f"not a readable Parquet file ({error})", "It may be cut off; run again") from error
+
     def requests_frame(self, *columns: str) -> pd.DataFrame:
-        """The requests table as a pandas data frame."""
-        return _frame(self.requests(*columns))
+        """The requests table as a pandas data frame.
+
+        Where policies emitted figures of requests and no columns are named, with the last of each as `emitted.POLICY.NAME`.
+        """
+        frame = _frame(self.requests(*columns))
+        if columns or not (self.path / EMITTED_FILE).exists():
+            return frame
+        return frame.join(last_by_request(self.emitted()), on="index")
 
     def steps_frame(self, *columns: str) -> pd.DataFrame:
         """The steps table as a pandas data frame."""

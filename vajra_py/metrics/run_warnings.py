@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vajra_py.metrics.definitions import UNFINISHED
+from vajra_py.runtime.records.emitted import PolicyDiary
 
 MIN_COMPLETED = 100
 """Completed requests below which the 99th percentile is the maximum."""
@@ -55,6 +56,20 @@ def rate_warnings(data: Mapping[str, Any], asked: float | None) -> list[str]:
         f"The workload was asked for {asked:.3g} requests/s and arrived at {offered:.3g}: turns of a session wait for the turn before, and a process may be bursty; "
         "compare by the offered load, not by the rate asked for."
     ]
+
+
+def policy_notes(diary: PolicyDiary) -> list[str]:
+    """What the policies of a run asked for in vain, and what was lost of their own figures."""
+    found = [
+        f"Policy {name!r} asked for output lengths, and the predictor 'none' knows none: it decided without them. Set "
+        "`output_length` of the backend (oracle, noisy_oracle, histogram, constant) to give it some."
+        for name in sorted(diary.asked_for_lengths)
+    ]
+    if diary.emitted.num_lost:
+        found.append(
+            f"Policies emitted {diary.emitted.num_lost:,} figures beyond the first {len(diary.emitted):,}, which alone are kept."
+        )
+    return found
 
 
 _BECAME = {

@@ -9,7 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vajra_py.testing.conformance import Check, check_policy, conformance_checks, policies_under_test
+    from vajra_py.testing.conformance import (
+        Check,
+        ConformanceWarning,
+        check_policy,
+        conformance_checks,
+        policies_under_test,
+    )
     from vajra_py.testing.harness import Harness, HarnessOptions, PolicySource, Step, StepEntry
     from vajra_py.testing.reference_policies import ByArrival, BySlack, InTurn, PlainChunks, Shared
     from vajra_py.testing.scenarios import SCENARIOS, Scenario
@@ -19,6 +25,7 @@ _HOMES = {
     "ByArrival": "reference_policies",
     "BySlack": "reference_policies",
     "Check": "conformance",
+    "ConformanceWarning": "conformance",
     "Harness": "harness",
     "HarnessOptions": "harness",
     "InTurn": "reference_policies",
@@ -40,6 +47,7 @@ __all__ = [
     "ByArrival",
     "BySlack",
     "Check",
+    "ConformanceWarning",
     "Harness",
     "HarnessOptions",
     "InTurn",

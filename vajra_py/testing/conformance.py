@@ -14,6 +14,8 @@ is held against what it does.
 from __future__ import annotations
 
 import math
+import pickle
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,15 +36,18 @@ from vajra_py.contract import (
 from vajra_py.contract.policies import solo_chunk_size_of, traits_of
 from vajra_py.errors import DidNotReturn, VajraError
 from vajra_py.plugins import check_policy_shape, load_registry
+from vajra_py.plugins.build import hooks_of
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.testing import scenarios
+from vajra_py.testing.habits import futile_preemptions, kept_requests, uncalled_methods
 from vajra_py.testing.harness import Harness, PolicySource
-from vajra_py.testing.purity import only_pure
+from vajra_py.testing.hash_seeds import Rows, first_difference, rows_by_hash_seed
+from vajra_py.testing.purity import ImpureError, only_pure
 from vajra_py.testing.reference_policies import ByArrival, InTurn, PlainChunks, Shared, by_slack
 from vajra_py.testing.scenarios import Outcome, Policies, Rules, Scenario, StuckError, simulate
 from vajra_py.testing.strict import StrictViews, interpose
 
-__all__ = ["Check", "check_policy", "conformance_checks", "policies_under_test"]
+__all__ = ["Check", "ConformanceWarning", "check_policy", "conformance_checks", "policies_under_test"]
 
 PROTOCOLS: Mapping[Layer, type] = {
     Layer.REQUEST_PRIORITIZER: RequestPrioritizer,
@@ -58,6 +63,10 @@ Interposing = Callable[[Any], Any]
 """Puts something between a policy and the mechanism."""
 
 
+class ConformanceWarning(UserWarning):
+    """A policy does what the contract allows and its author hardly meant."""
+
+
 POLICY_TIMEOUT_S = 30.0
 """How long a policy may think about one question under test, seconds of real time."""
 
@@ -67,8 +76,8 @@ def check_policy(
 ) -> None:
     """Run every check of the policy's layer, with its default parameters or these.
 
-    Raises `AssertionError` that names the policy and, one to a line, every check that failed and what was found. A policy that
-    takes longer than `policy_timeout_s` to answer a question fails, and is not asked anything more.
+    Raises `AssertionError` that names the policy and, one to a line, every check that failed and what was found; warns with
+    `ConformanceWarning` of what is allowed and seldom meant. A policy that takes longer than `policy_timeout_s` to answer a question fails, and is not asked anything more.
     """
     subject = Subject(spec, params or {})
     failures = []
@@ -115,9 +124,11 @@ class Check:
         try:
             with no_endless_calls(policy_timeout_s):
                 self.run(subject)
-        except (AssertionError, VajraError, StuckError, RuntimeError) as error:
+        except (AssertionError, VajraError, StuckError, RuntimeError, ImpureError) as error:
             subject.is_endless = _is_from_endless_call(error)
             return str(error)
+        except Exception as error:  # of the policy's own, while it was built
+            return f"{type(error).__name__}: {error}"
         return None
 
 
@@ -160,7 +171,7 @@ class Subject:
             policy = self.build(context)
             return policy if interposing is None else interposing(policy)
 
-        rules = replace(rules, num_replicas=NUM_REPLICAS[layer])
+        rules = replace(rules, num_replicas=max(rules.num_replicas, NUM_REPLICAS[layer]))
         try:
             return simulate(scenario, _beside_partners(layer, source, scenario), rules)
         except (VajraError, StuckError, RuntimeError, AssertionError) as error:
@@ -258,6 +269,60 @@ def _is_repeatable(subject: Subject) -> None:
     _decides_again(subject, "when the run is repeated with the same seed", None)
 
 
+_HASHED = (scenarios.LIGHT, scenarios.STARVED, scenarios.SHARED_PREFIXES)
+_MANY_REPLICAS = {Layer.REQUEST_PRIORITIZER: 2, Layer.REPLICASET_SCHEDULER: 5, Layer.REPLICA_SCHEDULER: 1}
+"""So many that the first of a set of replicas is seldom the same one twice."""
+
+
+def rows_of(spec: PolicySpec, params: Mapping[str, Any]) -> Rows:
+    """Every decision and every end, in words, of a policy in some scenarios, as this process's hash seed has them."""
+    subject = Subject(spec, params)
+    rules = replace(UNCOUNTED, num_replicas=_MANY_REPLICAS[spec.layer])
+    outcomes = {one.name: subject.run(one, None, rules) for one in _HASHED if subject.suits(one)}
+    return {
+        name: [*(f"step {row}" for row in one.decisions), *(f"end {row}" for row in one.ends)]
+        for name, one in outcomes.items()
+    }
+
+
+def _is_the_same_under_every_hash_seed(subject: Subject) -> None:
+    """Repeat it in processes in which sets of strings have other orders: a run must not depend on them."""
+    try:
+        runs = rows_by_hash_seed(subject.spec, subject.params)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        text = f"{subject} was not tried under other hash seeds, since it cannot be pickled: {error}"
+        warnings.warn(text, ConformanceWarning, stacklevel=2)
+        return
+    difference = first_difference(runs)
+    advice = "Python iterates sets of strings in another order in each process: sort them, or use a dict"
+    _require(difference is None, f"it decides otherwise in another process: {difference}. {advice}")
+
+
+def _calls_its_methods(subject: Subject) -> None:
+    names = uncalled_methods(subject.build(_context(scenarios.LIGHT)), hooks_of(subject.layer))
+    allowed = "a name of the contract (such as on_step_end), or a leading underscore"
+    _require(not names, f"public methods that neither the mechanism nor its package calls: {names}. Allowed: {allowed}")
+
+
+def _forgets_ended_requests(subject: Subject) -> None:
+    for scenario in (scenarios.OVERLOADED, scenarios.LEAVING):
+        if not subject.suits(scenario):
+            continue
+        built: list[Any] = []
+
+        def kept(policy: Any, built: list[Any] = built) -> Any:
+            built.append(policy)
+            return policy
+
+        outcome = subject.run(scenario, kept, UNCOUNTED)
+        requests = outcome.requests.values()
+        num_kept, num_ended = len(kept_requests(built, requests)), len(outcome.ends)
+        text = (
+            f"after a run it still holds {num_kept} of {num_ended} requests, all of which have ended ({scenario.name})"
+        )
+        _require(num_kept <= num_ended // 2, f"{text}. Delete what it keeps of a request in `on_departures`")
+
+
 def _is_pure(subject: Subject) -> None:
     spec = subject.spec
     modules = {spec.build.__module__, spec.config.__module__, type(subject.build(_context(scenarios.LIGHT))).__module__}
@@ -342,6 +407,28 @@ def _keys_move_as_declared(subject: Subject) -> None:
     _decides_again(subject, "when keys are read more often", watched)
 
 
+def _order_would_be_the_same_if_volatile(subject: Subject) -> None:
+    """Warn of keys that are declared ARBITRARY and move while a step is formed, where the newer ones would count."""
+    if subject.build(_context(scenarios.LIGHT)).key_motion is not KeyMotion.ARBITRARY:
+        return
+
+    def volatile(policy: Any) -> Any:
+        changed = interpose(policy, {})
+        changed.key_motion = KeyMotion.VOLATILE
+        return changed
+
+    for scenario in (scenarios.OVERLOADED, scenarios.STARVED):
+        if not subject.suits(scenario):
+            continue
+        declared, other = subject.base(scenario), subject.run(scenario, volatile, UNCOUNTED)
+        for before, now in zip(declared.decisions, other.decisions, strict=False):
+            if before["chunks"] != now["chunks"]:
+                text = f"KeyMotion.VOLATILE would order otherwise from the step at {before['formed_at']} s ({scenario.name})"
+                why = "keys move while a step is formed, and ARBITRARY ones are read once a step"
+                warnings.warn(f"{subject}: {text}: {why}", ConformanceWarning, stacklevel=2)
+                return
+
+
 # Replicaset schedulers
 
 
@@ -405,6 +492,18 @@ def _lone_chunks_are_true(subject: Subject) -> None:
         _require(done == num_tokens, f"a prompt of {num_tokens} tokens alone was not finished")
 
 
+def _preempts_for_somebody(subject: Subject) -> None:
+    """Warn of preemptions in situations with memory to spare after which nobody else takes the victim's place."""
+    for scenario in scenarios.SCENARIOS:
+        if not scenario.is_memory_ample or not subject.suits(scenario):
+            continue
+        num_preemptions, num_futile = futile_preemptions(subject.base(scenario).decisions)
+        if num_futile > max(4, num_preemptions // 2):
+            text = f"{num_futile} of {num_preemptions} preemptions gained nothing: nobody else was admitted before the victim"
+            warnings.warn(f"{subject}: {text} ({scenario.name})", ConformanceWarning, stacklevel=2)
+            return
+
+
 # Both kinds of scheduler
 
 
@@ -442,11 +541,16 @@ _CHECKS: tuple[Check, ...] = (
     Check("is built from its parameters", ALL_LAYERS, _builds, is_needed_by_all=True),
     *(Check(f"serves everybody: {one.name}", ALL_LAYERS, _serves(one)) for one in scenarios.SCENARIOS),
     Check("decides the same again", ALL_LAYERS, _is_repeatable),
+    Check("decides the same in every process", ALL_LAYERS, _is_the_same_under_every_hash_seed),
     Check("is pure", ALL_LAYERS, _is_pure),
+    Check("has no method that nobody calls", ALL_LAYERS, _calls_its_methods),
+    Check("forgets requests that have ended", ALL_LAYERS, _forgets_ended_requests),
     Check("reads what the contract offers", ALL_LAYERS, _reads_the_contract_only),
     Check("keys move as declared", (Layer.REQUEST_PRIORITIZER,), _keys_move_as_declared),
+    Check("declares how keys move", (Layer.REQUEST_PRIORITIZER,), _order_would_be_the_same_if_volatile),
     Check("leaves alone who is down", (Layer.REPLICASET_SCHEDULER,), _respects_who_is_up),
     Check("decides the same with decode fast-forward", ALL_LAYERS, _is_the_same_when_fast_forwarded),
     Check("chunks lone prompts as it says", (Layer.REPLICA_SCHEDULER,), _lone_chunks_are_true),
+    Check("preempts for somebody", (Layer.REPLICA_SCHEDULER,), _preempts_for_somebody),
     Check("works while there is work, where it says so", _SCHEDULERS, _works_while_there_is_work),
 )

@@ -90,6 +90,9 @@ class HarnessOptions:
     seed: int = 0
     check_conservation: bool = True
     """Whether requests and KV blocks are counted after every step."""
+    keeps_steps: bool = True
+    """Whether `Harness.steps` is filled. A simulator then forms every step by itself, also where its options say
+    `fast_forward`; without it, repeated decode steps are fast-forwarded."""
     policy_timeout_s: float | None = 60.0
     """A policy that has not returned after so many seconds of real time breaks the contract, in `run` and `steps_until_idle`."""
 
@@ -163,9 +166,8 @@ class Step:
 class _StepRecorder(Observer):
     """Keeps every step that has ended, in the order in which steps end."""
 
-    wants_steps = True
-
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_steps: bool) -> None:
+        self.wants_steps = self.wants_step_ends = keeps_steps
         self.steps: list[Step] = []
         self.requests: dict[str, Request] = {}
         self._begun: dict[tuple[int, int], StepRecord] = {}
@@ -243,7 +245,7 @@ class Harness:
         for replica_id in range(options.num_replicas):
             self.replicaset.add_replica(lambda shared, i=replica_id: self._replica(i, shared))  # type: ignore[misc]
         self.controller = Controller({_NAME: self.replicaset}, lambda request: _NAME)
-        self._recorder = _StepRecorder()
+        self._recorder = _StepRecorder(keeps_steps=options.keeps_steps)
         self.controller.watch((self._recorder,))
 
     def _policy(self, layer: Layer, source: PolicySource) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from vajra_py.contract import RequestView
-from vajra_py.contract.observer import EndReason, Observer, StepEnd, StepRecord
+from vajra_py.contract.observer import EndReason, Observer, StepEnd, StepRecord, StepRun
 from vajra_py.latency import AffineModel
 from vajra_py.metrics.recorder import token_times
 from vajra_py.runtime.kv import PrefixCacheOptions
@@ -64,6 +64,8 @@ class Outcome:
     """What observers are told of each step that came back."""
     requests: dict[str, Request] = field(default_factory=dict)
     num_unfinished: int = 0
+    num_fast_forwarded: int = 0
+    """Number of steps that came in runs of repeated decodes instead of one by one."""
 
 
 class StuckError(Exception):
@@ -85,6 +87,10 @@ class _Watch(Observer):
 
     def on_step_begin(self, step: StepRecord) -> None:
         self.outcome.decisions.append(step_row(step))
+
+    def on_step_run(self, run: StepRun) -> None:
+        self.outcome.num_fast_forwarded += len(run.ended_at)
+        super().on_step_run(run)
 
     def on_step_end(self, step: StepEnd) -> None:
         finished = tuple((request.request_id, reason) for request, reason in step.finished)

@@ -6,6 +6,7 @@ Every figure takes one run to some forty and says so where it has nothing to sho
 from __future__ import annotations
 
 from vajra_py.metrics.plots.distributions import latency_cdfs, latency_ranges, slowdown_by_prompt_length
+from vajra_py.metrics.plots.emitted import emitted_over_time, has_emitted
 from vajra_py.metrics.plots.over_time import batch_composition, queue_and_kv, service_by_tenant, step_timeline
 from vajra_py.metrics.plots.rates import (
     attainment_by_rate,
@@ -22,7 +23,9 @@ __all__ = [
     "batch_composition",
     "class_latency_by_rate",
     "delivery_bars",
+    "emitted_over_time",
     "goodput_by_rate",
+    "has_emitted",
     "has_rate_sweep",
     "latency_by_rate",
     "latency_cdfs",

@@ -11,9 +11,11 @@ from vajra_py.contract import Layer, PolicyContext, PrefillTime, ReplicaLimits, 
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency import PrefillTimeTable
+from vajra_py.latency.output_length import NoLengths, UnansweredLengths
 from vajra_py.plugins import Registry, build_policy
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
 from vajra_py.runtime.queues.shared import SharedAccess
+from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_binding import LatePrefillTime, Policies, solo_chunk_rule
@@ -62,6 +64,8 @@ class Services:
     """See `BuilderOptions`."""
     models: Mapping[str, ReplicasetModel] = field(default_factory=dict)
     """By replicaset, where they are not all of one model; in place of `latency` and `facts`."""
+    diary: PolicyDiary = field(default_factory=PolicyDiary)
+    """What the policies emit, and what they asked for in vain."""
 
     def of(self, replicaset: str) -> Services:
         """The same for one replicaset."""
@@ -79,7 +83,7 @@ def build_controller(config: ExperimentConfig, services: Services) -> Controller
         name: _build_replicaset(name, one, config, services.seeds.child("replicasets", name), services.of(name))
         for name, one in settings.items()
     }
-    return Controller(replicasets, _selector(settings))
+    return Controller(replicasets, _selector(settings), diary=services.diary)
 
 
 def _selector(settings: Mapping[str, ReplicasetConfig]) -> Callable[[RequestFacts], str]:
@@ -178,7 +182,10 @@ def _build_replicaset(
     )
 
     def make_policy(layer: Layer, choice: PolicyChoice) -> Any:
-        return build_policy(layer, choice.policy, choice.parameters, context, services.registry)
+        own = replace(context, emit=services.diary.emitted.of(name, choice.policy))
+        if isinstance(services.output_lengths, NoLengths):
+            own = replace(own, output_lengths=UnansweredLengths(choice.policy, services.diary.asked_for_lengths))
+        return build_policy(layer, choice.policy, choice.parameters, own, services.registry)
 
     def predict(scheduler: ReplicaScheduler) -> PrefillTime:
         return PrefillTimeTable(services.latency, solo_chunk_rule(scheduler, limits), limits.pipeline_stages)

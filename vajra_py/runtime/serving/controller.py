@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import PolicyError, place_of_definition
 from vajra_py.runtime.kv import BlockHashes
+from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.records.input_log import Failure, PolicyChange
 from vajra_py.runtime.requests.lifecycle import end_request
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
@@ -35,11 +36,15 @@ class Controller:
         replicasets: Mapping[str, Replicaset],
         select: Callable[[RequestFacts], str],
         observers: Sequence[Observer] = (),
+        *,
+        diary: PolicyDiary | None = None,
     ) -> None:
         self.replicasets = dict(replicasets)
         self.select = select
         """Which replicaset takes a request. Raises `ConfigError` when none does."""
         self._observers = observers
+        self.diary = PolicyDiary() if diary is None else diary
+        """What the policies leave for the results of the run."""
         self.num_submitted = 0
         self.index_of: Callable[[RequestFacts], int] | None = None
         """Gives a request its index; None: they are counted. For a run of which this controller sees a part."""

@@ -1,0 +1,83 @@
+"""The table of figures that policies emitted of their own, and what the summary says of them.
+
+`emitted.parquet` is written where a policy emitted something: `at` (seconds), `replicaset`, `policy`, `name`, `value`, and `index`, that of
+the request in the requests table (null where the figure is of none). Rows are in order of time, then of the other columns.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from vajra_py.runtime.records.emitted import EmittedFigures
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    ArrowTable: TypeAlias = pa.Table
+else:
+    ArrowTable = "pyarrow.Table"
+
+EMITTED_FILE = "emitted.parquet"
+EMITTED_COLUMNS = ("at", "replicaset", "policy", "name", "value", "index")
+_ORDER = [(name, "ascending") for name in ("at", "replicaset", "policy", "name", "index", "value")]
+
+
+def emitted_table(figures: EmittedFigures) -> ArrowTable:
+    """What was emitted, in the table's order."""
+    import pyarrow as pa
+
+    number, index = np.array(figures.numbers, dtype=np.int64), np.array(figures.indices, dtype=np.int64)
+    texts = list(zip(*figures.series, strict=True)) or [(), (), ()]
+    names = [pa.array(column, pa.string()).take(pa.array(number)) for column in texts]
+    columns = [
+        pa.array(np.array(figures.at)),
+        *names,
+        pa.array(np.array(figures.values)),
+        pa.array(index, mask=index < 0),
+    ]
+    return pa.table(dict(zip(EMITTED_COLUMNS, columns, strict=True))).sort_by(_ORDER)
+
+
+def combined(tables: list[ArrowTable]) -> ArrowTable:
+    """One table of those of a run's parts."""
+    import pyarrow as pa
+
+    return pa.concat_tables(tables).sort_by(_ORDER)
+
+
+def write_emitted(table: ArrowTable, folder: Path) -> None:
+    """Write the table into a run's folder; nothing where it is empty."""
+    import pyarrow.parquet as pq
+
+    if table.num_rows:
+        pq.write_table(table, folder / EMITTED_FILE, compression="zstd", version="2.6")
+
+
+def emitted_section(table: ArrowTable) -> dict[str, Any]:
+    """The summary's section `emitted`: by policy and name the count, mean and quantiles; no section where nothing was emitted."""
+    if not table.num_rows:
+        return {}
+    section: dict[str, dict[str, Any]] = {}
+    for (policy, name), rows in table.to_pandas().groupby(["policy", "name"]):
+        values = rows["value"].to_numpy()
+        low, median, p99, high = np.quantile(values, (0.0, 0.5, 0.99, 1.0), method="inverted_cdf").tolist()
+        section.setdefault(policy, {})[name] = {
+            "count": len(values),
+            "mean": float(values.mean()),
+            "min": low,
+            "p50": median,
+            "p99": p99,
+            "max": high,
+        }
+    return {"emitted": section}
+
+
+def last_by_request(table: ArrowTable) -> Any:
+    """A data frame of the last value that each request got, a column `emitted.POLICY.NAME` for each figure, by request index."""
+    frame = table.to_pandas()
+    frame = frame[frame["index"].notna()]
+    frame["column"] = "emitted." + frame["policy"] + "." + frame["name"]
+    return frame.groupby(["index", "column"])["value"].last().unstack("column")

@@ -1,0 +1,76 @@
+"""Figures that policies emit of their own: a counter, a level, a prediction."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from dataclasses import dataclass, field
+
+from vajra_py.contract import EmitFigure, RequestView
+
+MAX_ROWS = 5_000_000
+"""Figures that a run keeps, 24 bytes each; the rest are counted."""
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+class EmittedFigures:
+    """Keeps what the policies of a run emit, in columns, once a run has asked for it (`is_kept`)."""
+
+    def __init__(self) -> None:
+        self.is_kept = False
+        self.series: list[tuple[str, str, str]] = []
+        """(replicaset, policy, name) by number."""
+        self.numbers = array("I")
+        """The series of each row."""
+        self.at = array("d")
+        """Seconds on the run's clock."""
+        self.values = array("d")
+        self.indices = array("q")
+        """Index of the request that the figure is of; -1: of none."""
+        self.num_lost = 0
+        """Figures beyond `MAX_ROWS`."""
+
+    def __len__(self) -> int:
+        """Figures that are kept."""
+        return len(self.at)
+
+    def of(self, replicaset: str, policy: str) -> EmitFigure:
+        """The function by which one policy emits."""
+        numbers: dict[str, int] = {}
+
+        def emit(name: str, value: float, now: float, request: RequestView | None = None) -> None:
+            if not self.is_kept:
+                return
+            number = numbers.get(name)
+            if number is None:
+                number = numbers[name] = self._number_of(replicaset, policy, name)
+            figure, seconds = float(value), float(now)
+            if not (figure - figure == 0.0 and seconds - seconds == 0.0):  # neither infinite nor NaN
+                raise ValueError(f"emit({name!r}): must be finite numbers (got {value!r} at {now!r})")
+            if len(self.at) >= MAX_ROWS:
+                self.num_lost += 1
+                return
+            self.numbers.append(number)
+            self.at.append(seconds)
+            self.values.append(figure)
+            self.indices.append(-1 if request is None else request.index)
+
+        return emit
+
+    def _number_of(self, replicaset: str, policy: str, name: str) -> int:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"emit: not a name ({name!r}). Allowed: lower-case letters, digits and underscores")
+        series = (replicaset, policy, name)
+        if series not in self.series:
+            self.series.append(series)
+        return self.series.index(series)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyDiary:
+    """What the policies of a run left for its results beside their decisions."""
+
+    emitted: EmittedFigures = field(default_factory=EmittedFigures)
+    asked_for_lengths: set[str] = field(default_factory=set)
+    """Names of policies that asked for output lengths where the predictor knows none."""

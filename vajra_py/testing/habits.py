@@ -1,0 +1,144 @@
+"""What a policy keeps, calls and preempts without need: faults that no single decision shows."""
+
+from __future__ import annotations
+
+import dis
+import gc
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from vajra_py.contract import PolicyContext, SharedState
+from vajra_py.runtime.requests.request import Request
+
+_NOT_ENTERED = (ModuleType, type, CodeType, FrameType, BuiltinFunctionType, str, bytes, int, float, complex)
+_ENTERED_OF_THE_FRAMEWORK = (PolicyContext, SharedState)
+
+
+# Methods that nobody calls
+
+
+def uncalled_methods(policy: Any, hooks: frozenset[str]) -> list[str]:
+    """Public methods of a policy that are no hooks of its layer and that no function of its package reads."""
+    package = type(policy).__module__.partition(".")[0]
+    own = {
+        name
+        for kind in type(policy).__mro__
+        if kind.__module__.partition(".")[0] == package
+        for name, value in vars(kind).items()
+        if isinstance(value, FunctionType) and not name.startswith("_")
+    }
+    candidates = own - hooks
+    return sorted(candidates - _attributes_read_in(package)) if candidates else []
+
+
+def _attributes_read_in(package: str) -> frozenset[str]:
+    """Names of all attributes that functions of the package's loaded modules read, also as text for `getattr`."""
+    found: set[str] = set()
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != package or not isinstance(module, ModuleType):
+            continue
+        for code in _codes_of(vars(module), name):
+            for instruction in dis.get_instructions(code):
+                if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_CONST"):
+                    found.update([instruction.argval] if isinstance(instruction.argval, str) else ())
+    return frozenset(found)
+
+
+def _codes_of(members: Mapping[str, Any], module: str) -> Iterator[CodeType]:
+    """The code of every function and method among `members` that the module defines, inner ones included."""
+    for value in list(members.values()):
+        function = getattr(value, "__func__", value)
+        if isinstance(function, FunctionType) and function.__module__ == module:
+            yield from _with_inner(function.__code__)
+        elif isinstance(value, property) and isinstance(value.fget, FunctionType):
+            yield from _with_inner(value.fget.__code__)
+        elif isinstance(value, type) and value.__module__ == module:
+            yield from _codes_of(vars(value), module)
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner(constant)
+
+
+# What is kept of requests that have ended
+
+
+def kept_requests(policies: Iterable[Any], ended: Iterable[Request]) -> set[str]:
+    """Ids of ended requests that are still reachable from the policies, as objects or by their ids."""
+    ids = {request.request_id for request in ended}
+    found: set[str] = set()
+    seen: set[int] = set()
+    left = list(policies)
+    left += [value for policy in policies for value in _on_the_class(type(policy))]
+    roots = {id(policy) for policy in policies}
+    while left:
+        value = left.pop()
+        if isinstance(value, Request):
+            found.update({value.request_id} & ids)
+            continue
+        if isinstance(value, str):
+            found.update({value} & ids)
+            continue
+        if id(value) in seen or (id(value) not in roots and not _is_entered(value)):
+            continue
+        seen.add(id(value))
+        left.extend(_within(value))
+    return found
+
+
+def _on_the_class(kind: type) -> Iterator[Any]:
+    """What a policy's own classes hold besides methods."""
+    package = kind.__module__.partition(".")[0]
+    for one in kind.__mro__:
+        if one.__module__.partition(".")[0] == package:
+            yield from (value for value in vars(one).values() if not isinstance(value, FunctionType))
+
+
+def _within(value: Any) -> Sequence[Any]:
+    if isinstance(value, FunctionType):  # never its globals, which lead everywhere
+        return [value.__defaults__, value.__kwdefaults__, value.__closure__]
+    if isinstance(value, MethodType):
+        return [value.__self__]
+    if isinstance(value, dict):  # whose keys the collector passes over where all are strings
+        return [*value.keys(), *value.values()]
+    return gc.get_referents(value)
+
+
+def _is_entered(value: Any) -> bool:
+    """Whether a value may belong to a policy; what belongs to the mechanism does not."""
+    if isinstance(value, _NOT_ENTERED):
+        return False
+    is_framework = type(value).__module__.partition(".")[0] == "vajra_py"
+    return not is_framework or isinstance(value, _ENTERED_OF_THE_FRAMEWORK)
+
+
+# Preemptions that gain nothing
+
+
+def futile_preemptions(decisions: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """Number of preemptions, and of those after which nobody else was admitted before the victim came back.
+
+    Only of runs with memory to spare, in which a victim's blocks are needed by nobody.
+    """
+    away: dict[str, int] = {}
+    """By victim, the number of admissions on its replica when it was preempted."""
+    admissions: dict[int, int] = {}
+    num_preemptions = num_futile = 0
+    for row in decisions:
+        replica = row["replica_id"]
+        for request_id, _ in row["preempted"]:
+            away[request_id] = admissions.get(replica, 0)
+            num_preemptions += 1
+        for request_id, _, _, kind in row["chunks"]:
+            if kind == "running":
+                continue
+            if request_id in away:
+                num_futile += admissions.get(replica, 0) == away.pop(request_id)
+            else:
+                admissions[replica] = admissions.get(replica, 0) + 1
+    return num_preemptions, num_futile
