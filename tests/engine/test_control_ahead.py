@@ -147,6 +147,11 @@ def test_decisions_and_tokens_are_those_without_looking_ahead(hollow_model: Path
     assert min(told["begun, with chunks besides"], told["needs a block"]) > 50, told
 
 
+def num_begun_ahead(llm: LLM) -> int:
+    assert llm._engine is not None
+    return sum(one.ahead.num_used for one in llm._engine.replicas.values() if one.ahead)
+
+
 @pytest.mark.parametrize("workers", ["in_process", "process"])
 def test_wherever_it_computes(hollow_model: Path, workers: str) -> None:
     engine = {"random_weights": True, "look_ahead": True, "workers": workers}
@@ -154,6 +159,7 @@ def test_wherever_it_computes(hollow_model: Path, workers: str) -> None:
     prompts = [[index, 2, 3] for index in range(6)]
     with LLM(hollow_model, config, load=FakeRunner) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True))
+        assert num_begun_ahead(llm) > 0
     assert [output.token_ids for output in outputs] == [expected_output(prompt, 40) for prompt in prompts]
 
 
@@ -173,5 +179,6 @@ def test_a_real_model_puts_out_the_same(tiny_model: Path) -> None:
         replica = {"max_batch_size": 4, "max_model_len": 128, "memory": {"num_blocks": 40, "block_size": 8}}
         with LLM(tiny_model, {"replica": replica, "backend": {"engine": {"look_ahead": look_ahead}}}) as llm:
             outputs = llm.generate(prompts, every * 3)
+            assert (num_begun_ahead(llm) > 0) == look_ahead, "else a run is compared with its like"
             found.append([(output.token_ids, output.text, output.finish_reason) for output in outputs])
     assert found[0] == found[1]
