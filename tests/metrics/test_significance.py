@@ -108,7 +108,9 @@ def test_the_highest_load_with_two_settings_that_kept_up_is_spoken_of(comparison
     loads = ("rate 8",) * 3 + ("rate 12",) * 3
     found = findings(comparison_of(values, loads=loads, stability=("stable",) * 4 + ("overloaded",) * 2))
     assert len(found) == 2
-    assert found[0].startswith("Under the highest load of two settings that kept up (rate 8): lowest TTFT P99: fair/8")
+    assert found[0].startswith(
+        "Under the highest load that two settings kept up with (rate 8): lowest TTFT P99: fair/8"
+    )
     assert found[1] == "Fewer than two settings kept up with rate 12: nothing is compared there."
 
 

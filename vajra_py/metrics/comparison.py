@@ -122,6 +122,8 @@ class Comparison:
         found: dict[int, str] = {}
         for members in groups(self.loads):
             own = sorted(best & set(members))
+            if self.one_sample and any(self.one_sample[i] for i in members):
+                continue  # nothing is known of chance, which a mark would seem to speak of
             if not self._is_tested(members):
                 found |= dict.fromkeys(own, arrow)
             elif own and key in self.primary:

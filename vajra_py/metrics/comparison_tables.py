@@ -126,6 +126,7 @@ def records(comparison: Comparison, scope: str | None = None) -> Iterator[dict[s
             row: dict[str, Any] = {"scope": own, "run": name, "stability": comparison.stability[i]}
             row["replications"] = comparison.replications[i] if comparison.replications else 1
             row["step_times"] = comparison.step_times[i] if comparison.step_times else ""
+            row["not_tested_because"] = _why_not_tested(comparison, i)
             for key in BY_KEY:
                 row[key] = comparison.values[own][key][i]
                 interval = comparison.interval(key, i, own)
@@ -136,6 +137,12 @@ def records(comparison: Comparison, scope: str | None = None) -> Iterator[dict[s
                     versus = comparison.versus(i, best, key, own)
                     row |= _known({f"{key}_p_value": versus.p_value, f"{key}_p_adjusted": versus.p_adjusted})
             yield row
+
+
+def _why_not_tested(comparison: Comparison, position: int) -> str:
+    if comparison.stability[position] == OVERLOADED:
+        return OVERLOADED
+    return comparison.one_sample[position] if comparison.one_sample else ""
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,9 +207,10 @@ def value_csv(comparison: Comparison, scope: str | None = None) -> str:
     rows = list(records(comparison, scope))
     present = {name for row in rows for name in row}
     columns = ["scope", "run", "stability", "replications", "step_times"]
+    columns += ["not_tested_because"] if any(row["not_tested_because"] for row in rows) else []
     suffixes = ("", "_low", "_high", "_p_value", "_p_adjusted")
     columns += [name for key in BY_KEY for suffix in suffixes if (name := f"{key}{suffix}") in present]
-    return csv_text(columns, rows)
+    return csv_text(columns, [{name: value for name, value in row.items() if name in columns} for row in rows])
 
 
 def json_text(comparison: Comparison, scope: str | None = None, baseline: int | None = None) -> str:
@@ -215,6 +223,7 @@ def json_text(comparison: Comparison, scope: str | None = None, baseline: int | 
             "stability": comparison.stability[i],
             "replications": comparison.replications[i] if comparison.replications else 1,
             "step_times": comparison.step_times[i] if comparison.step_times else "",
+            "not_tested_because": _why_not_tested(comparison, i),
         }
         for i, name in enumerate(comparison.names)
     ]

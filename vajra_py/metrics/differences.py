@@ -79,11 +79,9 @@ def axes(runs: Sequence[RunData]) -> list[Axis]:
             kept[path] = differing[path]
         elif path.endswith(".policy"):
             _join(kept, joined, path, differing[path])
-    labels = short_names([*kept, *(other for others in joined.values() for other in others)])
-    return [
-        Axis(path, " + ".join(labels[one].replace("_", " ") for one in (path, *joined.get(path, ()))), _short(values))
-        for path, values in kept.items()
-    ]
+    labels = short_names([*kept, *(path for paths in joined.values() for path in paths)])
+    names = {path: "+".join(labels[own] for own in (path, *joined.get(path, ()))) for path in kept}
+    return [Axis(path, names[path].replace("_", " "), _short(values)) for path, values in kept.items()]
 
 
 def _short(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -94,10 +92,10 @@ def _short(values: tuple[str, ...]) -> tuple[str, ...]:
 
 def _join(kept: dict[str, tuple[str, ...]], joined: dict[str, list[str]], path: str, values: tuple[str, ...]) -> None:
     """Name a policy that was varied together with another one beside it: `lrs+space_sharing`."""
-    for other, own in kept.items():
-        if other.endswith(".policy") and _follows(values, [own]):
-            kept[other] = tuple(f"{one}+{another}" for one, another in zip(own, values, strict=True))
-            joined.setdefault(other, []).append(path)
+    for other_path, own in kept.items():
+        if other_path.endswith(".policy") and _follows(values, [own]):
+            kept[other_path] = tuple(f"{one}+{other}" for one, other in zip(own, values, strict=True))
+            joined.setdefault(other_path, []).append(path)
             return
 
 
@@ -122,7 +120,7 @@ def _follows(values: Sequence[str], kept: Sequence[Sequence[str]]) -> bool:
     return all(seen.setdefault(key, value) == value for key, value in zip(zip(*kept, strict=True), values, strict=True))
 
 
-_IDENTITIES = ("type", "profile", "path")
+IDENTITIES = ("type", "profile", "path")
 """Settings that say which workload it is: the others are read as properties of it."""
 
 
@@ -132,7 +130,7 @@ def _rank(path: str) -> int:
         return 7
     parts = path.split(".")
     if parts[0] in (WORKLOAD_PREFIX, "workloads"):
-        return 2 + _IDENTITIES.index(parts[1]) if parts[1:2] and parts[1] in _IDENTITIES else 6
+        return 2 + IDENTITIES.index(parts[1]) if parts[1:2] and parts[1] in IDENTITIES else 6
     return 0 if path.endswith(".policy") else 1
 
 

@@ -6,6 +6,7 @@ the same runs. The reading order is: what was compared and on what, whether the 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from vajra_py.errors import RunError
 from vajra_py.metrics.comparison import OVERALL, Comparison, compare
 from vajra_py.metrics.comparison_metrics import BY_KEY, Metric, metric_text
 from vajra_py.metrics.comparison_tables import WIDE
-from vajra_py.metrics.differences import Axis, flatten
+from vajra_py.metrics.differences import IDENTITIES, Axis, flatten
 from vajra_py.metrics.figures_svg import inline_svg
 from vajra_py.metrics.replications import Setting, group_replications, system_axes, workload_differences
 from vajra_py.metrics.report_figures import FIGURES
@@ -134,8 +135,13 @@ def _lead(settings: Sequence[Setting]) -> list[str]:
     described = {str(run.config.get("description") or "") for run in runs}
     about = [one for one in described if one] if len(described) == 1 else []
     firsts = [setting.first for setting in settings]
-    apart = [f"{text}." for text in (workload_differences(firsts),) if text]
-    return [*about, *sentences, *apart, *([] if apart else workload_words(firsts))]
+    apart = workload_differences(firsts)
+    if not apart:
+        return [*about, *sentences, *workload_words(firsts)]
+    kinds: dict[str, list[RunData]] = {}
+    for run in firsts:
+        kinds.setdefault(json.dumps([flatten(run.config).get(f"workload.{key}") for key in IDENTITIES]), []).append(run)
+    return [*about, *sentences, f"{apart}.", *(text for own in kinds.values() for text in workload_words(own))]
 
 
 def _described(axis: Axis) -> str:
@@ -187,7 +193,8 @@ def findings(comparison: Comparison) -> list[str]:
         found.append(f"Fewer than two settings kept up with {'; '.join(left_out)}: nothing is compared there.")
     if len(loads) == 1:
         return found
-    under = f"Under the highest load{' of two settings that kept up' if left_out else ''} ({highest}): "
+    which = "one of the loads" if comparison.workloads else "the highest load"
+    under = f"Under {which}{' that two settings kept up with' if left_out else ''} ({highest}): "
     return [under + text[0].lower() + text[1:] if not text.startswith("Fewer") else text for text in found]
 
 
