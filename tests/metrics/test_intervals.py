@@ -86,7 +86,9 @@ def test_lognormal_replications_are_held_as_often_as_documented(
     assert held >= share_that_holds([replication_interval(one) for one in draws], truth)
 
 
-@pytest.mark.parametrize(("mean", "size", "least"), [(0.9, 200.0, 0.93), (0.97, 100.0, 0.90), (0.5, 20.0, 0.94)])
+@pytest.mark.parametrize(
+    ("mean", "size", "least"), [(0.9, 200.0, 0.94), (0.97, 100.0, 0.94), (0.5, 20.0, 0.94), (0.99, 100.0, 0.92)]
+)
 def test_replications_of_a_proportion_are_held_as_often_as_documented(mean: float, size: float, least: float) -> None:
     draws = np.random.default_rng(6).beta(mean * size, (1 - mean) * size, (4000, 5)).tolist()
     held = share_that_holds([proportion_interval(one) for one in draws], mean)
