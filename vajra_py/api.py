@@ -179,9 +179,12 @@ def open_runs(paths: str | Path | Iterable[str | Path]) -> list[RunData]:
     return load_runs(find_all_runs(map(Path, [paths] if isinstance(paths, str | Path) else paths)))
 
 
-def compare(runs: Sequence[RunData]) -> Comparison:
-    """The runs side by side; `.frame()` is a pandas frame, `.to_markdown()` and `.to_csv()` are texts."""
-    return compare_runs(runs)
+def compare(runs: Sequence[RunData], metrics: Sequence[str] = ()) -> Comparison:
+    """The runs side by side; `.frame()` and `.difference_frame()` are pandas frames, `.to_markdown()`, `.to_csv()` and `.to_json()` are texts.
+
+    `metrics` names the primary ones, whose differences are tested together; by default P99 TTFT, P99 TBT and SLO attainment. Raises `RunError` for an unknown name.
+    """
+    return compare_runs(runs, metrics=metrics)
 
 
 def validate_measured(

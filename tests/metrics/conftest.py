@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,8 @@ from ruamel.yaml import YAML
 
 from vajra_py.contract import BatchFeatures
 from vajra_py.contract.observer import EndReason
+from vajra_py.metrics.comparison import OVERALL, Comparison
+from vajra_py.metrics.comparison_metrics import METRICS
 from vajra_py.metrics.definitions import gap_statistics
 from vajra_py.metrics.run_data import RunData
 from vajra_py.metrics.steps_table import StepRow, StepsBuilder
@@ -302,5 +304,40 @@ def make_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunData]
         if key not in made:
             made[key] = write_run(root / f"{len(made):03d}" / setting.name, setting)
         return RunData.load(made[key])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def comparison_of() -> Callable[..., Comparison]:
+    """Make a comparison of settings by name, each with the values of its seeds by metric."""
+
+    def make(
+        values: Mapping[str, Mapping[str, Sequence[float]]],
+        primary: Sequence[str] = ("ttft_p99_s",),
+        **fields: Sequence[str],
+    ) -> Comparison:
+        names = tuple(values)
+        samples = {
+            metric.key: tuple(
+                {str(seed): value for seed, value in enumerate(values[name].get(metric.key, ()))} for name in names
+            )
+            for metric in METRICS
+        }
+        rows = {
+            key: tuple(float(np.mean(list(one.values()))) if one else None for one in own)
+            for key, own in samples.items()
+        }
+        counts = tuple(max(map(len, values[name].values())) for name in names)
+        return Comparison(
+            names=names,
+            stability=tuple(fields.get("stability", ("stable",) * len(names))),
+            values={OVERALL: rows},
+            loads=tuple(fields.get("loads", ("",) * len(names))),
+            samples={OVERALL: samples} if max(counts) > 1 else {},
+            replications=counts,
+            primary=tuple(primary),
+            one_sample=tuple(fields.get("one_sample", ())),
+        )
 
     return make

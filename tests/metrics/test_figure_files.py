@@ -11,7 +11,7 @@ import pytest
 from vajra_py.errors import RunError
 from vajra_py.metrics import plots
 from vajra_py.metrics.figure_files import COLUMN_IN, figure_data, write_figures
-from vajra_py.metrics.intervals import latency_interval
+from vajra_py.metrics.intervals import positive_interval
 from vajra_py.metrics.plots.style import draw_at
 from vajra_py.metrics.run_data import RunData
 
@@ -49,7 +49,7 @@ def test_the_numbers_are_those_of_the_points(make_run: Make) -> None:
     values = [run.summary.value("overall.ttft_s.p99") for run in runs[:3]]
     point = next(row for row in rows if row["series"] == "fcfs" and "y_high" not in row)
     assert point["y"] == pytest.approx(sum(values) / 3)
-    interval = latency_interval(values)
+    interval = positive_interval(values)
     assert interval is not None
     bar = next(row for row in rows if row["series"] == "fcfs, 95 % interval")
     assert (bar["x"], bar["y_high"]) == pytest.approx((point["x"], interval.high))

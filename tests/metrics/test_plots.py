@@ -132,7 +132,7 @@ def test_up_to_eight_runs_have_a_colour_each(make_run: Make) -> None:
 def test_a_grid_of_runs_makes_panels_of_its_loads(make_run: Make) -> None:
     runs = grid(make_run)
     arrangement = arrange_runs(runs)
-    assert arrangement.panels == ("rate per s: 6.0", "rate per s: 40.0")
+    assert arrangement.panels == ("rate per s: 6", "rate per s: 40")
     keys = {(arrangement.panel_of[i], look.colour, look.dash) for i, look in enumerate(arrangement.looks)}
     assert len(keys) == len(runs)
     assert [label for label, _ in arrangement.legend] == [

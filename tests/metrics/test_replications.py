@@ -12,7 +12,7 @@ import pytest
 
 from vajra_py.metrics import plots
 from vajra_py.metrics.comparison import compare
-from vajra_py.metrics.intervals import latency_interval
+from vajra_py.metrics.intervals import positive_interval
 from vajra_py.metrics.replications import group_replications
 from vajra_py.metrics.report import render_report
 from vajra_py.metrics.run_data import RunData
@@ -33,7 +33,7 @@ def replicated(make_run: Make, rates: tuple[float, ...] = (4.0, 12.0)) -> list[R
 def test_runs_that_differ_in_their_seed_are_one_setting(make_run: Make) -> None:
     runs = replicated(make_run)
     settings = group_replications(runs)
-    assert [setting.name for setting in settings] == ["fcfs/4.0", "fcfs/12.0", "spt/4.0", "spt/12.0"]
+    assert [setting.name for setting in settings] == ["fcfs/4", "fcfs/12", "spt/4", "spt/12"]
     assert all(setting.seeds == ("0", "1", "2", "3") for setting in settings)
     assert [setting.positions for setting in settings][1] == (4, 5, 6, 7)
 
@@ -58,7 +58,7 @@ def test_lines_over_the_load_have_a_point_for_each_configured_rate(make_run: Mak
     assert lines[0].get_xdata()[0] == pytest.approx(np.mean(offered))
     p50 = [run.summary.value("overall.ttft_s.p50") for run in runs[:4]]
     assert lines[0].get_ydata()[0] == pytest.approx(np.mean(p50))
-    interval = latency_interval(p50)
+    interval = positive_interval(p50)
     assert interval is not None
     segments = figure.axes[0].collections[0].get_segments()
     assert segments[0][1][1] == pytest.approx(interval.high)
@@ -76,7 +76,7 @@ def test_a_setting_is_the_mean_of_its_replications_with_its_interval(make_run: M
     p99 = [run.summary.value("overall.ttft_s.p99") for run in runs[:4]]
     assert comparison.replications == (4, 4, 4, 4)
     assert comparison.values["overall"]["ttft_p99_s"][0] == pytest.approx(np.mean(p99))
-    assert comparison.interval("ttft_p99_s", 0) == latency_interval(p99)
+    assert comparison.interval("ttft_p99_s", 0) == positive_interval(p99)
     frame = comparison.frame("overall")
     assert list(frame.replications) == [4] * 4
     assert frame.ttft_p99_s_low[0] < frame.ttft_p99_s[0] < frame.ttft_p99_s_high[0]
@@ -91,12 +91,10 @@ def test_stars_and_findings_are_given_to_settings_and_only_where_seeds_bear_them
     assert not re.search(r"seed (is|was)|fcfs-12", head[head.index("</style>") :])
     comparison = compare(runs)
     for metric in comparison.shown():
-        ties, best = comparison.ties(metric.key), comparison.best(metric.key)
-        if best and not ties:
-            one = comparison.against(0, [metric.key])
-            assert all(own.is_significant for own in one)
-        if ties:
-            assert best <= ties
+        marks = comparison.marks(metric.key)
+        assert bool(marks) <= (metric.key in comparison.primary)
+        if "*" in marks.values():
+            assert all(own.is_significant for own in comparison.against(0, [metric.key]))
 
 
 def test_one_seed_is_warned_of_however_many_other_settings_have_more(make_run: Make) -> None:

@@ -141,9 +141,9 @@ def test_equal_names_without_a_difference_are_numbered(make_run: Callable[..., R
 
 def test_differences_and_axes(make_run: Callable[..., RunData]) -> None:
     runs = [make_run(name=f"r{rate}", rate_per_s=rate, chunk_tokens=64, seed=int(rate)) for rate in (4.0, 16.0)]
-    assert differences(runs) == {"seed": ("4", "16"), "workload.arrivals.rate_per_s": ("4.0", "16.0")}
+    assert differences(runs) == {"seed": ("4", "16"), "workload.arrivals.rate_per_s": ("4", "16")}
     # The seed follows from the rate here, and is not an axis of its own.
-    assert [(axis.label, axis.values) for axis in axes(runs)] == [("rate per s", ("4.0", "16.0"))]
+    assert [(axis.label, axis.values) for axis in axes(runs)] == [("rate per s", ("4", "16"))]
 
 
 def test_a_parameter_that_one_policy_has_is_no_axis(make_run: Callable[..., RunData]) -> None:

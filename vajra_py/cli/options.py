@@ -98,12 +98,12 @@ def named_values(given: Sequence[str], option: str = "--engine") -> dict[str, An
     return found
 
 
-def wide_console() -> Console:
-    """Standard output for tables: as wide as the terminal, and wide enough for every column where there is none."""
+def wide_console(needed: int = 0) -> Console:
+    """Standard output for tables: as wide as the terminal; where there is none, as wide as they need."""
     from rich.console import Console
 
     console = Console()
-    return console if console.is_terminal else Console(width=PIPED_WIDTH)
+    return console if console.is_terminal else Console(width=max(PIPED_WIDTH, needed))
 
 
 def say_step_times(runs: Sequence[RunData], comparison: Comparison | None = None) -> None:

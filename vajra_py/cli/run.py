@@ -196,7 +196,8 @@ def _show(runs: list[RunData], report: Path | None, quiet: bool) -> None:
 
         runs = distinct(runs)
         comparison = compare(runs)
-        wide_console().print(comparison.render())
+        table = comparison.render()
+        wide_console(table.width).print(table)
         say_step_times(runs, comparison)
         say_warnings(runs)
     if report is not None:

@@ -1,113 +1,81 @@
-"""Tables of differences from a baseline: for a terminal, as Markdown, LaTeX, and CSV."""
+"""The table of differences from a baseline."""
 
 from __future__ import annotations
 
-import csv
-import io
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from vajra_py.metrics.comparison import OVERALL, Comparison, Versus, scope_title
+from vajra_py.metrics.comparison import Comparison, scope_title
 from vajra_py.metrics.comparison_metrics import Metric, error_text, metric_text, titled
-from vajra_py.metrics.comparison_tables import latex_text
+from vajra_py.metrics.comparison_tables import family_notes
+from vajra_py.metrics.significance import Versus
+from vajra_py.metrics.table_model import Cell, Row, Table
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-_HEADER = ("setting", "metric", "baseline", "value", "difference", "change", "better in", "significant")
+_HEADS = ("metric", "baseline", "value", "difference", "change", "better in", "p", "adjusted p", "significant")
 
 
-def difference_rows(comparison: Comparison, baseline: str, scope: str = OVERALL) -> list[tuple[str, ...]]:
-    """A header, and a row for each other setting of the baseline's load and each metric that has a better end.
+def difference_table(
+    comparison: Comparison, baseline: str, scope: str, metrics: Sequence[Metric] | None = None
+) -> Table:
+    """A row for each other setting of the baseline's load and each metric that has a better end, the primary ones first.
 
-    Differences of replicated settings have their interval, the share of replications in which the setting is better, and whether that is significant for the number of
-    comparisons (Holm); those of one seed are not tested. Raises `RunError` for a baseline that is not there.
+    Differences of replicated settings have their interval, the share of replications in which the setting is better, and p-values; those of one seed are not tested. Raises
+    `RunError` for a baseline that is not there.
     """
     position = comparison.position(baseline)
-    metrics = [one for one in comparison.shown(scope) if one.lower_is_better is not None]
-    tested = comparison.against(position, [one.key for one in metrics], scope)
-    found = {(one.position, one.key): one for one in tested}
-    rows: list[tuple[str, ...]] = [_HEADER]
-    for i in comparison.of_load(position):
-        if i == position:
-            continue
-        for metric in metrics:
-            base, value = (comparison.values[scope][metric.key][at] for at in (position, i))
-            if base is not None and value is not None:
-                rows.append(_row(comparison.names[i], metric, base, value, found.get((i, metric.key))))
-    return rows
+    shown = [one for one in comparison.shown(scope) if one.lower_is_better is not None] if metrics is None else metrics
+    ordered = sorted(shown, key=lambda metric: metric.key not in comparison.primary)
+    rows: list[Row] = []
+    for _, i in comparison.pairs(position):
+        own = [
+            (metric, base, value)
+            for metric in ordered
+            if (base := comparison.values[scope][metric.key][position]) is not None
+            and (value := comparison.values[scope][metric.key][i]) is not None
+        ]
+        for number, (metric, base, value) in enumerate(own):
+            row = _cells(metric, base, value, comparison.versus(i, position, metric.key, scope))
+            rows.append(Row(comparison.names[i], row, starts=number == 0 and bool(rows)))
+    notes = list(family_notes(comparison, scope))
+    if comparison.is_replicated:
+        notes.insert(
+            0, "Mean difference with its 95 % interval, in pairs of one seed; secondary metrics have a p-value only"
+        )
+    else:
+        notes.insert(0, "One seed each: nothing is tested; `replications: 5` tests it")
+    title = f"{scope_title(scope)}: difference from {baseline}"
+    return Table("setting", _HEADS, tuple(rows), title, tuple(notes), frozenset({0, len(_HEADS) - 1}), 1)
 
 
-def _row(name: str, metric: Metric, base: float, value: float, versus: Versus | None) -> tuple[str, ...]:
-    gap = value - base if versus is None else versus.difference.mean
-    text = f"{'-' if gap < 0 else '+'}{error_text(metric, gap)}"
-    better, significant = "", "not tested"
-    if versus is not None:
-        text += f" ±{error_text(metric, versus.difference.interval.half_width)}"
-        better = "" if versus.better_fraction is None else f"{versus.better_fraction:.0%}"
-        significant = "no"
-        if versus.is_significant:
-            significant = "better" if (gap < 0) == metric.lower_is_better else "worse"
-    change = f"{gap / base:+.1%}" if base else ""
+def _cells(metric: Metric, base: float, value: float, versus: Versus) -> tuple[Cell, ...]:
+    gap = value - base if versus.difference is None else versus.difference.mean
+    texts = (
+        f"{gap / base:+.1%}" if base and gap else "",
+        "" if versus.better_fraction is None else f"{versus.better_fraction:.0%}",
+        p_text(versus.p_value),
+        p_text(versus.p_adjusted),
+        versus.verdict,
+    )
     return (
-        name,
-        titled(metric),
-        metric_text(metric, base),
-        metric_text(metric, value),
-        text,
-        change,
-        better,
-        significant,
+        Cell(titled(metric)),
+        Cell(metric_text(metric, base)),
+        Cell(metric_text(metric, value)),
+        Cell(signed(metric, gap), spread_of(metric, versus)),
+        *map(Cell, texts),
     )
 
 
-def terminal(comparison: Comparison, baseline: str, scope: str = OVERALL) -> RenderableType:
-    """What to print on a terminal with rich."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    head, *rows = difference_rows(comparison, baseline, scope)
-    table = Table(title=escape(f"{scope_title(scope)}: difference from {baseline}"), caption=_caption(comparison))
-    for i, name in enumerate(head):
-        table.add_column(name, justify="left" if i < 2 or i == len(head) - 1 else "right", overflow="fold")
-    previous = None
-    for row in rows:
-        if previous not in (None, row[0]):
-            table.add_section()
-        previous = row[0]
-        table.add_row(*map(escape, row))
-    return table
+def spread_of(metric: Metric, versus: Versus) -> str:
+    """The interval of a difference as `±0.12`, or nothing."""
+    interval = None if versus.difference is None or versus.untested else versus.difference.interval
+    return f"±{error_text(metric, interval.half_width)}" if interval is not None and interval.half_width else ""
 
 
-def _caption(comparison: Comparison) -> str | None:
-    if not comparison.is_replicated:
-        return "one seed each: nothing is tested; `replications: 5` tests it"
-    return "mean difference ± 95 % interval, in pairs of one seed; significance corrected for the number of rows (Holm)"
+def signed(metric: Metric, value: float) -> str:
+    """A difference with its sign, and none where it reads zero."""
+    text = error_text(metric, value)
+    return text if not any(digit in "123456789" for digit in text) else f"{'-' if value < 0 else '+'}{text}"
 
 
-def markdown(comparison: Comparison, baseline: str, scope: str = OVERALL) -> str:
-    """The rows as a Markdown table."""
-    head, *rows = (
-        tuple(cell.replace("|", "\\|") for cell in row) for row in difference_rows(comparison, baseline, scope)
-    )
-    lines = ["| " + " | ".join(row) + " |" for row in (head, *rows)]
-    return "\n".join([lines[0], "|---|---|" + "---:|" * (len(head) - 3) + "---|", *lines[1:]]) + "\n"
-
-
-def latex(comparison: Comparison, baseline: str, scope: str = OVERALL) -> str:
-    """The rows as a LaTeX table (package booktabs)."""
-    head, *rows = (
-        " & ".join(latex_text(cell).replace("±", r"$\pm$").replace("–", "--") for cell in row) + r" \\"
-        for row in difference_rows(comparison, baseline, scope)
-    )
-    begin = r"\begin{tabular}{ll" + "r" * (len(_HEADER) - 3) + "l}"
-    return "\n".join([begin, r"\toprule", head, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]) + "\n"
-
-
-def csv_text(comparison: Comparison, baseline: str, scope: str | None = None) -> str:
-    """The rows of one scope, or of all, as CSV."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("scope", *_HEADER))
-    for one in comparison.scopes if scope is None else (scope,):
-        writer.writerows((one, *row) for row in difference_rows(comparison, baseline, one)[1:])
-    return text.getvalue()
+def p_text(value: float | None) -> str:
+    """A p-value with two significant digits, or nothing."""
+    return "" if value is None else "<0.001" if value < 0.001 else f"{value:.2g}"

@@ -1,36 +1,36 @@
 """Puts the numbers of runs side by side: one column per setting, the mean of its replications where it has several.
 
-The scopes are all requests, each SLO class and each tenant. Settings are better or worse under the same load only. With replications, "better" is tested: settings are compared
-in pairs of one seed, corrected for the number of pairs; without them a mark says only which value reads best.
+The scopes are all requests, each SLO class and each tenant. Settings are better or worse under the same load only, and where they kept up with it. With replications, "better" is tested
+in the primary metrics (`vajra_py.metrics.significance`); without them a mark says only which value is lowest or highest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from vajra_py.errors import RunError, did_you_mean
-from vajra_py.metrics.comparison_metrics import BY_KEY, METRICS, Metric, metric_text
+from vajra_py.metrics.comparison_metrics import BY_KEY, DEFAULT_PRIMARY, METRICS, Metric, metric_text, named_metrics
 from vajra_py.metrics.differences import natural
-from vajra_py.metrics.intervals import Interval, floats, latency_interval, replication_interval
-from vajra_py.metrics.pairs import SIGNIFICANT_P, Difference, difference, holm
-from vajra_py.metrics.replications import Setting, group_replications, load_labels
+from vajra_py.metrics.intervals import Interval, floats, positive_interval, proportion_interval
+from vajra_py.metrics.replications import Setting, group_replications, load_labels, workload_differences
 from vajra_py.metrics.run_data import RunData
-from vajra_py.metrics.within_run import run_intervals
+from vajra_py.metrics.significance import OVERLOADED, Field, Samples, Versus, adjust, groups, versus
+from vajra_py.metrics.table_model import BEST, HIGHEST, LOWEST, WORSE
 
 if TYPE_CHECKING:
     import pandas as pd
-    from rich.console import RenderableType
+
+    from vajra_py.metrics.table_renderers import TerminalTable
 
 OVERALL = "overall"
 _QUIET_ZEROS = ("num_unfinished", "num_rejected", "num_expired", "num_aborted", "num_failed")
-_LABELS = ("stable", "unknown", "backlogged", "overloaded")
+_LABELS = ("stable", "unknown", "backlogged", OVERLOADED)
 """From the least to the most serious."""
 
 Row = tuple[float | None, ...]
-Samples = Mapping[str, float]
-"""Values by seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,18 @@ class Comparison:
     """What each setting's workload has of its own, as text; empty for all when they share one."""
     samples: Mapping[str, Mapping[str, tuple[Samples, ...]]] = field(default_factory=dict)
     """The same, by seed; only of settings with several replications."""
-    within: Mapping[str, tuple[Mapping[str, Interval], ...]] = field(default_factory=dict)
-    """By scope: for each setting of one run, intervals of its metrics by batch means."""
     replications: tuple[int, ...] = ()
     """Runs of each setting."""
     step_times: tuple[str, ...] = ()
     """Where each setting's step times come from, in a sentence without its stop; empty for runs that do not say. No entries: none says."""
+    primary: tuple[str, ...] = DEFAULT_PRIMARY
+    """Keys of the metrics that are tested."""
+    one_sample: tuple[str, ...] = ()
+    """Of each setting, the reason why its runs count as one observation; empty where each run is a replication. No entries: each is."""
+    workloads: str = ""
+    """Sentence without its stop on settings whose workloads differ in more than their rate; empty where they do not."""
+    _adjusted: dict[str, dict[tuple[str, int, int], float]] = field(default_factory=dict, repr=False, compare=False)
+    """Adjusted p-values by scope, computed once."""
 
     @property
     def scopes(self) -> tuple[str, ...]:
@@ -82,65 +88,90 @@ class Comparison:
         raise RunError(f"--baseline: no setting has that name ({name!r}). {did_you_mean(name, self.names)}")
 
     def interval(self, key: str, position: int, scope: str = OVERALL) -> Interval | None:
-        """The 95 % interval of a value: over replications, of a single run by batch means; None where there is no ground for one."""
+        """The 95 % interval of a mean over replications; None of one run, and where the replications are all equal."""
         samples = self._samples(key, scope)
-        found: Interval | None = None
-        if samples and len(samples[position]) > 1:
-            make = latency_interval if BY_KEY[key].is_latency else replication_interval
-            found = make(list(samples[position].values()))
-        elif scope in self.within:
-            found = self.within[scope][position].get(key)
-        if found is None:
+        if not samples:
             return None
-        most = 1.0 if BY_KEY[key].unit == "%" else found.high
-        return Interval(max(found.low, 0.0), min(found.high, most))
+        make = proportion_interval if BY_KEY[key].is_proportion else positive_interval
+        return make(list(samples[position].values()))
 
     def best(self, key: str, scope: str = OVERALL) -> frozenset[int]:
-        """Positions of the settings with the best value among those of the same load, and of those that read the same as it.
+        """Positions of the settings with the best value among those of the same load that kept up with it.
 
-        Nothing is best among values that all read the same, in a single one, or in a metric without a direction.
+        Of settings of one run, all whose values read the same as the best one. Nothing is best among equal values, in a single one, or in a metric without a direction.
         """
         row = self.values[scope][key]
         found: set[int] = set()
-        for members in self._by_load():
-            found |= _best_of(BY_KEY[key], {i: row[i] for i in members if row[i] is not None})
+        for members in groups(self.loads):
+            known = {i: value for i in members if self.stability[i] != OVERLOADED and (value := row[i]) is not None}
+            found |= _best_of(BY_KEY[key], known, as_read=not self._is_tested(members))
         return frozenset(found)
 
-    def ties(self, key: str, scope: str = OVERALL) -> frozenset[int]:
-        """Positions of settings that replications cannot tell from the best one of their load, the best one included.
+    def best_of(self, key: str, position: int, scope: str = OVERALL) -> int | None:
+        """The first setting with the best value of the load of this one; None where nothing is best."""
+        return min(self.best(key, scope) & set(self.of_load(position)), default=None)
 
-        All pairs of settings of a load are tested, and Holm's correction is made for their number. Empty where the best one is significantly better than all others, and where
-        nothing can be tested.
+    def marks(self, key: str, scope: str = OVERALL) -> dict[int, str]:
+        """Marks by position, as explained in `vajra_py.metrics.comparison_tables.value_notes`.
+
+        Settings with replications are marked in primary metrics only. The best value of a load is starred where it is significantly better than every other one, and has an arrow
+        otherwise; values that are significantly worse than it are marked too. No mark means that nothing is claimed.
         """
-        samples = self._samples(key, scope)
+        arrow = LOWEST if BY_KEY[key].lower_is_better else HIGHEST
         best = self.best(key, scope)
-        found: set[int] = set()
-        if not samples:
-            return frozenset()
-        for members in self._by_load():
-            pairs = [(i, j) for n, i in enumerate(members) for j in members[n + 1 :]]
-            tested = [(i, j, own) for i, j in pairs if (own := difference(samples[i], samples[j])) is not None]
-            corrected = holm([own.p_value for *_, own in tested])
-            for (i, j, _), p_value in zip(tested, corrected, strict=True):
-                if p_value >= SIGNIFICANT_P and (i in best or j in best):
-                    found |= {i, j}
-        return frozenset(found)
+        found: dict[int, str] = {}
+        for members in groups(self.loads):
+            own = sorted(best & set(members))
+            if self.one_sample and any(self.one_sample[i] for i in members):
+                continue  # nothing is known of chance, which a mark would seem to speak of
+            if not self._is_tested(members):
+                found |= dict.fromkeys(own, arrow)
+            elif own and key in self.primary:
+                others = [i for i in members if i not in own and self.stability[i] != OVERLOADED]
+                worse = [i for i in others if self.versus(i, own[0], key, scope).is_significant]
+                is_alone = len(own) == 1 and len(worse) == len(others)
+                found |= dict.fromkeys(own, BEST if is_alone else arrow) | dict.fromkeys(worse, WORSE)
+        return found
+
+    def versus(self, position: int, baseline: int, key: str, scope: str = OVERALL) -> Versus:
+        """One setting against another in one metric: difference, p-values and verdict, the same wherever they are shown."""
+        own = self._field(scope)
+        if scope not in self._adjusted:
+            self._adjusted[scope] = adjust(own)
+        return versus(own, self._adjusted[scope], (baseline, position), key)
 
     def against(self, baseline: int, keys: Sequence[str], scope: str = OVERALL) -> list[Versus]:
-        """Every other setting of the baseline's load against it in these metrics, corrected together for their number (Holm)."""
-        return self.versus([(baseline, i) for i in self.of_load(baseline) if i != baseline], keys, scope)
+        """Every other setting of the baseline's load against it in these metrics, those that could be tested."""
+        found = [self.versus(i, baseline, key, scope) for _, i in self.pairs(baseline) for key in keys]
+        return [one for one in found if not one.untested]
 
-    def versus(self, pairs: Sequence[tuple[int, int]], keys: Sequence[str], scope: str = OVERALL) -> list[Versus]:
-        """The second of each pair of positions against the first (the baseline) in these metrics, corrected together for their number (Holm)."""
-        found = []
-        for baseline, i in pairs:
-            for key in keys:
-                samples = self._samples(key, scope)
-                own = difference(samples[i], samples[baseline]) if samples else None
-                if own is not None:
-                    found.append((i, baseline, key, own))
-        corrected = holm([own.p_value for *_, own in found])
-        return [Versus(*one, p_value) for one, p_value in zip(found, corrected, strict=True)]
+    def pairs(self, baseline: int | None = None) -> list[tuple[int, int]]:
+        """Pairs of settings under one load, the loads in natural order; with a baseline those of it and another one."""
+        if baseline is not None:
+            return [(baseline, i) for i in self.of_load(baseline) if i != baseline]
+        starts = [i for i in self.by_load() if i in self.load_starts()]
+        return [pair for start in starts for pair in combinations(self.of_load(start), 2)]
+
+    def family_words(self, scope: str = OVERALL) -> str:
+        """A sentence without its stop on the comparisons that are adjusted together; empty where nothing is tested."""
+        self.versus(0, 0, METRICS[0].key, scope)
+        tested = self._adjusted[scope]
+        if not tested:
+            return ""
+        keys = [key for key in self.primary if any(key == own for own, *_ in tested)]
+        counts = sorted({len([1 for _, i, _ in tested if i in members]) for members in groups(self.loads)} - {0})
+        count = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        each = " under each load" if len(groups(self.loads)) > 1 else ""
+        names = ", ".join(BY_KEY[key].label for key in keys)
+        return f"Significance at 5 % after Holm's correction for {count} comparisons{each}: {names}, between all pairs of settings"
+
+    def one_sample_notes(self) -> dict[str, list[str]]:
+        """Reasons why runs of settings count as one observation, with the settings' names."""
+        found: dict[str, list[str]] = {}
+        for name, reason in zip(self.names, self.one_sample, strict=False):
+            if reason:
+                found.setdefault(reason, []).append(name)
+        return found
 
     def of_load(self, position: int) -> list[int]:
         """The settings under the same load as this one."""
@@ -171,86 +202,94 @@ class Comparison:
         ]
 
     def frame(self, scope: str | None = None) -> pd.DataFrame:
-        """One row per scope and setting, one column per metric, raw values (seconds, fractions), and `_low` and `_high` of each that has an interval."""
+        """One row per scope and setting, one column per metric, raw values (seconds, fractions), with the ends of its interval (`_low`, `_high`) and the p-values of its difference
+        from the best setting of the load (`_p_value`, `_p_adjusted`).
+        """
         import pandas as pd
 
         from vajra_py.metrics.comparison_tables import records
 
         return pd.DataFrame(records(self, scope))
 
+    def difference_frame(self, scope: str | None = None, baseline: str | None = None) -> pd.DataFrame:
+        """One row per scope, pair of settings of one load (or those with this baseline) and metric: values, difference, ends of their intervals, p-values and verdict."""
+        import pandas as pd
+
+        from vajra_py.metrics.comparison_tables import DIFFERENCE_COLUMNS, difference_records
+
+        position = None if baseline is None else self.position(baseline)
+        return pd.DataFrame(difference_records(self, scope, position), columns=list(DIFFERENCE_COLUMNS))
+
     def to_csv(self, scope: str | None = None) -> str:
         """The same rows as `frame` as CSV text, of one scope or of all; no value is an empty field."""
-        from vajra_py.metrics.comparison_tables import csv_text
+        from vajra_py.metrics.comparison_tables import value_csv
 
-        return csv_text(self, scope)
+        return value_csv(self, scope)
+
+    def to_json(self, scope: str | None = None) -> str:
+        """Settings, the family of comparisons, values and all differences as JSON text."""
+        from vajra_py.metrics.comparison_tables import json_text
+
+        return json_text(self, scope)
 
     def to_markdown(self, scope: str = OVERALL) -> str:
         """A Markdown table, one row per metric, the best value of each in bold."""
-        from vajra_py.metrics.comparison_tables import markdown
+        from vajra_py.metrics.comparison_tables import origins, value_table
+        from vajra_py.metrics.table_renderers import markdown
 
-        return markdown(self, scope)
+        table = value_table(self, scope, self.shown(scope), by_setting=False)
+        return markdown(replace(table, notes=(*table.notes, *origins(self))))
 
-    def to_latex(self, scope: str = OVERALL) -> str:
-        """A LaTeX table (package booktabs), one row per metric, the best value of each in bold."""
-        from vajra_py.metrics.comparison_tables import latex
+    def to_latex(self, scope: str = OVERALL, columns: Sequence[str] = ()) -> str:
+        """A LaTeX table (package booktabs) that fits a page, its legend in the caption.
 
-        return latex(self, scope)
-
-    def render(self, scope: str = OVERALL) -> RenderableType:
-        """What to print on a terminal with rich; the best value of each metric is bold and marked.
-
-        A few settings are columns. More are rows; metrics that the terminal has no room for go to a second table, and a third.
+        A few settings are columns. More are rows, with a rule between loads, and the primary metrics are columns; so are the metrics that `columns` names, in that order.
         """
-        from vajra_py.metrics.comparison_tables import terminal
+        from vajra_py.metrics.comparison_tables import WIDE, origins, value_table
+        from vajra_py.metrics.table_renderers import latex
 
-        return terminal(self, scope)
+        metrics = named_metrics(columns, "--columns") if columns else None
+        if metrics is None and len(self.names) > WIDE:
+            metrics = [metric for metric in self.shown(scope, 2) if metric.key in self.primary]
+        table = value_table(self, scope, metrics, by_setting=True if columns else None)
+        return latex(replace(table, notes=(*table.notes, *origins(self))))
 
-    def _by_load(self) -> list[list[int]]:
-        return [[i for i, own in enumerate(self.loads) if own == load] for load in dict.fromkeys(self.loads)]
+    def render(self, scope: str = OVERALL, columns: Sequence[str] = ()) -> TerminalTable:
+        """Table for a terminal, to print with rich; the best value of each metric is bold and marked.
+
+        A few settings are columns. More are rows; metrics that the terminal has no room for go to a second table, and a third. The metrics that `columns` names are columns.
+        """
+        from vajra_py.metrics.comparison_tables import value_table
+        from vajra_py.metrics.table_renderers import TerminalTable
+
+        metrics = named_metrics(columns, "--columns") if columns else None
+        return TerminalTable(value_table(self, scope, metrics, by_setting=True if columns else None))
 
     def _samples(self, key: str, scope: str) -> tuple[Samples, ...]:
         return self.samples.get(scope, {}).get(key, ())
 
+    def _field(self, scope: str) -> Field:
+        return Field(self.names, self.loads, self.stability, self.primary, self.samples.get(scope, {}), self.one_sample)
 
-@dataclass(frozen=True, slots=True)
-class Versus:
-    """One setting against its baseline in one metric."""
-
-    position: int
-    baseline: int
-    key: str
-    difference: Difference
-    """Of the setting from the baseline."""
-    corrected_p: float
-
-    @property
-    def is_significant(self) -> bool:
-        """Whether chance alone would rarely make such a difference, the number of comparisons considered."""
-        return self.corrected_p < SIGNIFICANT_P
-
-    @property
-    def better_fraction(self) -> float | None:
-        """Probability that a replication of the setting is better than one of the baseline; None in a metric without a direction."""
-        lower_is_better = BY_KEY[self.key].lower_is_better
-        if lower_is_better is None:
-            return None
-        above = self.difference.above_fraction
-        return 1 - above if lower_is_better else above
+    def _is_tested(self, members: Sequence[int]) -> bool:
+        """Some of these settings have replications."""
+        return any(self.replications[i] > 1 for i in members) if self.replications else False
 
 
-def _best_of(metric: Metric, known: Mapping[int, float | None]) -> set[int]:
-    values = [value for value in known.values() if value is not None]
-    if metric.lower_is_better is None or len(values) < 2:
+def _best_of(metric: Metric, known: Mapping[int, float], *, as_read: bool) -> set[int]:
+    """Positions of the best value; `as_read`: of all that read the same."""
+    if metric.lower_is_better is None or len(known) < 2:
         return set()
-    target = metric_text(metric, min(values) if metric.lower_is_better else max(values))
-    best = {i for i, value in known.items() if metric_text(metric, value) == target}
+    target = min(known.values()) if metric.lower_is_better else max(known.values())
+    text = metric_text(metric, target)
+    best = {i for i, value in known.items() if value == target or (as_read and metric_text(metric, value) == text)}
     return set() if len(best) == len(known) else best
 
 
-def compare(runs: Sequence[RunData], *, each_run: bool = False) -> Comparison:
-    """Set the summaries of these runs side by side; RunError when there is no run.
+def compare(runs: Sequence[RunData], *, each_run: bool = False, metrics: Sequence[str] = ()) -> Comparison:
+    """Set the summaries of these runs side by side; RunError when there is no run, or no metric of a name.
 
-    Runs that differ in their seed only are one setting, unless `each_run`.
+    Runs that differ in their seed only are one setting, unless `each_run`. `metrics` names the primary ones, which are tested; by default P99 TTFT, P99 TBT and SLO attainment.
     """
     if not runs:
         raise RunError("compare: no run was given. Name at least one run folder.")
@@ -263,28 +302,30 @@ def compare(runs: Sequence[RunData], *, each_run: bool = False) -> Comparison:
         scope: {metric.key: tuple(_sampled(setting, place, metric) for setting in settings) for metric in METRICS}
         for scope, place in scopes.items()
     }
+    values = {scope: {key: tuple(map(_mean, own)) for key, own in by_key.items()} for scope, by_key in samples.items()}
+    firsts = [setting.first for setting in settings]
     return Comparison(
         names=tuple(setting.name for setting in settings),
         stability=tuple(_label(setting) for setting in settings),
-        values={
-            scope: {key: tuple(map(_mean, own)) for key, own in by_key.items()} for scope, by_key in samples.items()
-        },
-        loads=load_labels([setting.first for setting in settings]),
-        samples=samples if any(len(setting.runs) > 1 for setting in settings) else {},
-        within=_within(settings, list(scopes)),
-        replications=tuple(len(setting.runs) for setting in settings),
+        values=values,
+        loads=load_labels(firsts),
+        samples=samples if any(len(setting.observations) > 1 for setting in settings) else {},
+        replications=tuple(len(setting.observations) for setting in settings),
         step_times=tuple(map(_step_times, settings)),
+        primary=_primary(metrics, values[OVERALL]),
+        one_sample=tuple(setting.one_sample for setting in settings),
+        workloads=workload_differences(firsts),
     )
 
 
-def _within(settings: Sequence[Setting], scopes: Sequence[str]) -> Mapping[str, tuple[Mapping[str, Interval], ...]]:
-    """Intervals within the runs of settings that have one only."""
-    found = [run_intervals(setting.first, scopes) if len(setting.runs) == 1 else {} for setting in settings]
-    return {scope: tuple(own.get(scope, {}) for own in found) for scope in scopes} if any(found) else {}
+def _primary(given: Sequence[str], values: Mapping[str, Row]) -> tuple[str, ...]:
+    if given:
+        return tuple(metric.key for metric in named_metrics(given))
+    return tuple(key for key in DEFAULT_PRIMARY if any(value is not None for value in values[key]))
 
 
 def _sampled(setting: Setting, place: tuple[str, str | None], metric: Metric) -> Samples:
-    values = {seed: _value(run, place, metric) for seed, run in zip(setting.seeds, setting.runs, strict=True)}
+    values = {seed: _value(run, place, metric) for seed, run in zip(setting.seeds, setting.observations, strict=False)}
     return {seed: value for seed, value in values.items() if value is not None}
 
 

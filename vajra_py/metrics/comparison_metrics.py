@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from vajra_py.errors import RunError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +28,9 @@ class Metric:
     """0: shown even when there are many runs; 1: shown when there are few; 2: in data frames, CSV and full tables only."""
 
     @property
-    def is_latency(self) -> bool:
-        """Whether its values are durations of requests."""
-        return self.unit in ("s", "ms")
+    def is_proportion(self) -> bool:
+        """Values lie between 0 and 1; those of every other metric are amounts, none of them negative."""
+        return self.unit == "%" or self.key == "jain_index"
 
 
 def _latency(key: str, label: str, section: str, unit: str, main: Iterable[str]) -> list[Metric]:
@@ -101,6 +103,21 @@ METRICS: tuple[Metric, ...] = (
 
 BY_KEY: Mapping[str, Metric] = {metric.key: metric for metric in METRICS}
 
+DEFAULT_PRIMARY = ("ttft_p99_s", "tbt_p99_s", "slo_attainment_fraction")
+"""The metrics that are tested where none are named; those of them that a comparison has."""
+
+
+def named_metrics(given: Sequence[str], option: str = "--metrics") -> list[Metric]:
+    """The metrics of these names, which are keys with or without their unit (`ttft_p99`), each once. Raises `RunError` for another name."""
+    short = {key.removesuffix(unit): key for key in BY_KEY for unit in ("_s", "_fraction") if key.endswith(unit)}
+    found: dict[str, Metric] = {}
+    for name in given:
+        key = name if name in BY_KEY else short.get(name)
+        if key is None:
+            raise RunError(f"{option}: no metric has that name ({name!r}). {did_you_mean(name, BY_KEY)}")
+        found[key] = BY_KEY[key]
+    return list(found.values())
+
 
 def titled(metric: Metric) -> str:
     """The metric's label with its unit."""
@@ -115,8 +132,16 @@ def metric_text(metric: Metric, value: float | None) -> str:
     if metric.key.startswith("num_"):
         return f"{shown:,.0f}"
     if metric.unit == "%":
-        return f"{shown:.1f}"
+        return _percent(shown)
     return significant(shown)
+
+
+def _percent(shown: float) -> str:
+    """With one decimal, and with more where that would read 0 or 100 of something between them."""
+    for decimals in range(1, 4):
+        if shown in (0, 100) or round(shown, decimals) not in (0, 100):
+            return f"{shown:.{decimals}f}"
+    return f"{shown:.4f}"
 
 
 def error_text(metric: Metric, value: float) -> str:

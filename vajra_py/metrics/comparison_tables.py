@@ -1,242 +1,249 @@
-"""Writes comparisons as tables: for a terminal, as Markdown, LaTeX, and CSV."""
+"""The tables of a comparison as data: values by setting, differences between settings, and the records of files."""
 
 from __future__ import annotations
 
 import csv
 import io
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from vajra_py.metrics.comparison import OVERALL, Comparison, scope_title
+from vajra_py.metrics.comparison import Comparison, scope_title
 from vajra_py.metrics.comparison_metrics import BY_KEY, Metric, error_text, metric_text, titled
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
-    from rich.table import Table as RichTable
+from vajra_py.metrics.significance import OVERLOADED
+from vajra_py.metrics.table_model import BEST, HIGHEST, LOWEST, WORSE, Cell, Row, Table
 
 WIDE = 6
 """Up to this many settings are columns; more are rows, of fewer metrics."""
-_EXACT = 1e-9
-"""Relative half-width of an interval that is due to rounding."""
-TIE = "≈"
-BEST = "*"
 
 
-def mark(comparison: Comparison, key: str, scope: str = OVERALL) -> dict[int, str]:
-    """By position: an asterisk for the best value of its load, or `≈` for those that replications cannot tell from the best."""
-    ties = comparison.ties(key, scope)
-    return {i: BEST for i in comparison.best(key, scope) if i not in ties} | dict.fromkeys(sorted(ties), TIE)
+def value_table(
+    comparison: Comparison, scope: str, metrics: Sequence[Metric] | None = None, *, by_setting: bool | None = None
+) -> Table:
+    """The values of one scope: a few settings are columns, many are rows, of fewer metrics unless these are named.
+
+    Args:
+        comparison: of settings.
+        scope: one of its scopes.
+        metrics: to show; by default those that the shape has room for.
+        by_setting: a row for each setting; by default where there are more than `WIDE`.
+    """
+    is_by_setting = len(comparison.names) > WIDE if by_setting is None else by_setting
+    shown = list(metrics) if metrics is not None else comparison.shown(scope, 0 if is_by_setting else 1)
+    title = scope_title(scope)
+    notes = tuple(value_notes(comparison, scope, shown))
+    stability = tuple(Cell(label, label=label) for label in comparison.stability)
+    if not is_by_setting:
+        rows = [Row("stability", stability)]
+        if comparison.is_replicated:
+            rows.append(Row("replications", tuple(Cell(str(count)) for count in comparison.replications)))
+        rows += [Row(titled(metric), cells(comparison, metric, scope)) for metric in shown]
+        return Table("metric", comparison.names, tuple(rows), title, notes)
+    columns = [stability, *(cells(comparison, metric, scope) for metric in shown)]
+    starts = comparison.load_starts()
+    order = comparison.by_load()
+    found = tuple(
+        Row(comparison.names[i], tuple(column[i] for column in columns), i in starts and i != order[0]) for i in order
+    )
+    heads = ("stability", *map(titled, shown))
+    return Table("setting", heads, found, title, notes, frozenset({0}))
 
 
-def caption(comparison: Comparison) -> str | None:
-    """What the marks and intervals of a table mean; None for a single setting of one run."""
-    parts = []
+def cells(comparison: Comparison, metric: Metric, scope: str) -> tuple[Cell, ...]:
+    """Value, interval and mark for each setting."""
+    marks = comparison.marks(metric.key, scope)
+    return tuple(
+        Cell(
+            metric_text(metric, value),
+            interval_text(comparison, metric, i, scope),
+            marks.get(i, ""),
+            is_quiet=comparison.stability[i] == OVERLOADED and len(comparison.names) > 1,
+        )
+        for i, value in enumerate(comparison.values[scope][metric.key])
+    )
+
+
+def interval_text(comparison: Comparison, metric: Metric, position: int, scope: str) -> str:
+    """The interval as `±0.12`, as a range where it is lopsided, or nothing."""
+    value, interval = comparison.values[scope][metric.key][position], comparison.interval(metric.key, position, scope)
+    if interval is None or value is None:
+        return ""
+    half = interval.half_width
+    if abs((interval.low + interval.high) / 2 - value) <= 0.1 * half:
+        return f"±{error_text(metric, half)}"
+    return f"[{metric_text(metric, interval.low)}, {metric_text(metric, interval.high)}]"
+
+
+def value_notes(comparison: Comparison, scope: str, metrics: Sequence[Metric]) -> Iterator[str]:
+    """Sentences without their stops: what values and marks mean, which comparisons were made, where step times come from."""
+    marks = {mark for metric in metrics for mark in comparison.marks(metric.key, scope).values()}
     if comparison.is_replicated:
-        parts.append("mean of the replications ± 95 % interval")
-        if len(comparison.names) > 1:
-            parts.append("* significantly best (pairs of one seed, Holm), ≈ not told apart from the best")
-    elif len(comparison.names) > 1:
-        parts.append("* best of its metric; one seed each, not tested")
-    return "; ".join(parts) or None
+        yield "Mean of the replications with its 95 % interval"
+    if marks:
+        which = (
+            "but not significantly against every other setting"
+            if comparison.is_replicated
+            else "one seed each: not tested"
+        )
+        words = {
+            BEST: "* best of its load, significantly so against every other setting",
+            LOWEST: f"↓ lowest of its load, {which}",
+            HIGHEST: f"↑ highest of its load, {which}",
+            WORSE: "† significantly worse than the best of its load",
+        }
+        yield "; ".join(text for mark, text in words.items() if mark in marks)
+    yield from family_notes(comparison, scope)
+    if comparison.workloads:
+        yield comparison.workloads
+
+
+def family_notes(comparison: Comparison, scope: str) -> Iterator[str]:
+    """Sentences without their stops: the family of comparisons, and who takes no part in it."""
+    yield from filter(None, (comparison.family_words(scope),))
+    unstable = [name for name, own in zip(comparison.names, comparison.stability, strict=True) if own == OVERLOADED]
+    if unstable and len(comparison.names) > 1:
+        who = ", ".join(unstable) if len(unstable) < len(comparison.names) else "every setting"
+        yield f"Overloaded and therefore neither marked nor tested, as their averages grow with the length of the run: {who}"
+    for reason, names in comparison.one_sample_notes().items():
+        yield f"{reason}: {', '.join(names)}"
 
 
 def origins(comparison: Comparison) -> Iterator[str]:
-    """A line for each origin of the settings' step times, with the settings that it is of where they differ."""
+    """A sentence without its stop for each origin of the settings' step times, with the settings that it is of where they differ."""
     found: dict[str, list[str]] = {}
     for name, sentence in zip(comparison.names, comparison.step_times, strict=False):
         if sentence:
             found.setdefault(sentence, []).append(name)
     for sentence, names in found.items():
         whose = "" if len(names) == len(comparison.names) else f" of {', '.join(names)}"
-        yield f"Step times{whose}: {sentence}."
-
-
-def plus_minus(comparison: Comparison, metric: Metric, position: int, scope: str = OVERALL) -> str:
-    """The interval as ` ±0.12`, as a range where it is lopsided, or nothing."""
-    value, interval = comparison.values[scope][metric.key][position], comparison.interval(metric.key, position, scope)
-    if interval is None or value is None or interval.half_width <= _EXACT * abs(value):
-        return ""
-    half = error_text(metric, interval.half_width)
-    middle = (interval.low + interval.high) / 2
-    if abs(middle - value) <= 0.1 * interval.half_width:
-        return f" ±{half}"
-    return f" [{metric_text(metric, interval.low)}, {metric_text(metric, interval.high)}]"
+        yield f"Step times{whose}: {sentence}"
 
 
 def records(comparison: Comparison, scope: str | None = None) -> Iterator[dict[str, Any]]:
-    """A row for each scope (or this one) and setting."""
+    """A row for each scope (or this one) and setting: raw values, ends of intervals, and p-values of the difference from the best setting of the load."""
     for own in comparison.scopes if scope is None else (scope,):
         for i, name in enumerate(comparison.names):
             row: dict[str, Any] = {"scope": own, "run": name, "stability": comparison.stability[i]}
             row["replications"] = comparison.replications[i] if comparison.replications else 1
             row["step_times"] = comparison.step_times[i] if comparison.step_times else ""
+            row["not_tested_because"] = _why_not_tested(comparison, i)
             for key in BY_KEY:
                 row[key] = comparison.values[own][key][i]
                 interval = comparison.interval(key, i, own)
                 if interval is not None:
                     row |= {f"{key}_low": interval.low, f"{key}_high": interval.high}
+                best = comparison.best_of(key, i, own)
+                if best is not None and best != i:
+                    versus = comparison.versus(i, best, key, own)
+                    row |= _known({f"{key}_p_value": versus.p_value, f"{key}_p_adjusted": versus.p_adjusted})
             yield row
 
 
-def csv_text(comparison: Comparison, scope: str | None = None) -> str:
-    """The records as CSV."""
-    rows = list(records(comparison, scope))
-    present = {name for row in rows for name in row}
-    columns = ["scope", "run", "stability", "replications", "step_times"]
-    columns += [name for key in BY_KEY for name in (key, f"{key}_low", f"{key}_high") if name in present]
+def _why_not_tested(comparison: Comparison, position: int) -> str:
+    if comparison.stability[position] == OVERLOADED:
+        return OVERLOADED
+    return comparison.one_sample[position] if comparison.one_sample else ""
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+DIFFERENCE_COLUMNS = (
+    "scope", "load", "setting", "baseline", "metric", "family",
+    "value", "low", "high", "baseline_value", "baseline_low", "baseline_high",
+    "difference", "difference_low", "difference_high", "relative_difference", "better_fraction",
+    "p_value", "p_adjusted", "significant", "verdict",
+)  # fmt: skip
+
+
+def difference_records(
+    comparison: Comparison, scope: str | None = None, baseline: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """A row for each pair of settings of a load (or those with this baseline) and metric, in columns of plain values; see `DIFFERENCE_COLUMNS`."""
+    for own in comparison.scopes if scope is None else (scope,):
+        for first, second in comparison.pairs(baseline):
+            for metric in comparison.shown(own, 2):
+                row = _difference_record(comparison, own, (first, second), metric)
+                if row is not None:
+                    yield row
+
+
+def _difference_record(
+    comparison: Comparison, scope: str, pair: tuple[int, int], metric: Metric
+) -> dict[str, Any] | None:
+    first, second = pair
+    base, value = (comparison.values[scope][metric.key][i] for i in pair)
+    if base is None or value is None:
+        return None
+    versus = comparison.versus(second, first, metric.key, scope)
+    gap = versus.difference
+    difference = value - base if gap is None else gap.mean
+    ends = [comparison.interval(metric.key, i, scope) for i in (second, first)]
+    bounds = [end for one in ends for end in ((None, None) if one is None else (one.low, one.high))]
+    spread = (None, None) if gap is None or gap.interval is None else (gap.interval.low, gap.interval.high)
+    values = (
+        scope, comparison.loads[first], comparison.names[second], comparison.names[first], metric.key,
+        "primary" if versus.is_primary else "secondary",
+        value, *bounds[:2], base, *bounds[2:], difference, *spread, difference / base if base else None,
+        versus.better_fraction, versus.p_value, versus.p_adjusted, versus.is_significant, versus.verdict,
+    )  # fmt: skip
+    return dict(zip(DIFFERENCE_COLUMNS, values, strict=True))
+
+
+def csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as CSV; no value is an empty field, truth is `true` or `false`."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n", restval="")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows(
+        {name: str(value).lower() if isinstance(value, bool) else value for name, value in row.items()} for row in rows
+    )
     return text.getvalue()
 
 
-def _cells(comparison: Comparison, metric: Metric, scope: str) -> list[tuple[str, str, str]]:
-    """Value, interval and mark for each setting."""
-    marks = mark(comparison, metric.key, scope)
-    return [
-        (metric_text(metric, value), plus_minus(comparison, metric, i, scope), marks.get(i, ""))
-        for i, value in enumerate(comparison.values[scope][metric.key])
+def value_csv(comparison: Comparison, scope: str | None = None) -> str:
+    """See `Comparison.to_csv`."""
+    rows = list(records(comparison, scope))
+    present = {name for row in rows for name in row}
+    columns = ["scope", "run", "stability", "replications", "step_times"]
+    columns += ["not_tested_because"] if any(row["not_tested_because"] for row in rows) else []
+    suffixes = ("", "_low", "_high", "_p_value", "_p_adjusted")
+    columns += [name for key in BY_KEY for suffix in suffixes if (name := f"{key}{suffix}") in present]
+    return csv_text(columns, [{name: value for name, value in row.items() if name in columns} for row in rows])
+
+
+def json_text(comparison: Comparison, scope: str | None = None, baseline: int | None = None) -> str:
+    """See `Comparison.to_json`."""
+    scopes = comparison.scopes if scope is None else (scope,)
+    settings = [
+        {
+            "name": name,
+            "load": comparison.loads[i],
+            "stability": comparison.stability[i],
+            "replications": comparison.replications[i] if comparison.replications else 1,
+            "step_times": comparison.step_times[i] if comparison.step_times else "",
+            "not_tested_because": _why_not_tested(comparison, i),
+        }
+        for i, name in enumerate(comparison.names)
     ]
-
-
-def markdown(comparison: Comparison, scope: str = OVERALL) -> str:
-    """See `Comparison.to_markdown`."""
-    lines = [
-        "| " + " | ".join(["metric", *(name.replace("|", "\\|") for name in comparison.names)]) + " |",
-        "|---|" + "---:|" * len(comparison.names),
-        "| " + " | ".join(["stability", *comparison.stability]) + " |",
+    values = [
+        {"scope": own, "setting": name, "metric": key, "value": value}
+        | ({} if (one := comparison.interval(key, i, own)) is None else {"low": one.low, "high": one.high})
+        for own in scopes
+        for i, name in enumerate(comparison.names)
+        for key in BY_KEY
+        if (value := comparison.values[own][key][i]) is not None
     ]
-    for metric in comparison.shown(scope):
-        cells = [
-            f"**{value}**{spread}" if sign == BEST else f"{value}{spread}{sign and ' ' + sign}"
-            for value, spread, sign in _cells(comparison, metric, scope)
-        ]
-        lines.append("| " + " | ".join([titled(metric), *cells]) + " |")
-    lines += [text for line in origins(comparison) for text in ("", line)]
-    return "\n".join(lines) + "\n"
-
-
-def latex(comparison: Comparison, scope: str = OVERALL) -> str:
-    """See `Comparison.to_latex`."""
-    is_wide = len(comparison.names) > WIDE
-    table = [["metric", *map(latex_text, comparison.names)], ["stability", *map(latex_text, comparison.stability)]]
-    for metric in comparison.shown(scope, 0 if is_wide else 1):
-        cells = []
-        for value, spread, sign in _cells(comparison, metric, scope):
-            number = rf"\textbf{{{value}}}" if sign == BEST else value
-            error = spread.strip().replace("±", r"$\pm$")
-            cells.append(
-                " ".join(filter(None, (number, error, r"$\approx$" if sign == TIE else ""))).replace("–", "--")
-            )
-        table.append([latex_text(titled(metric)), *cells])
-    if is_wide:  # settings become rows
-        order = [0, *(1 + i for i in comparison.by_load())]
-        table = [[row[i] for row in table] for i in order]
-    lines = [" & ".join(row) + r" \\" for row in table]
-    head = [
-        f"% {caption(comparison) or 'one run'}",
-        r"\begin{tabular}{l" + "r" * (len(table[0]) - 1) + "}",
-        r"\toprule",
-    ]
-    foot = [rf"\par{{\footnotesize {latex_text(line)}\par}}" for line in origins(comparison)]
-    return "\n".join([*head, lines[0], r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}", *foot]) + "\n"
-
-
-_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
-    sign: f"\\{sign}" for sign in "&%$#_{}"
-}
-
-
-def latex_text(text: str) -> str:
-    """The text with LaTeX's special characters escaped."""
-    return re.sub(r"[\\~^&%$#_{}]", lambda found: _LATEX[found.group()], text)
-
-
-def terminal(comparison: Comparison, scope: str = OVERALL) -> RenderableType:
-    """See `Comparison.render`."""
-    return _by_metric(comparison, scope) if len(comparison.names) <= WIDE else _ByRun(comparison, scope)
-
-
-def _by_metric(comparison: Comparison, scope: str) -> RichTable:
-    from rich.markup import escape
-    from rich.table import Table as RichTable
-
-    table = RichTable(title=escape(scope_title(scope)), caption=caption(comparison))
-    table.add_column("metric")
-    for name in comparison.names:
-        table.add_column(escape(name), justify="right", overflow="fold")
-    table.add_row("stability", *comparison.stability)
-    if comparison.is_replicated:
-        table.add_row("replications", *map(str, comparison.replications))
-    for metric in comparison.shown(scope):
-        table.add_row(titled(metric), *_marked(comparison, metric, scope))
-    return table
-
-
-@dataclass(frozen=True, slots=True)
-class _ByRun:
-    """Lays the tables out when the terminal's width is known."""
-
-    comparison: Comparison
-    scope: str
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RichTable]:
-        yield from run_tables(self.comparison, self.scope, options.max_width)
-
-
-def run_tables(comparison: Comparison, scope: str, width: int) -> list[RichTable]:
-    """Tables with a row per setting, each at most `width` characters wide if its first metric fits at all."""
-    columns = [("stability", list(comparison.stability))]
-    columns += [(titled(metric), _marked(comparison, metric, scope)) for metric in comparison.shown(scope, level=0)]
-    room = width - max(map(len, (*comparison.names, "run"))) - 4
-    pages: list[list[tuple[str, list[str]]]] = []
-    left = -1
-    for title, cells in columns:
-        needed = _needed_width(title, cells) + 3
-        if left < needed:
-            pages.append([])
-            left = room
-        pages[-1].append((title, cells))
-        left -= needed
-    return [
-        _page(comparison, scope if not i else None, page, is_last=i == len(pages) - 1) for i, page in enumerate(pages)
-    ]
-
-
-def _page(
-    comparison: Comparison, scope: str | None, columns: Sequence[tuple[str, list[str]]], *, is_last: bool
-) -> RichTable:
-    from rich.markup import escape
-    from rich.table import Table as RichTable
-
-    title = None if scope is None else escape(scope_title(scope))
-    table = RichTable(title=title, caption=caption(comparison) if is_last else None)
-    table.add_column("run", no_wrap=True)
-    for name, cells in columns:
-        justify: JustifyMethod = "left" if name == "stability" else "right"
-        table.add_column(name, justify=justify, width=_needed_width(name, cells))
-    starts = comparison.load_starts()
-    for i in comparison.by_load():
-        if i in starts:
-            table.add_section()
-        table.add_row(escape(comparison.names[i]), *(cells[i] for _, cells in columns))
-    return table
-
-
-def _marked(comparison: Comparison, metric: Metric, scope: str) -> list[str]:
-    from rich.markup import escape
-
-    cells = []
-    for value, spread, sign in _cells(comparison, metric, scope):
-        text = f"{value}{escape(spread) if comparison.is_replicated else ''}{sign}"
-        cells.append(f"[bold]{text}[/bold]" if sign == BEST else text)
-    return cells
-
-
-def _needed_width(title: str, cells: Sequence[str]) -> int:
-    """Characters of the longest word of the title, or of the longest cell without its mark-up."""
-    shown = (cell.removeprefix("[bold]").removesuffix("[/bold]").replace("\\[", "[") for cell in cells)
-    return max(map(len, (*title.split(), *shown)))
+    found = {
+        "settings": settings,
+        "family": {
+            "primary_metrics": list(comparison.primary),
+            "correction": "Holm",
+            "of": {own: comparison.family_words(own) for own in scopes},
+        },
+        "notes": list(family_notes(comparison, scopes[0])),
+        "values": values,
+        "differences": list(difference_records(comparison, scope, baseline)),
+    }
+    return json.dumps(found, indent=1, allow_nan=False) + "\n"

@@ -50,8 +50,15 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         elif isinstance(value, list) and value and all(isinstance(item, Mapping) and item for item in value):
             flat |= flatten({str(index): item for index, item in enumerate(value)}, path)
         else:
-            flat[path] = value if isinstance(value, str) else json.dumps(value, default=str)
+            flat[path] = value if isinstance(value, str) else _number_or_json(value)
     return flat
+
+
+def _number_or_json(value: object) -> str:
+    """A value that is no text; a whole number reads the same whether it was given as `12` or as `12.0`."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return json.dumps(value, default=str)
 
 
 def differences(runs: Sequence[RunData]) -> dict[str, tuple[str, ...]]:
@@ -66,20 +73,29 @@ def axes(runs: Sequence[RunData]) -> list[Axis]:
     """The independent ones among the differences: policies first, then parameters, then the workload, then the seed, each in the order of the file."""
     differing = {path: values for path, values in differences(runs).items() if path.split(".")[0] not in _IGNORED}
     kept: dict[str, tuple[str, ...]] = {}
+    joined: dict[str, list[str]] = {}
     for path in sorted(differing, key=_rank):
         if not _follows(differing[path], list(kept.values())):
             kept[path] = differing[path]
         elif path.endswith(".policy"):
-            _join(kept, differing[path])
-    labels = short_names(list(kept))
-    return [Axis(path, labels[path].replace("_", " "), values) for path, values in kept.items()]
+            _join(kept, joined, path, differing[path])
+    labels = short_names([*kept, *(path for paths in joined.values() for path in paths)])
+    names = {path: "+".join(labels[own] for own in (path, *joined.get(path, ()))) for path in kept}
+    return [Axis(path, names[path].replace("_", " "), _short(values)) for path, values in kept.items()]
 
 
-def _join(kept: dict[str, tuple[str, ...]], values: tuple[str, ...]) -> None:
+def _short(values: tuple[str, ...]) -> tuple[str, ...]:
+    """The values as parts of names, as far as they stay distinct: files without their folders, a dash for null."""
+    found = tuple(ABSENT if value == "null" else value.rsplit("/", 1)[-1] for value in values)
+    return found if len(set(found)) == len(set(values)) else values
+
+
+def _join(kept: dict[str, tuple[str, ...]], joined: dict[str, list[str]], path: str, values: tuple[str, ...]) -> None:
     """Name a policy that was varied together with another one beside it: `lrs+space_sharing`."""
-    for path, own in kept.items():
-        if path.endswith(".policy") and _follows(values, [own]):
-            kept[path] = tuple(f"{one}+{other}" for one, other in zip(own, values, strict=True))
+    for other_path, own in kept.items():
+        if other_path.endswith(".policy") and _follows(values, [own]):
+            kept[other_path] = tuple(f"{one}+{other}" for one, other in zip(own, values, strict=True))
+            joined.setdefault(other_path, []).append(path)
             return
 
 
@@ -104,11 +120,17 @@ def _follows(values: Sequence[str], kept: Sequence[Sequence[str]]) -> bool:
     return all(seen.setdefault(key, value) == value for key, value in zip(zip(*kept, strict=True), values, strict=True))
 
 
+IDENTITIES = ("type", "profile", "path")
+"""Settings that say which workload it is: the others are read as properties of it."""
+
+
 def _rank(path: str) -> int:
+    """Order of the axes: those of a lower rank take along what follows from them."""
     if path == SEED_PATH:
-        return 3
-    if path.split(".")[0] in (WORKLOAD_PREFIX, "workloads"):
-        return 2
+        return 7
+    parts = path.split(".")
+    if parts[0] in (WORKLOAD_PREFIX, "workloads"):
+        return 2 + IDENTITIES.index(parts[1]) if parts[1:2] and parts[1] in IDENTITIES else 6
     return 0 if path.endswith(".policy") else 1
 
 

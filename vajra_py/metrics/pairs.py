@@ -23,12 +23,12 @@ class Difference:
     """How far the first of two settings is above the second."""
 
     mean: float
-    interval: Interval
-    """Of the mean difference, for this comparison alone."""
+    interval: Interval | None
+    """Of the mean difference, for this comparison alone; None where `p_value` is."""
     above_fraction: float
     """Probability that a replication of the first is above one of the second; equal ones count half."""
-    p_value: float
-    """Two-sided, of no difference; not corrected for the number of comparisons."""
+    p_value: float | None
+    """Two-sided, of no difference, not adjusted for the number of comparisons; None where the difference is the same in every pair, which leaves a t test without a variance."""
     is_paired: bool
     """By common seeds; otherwise the settings have no two seeds in common and are compared as independent samples."""
 
@@ -38,17 +38,16 @@ def difference(first: Mapping[str, float], second: Mapping[str, float]) -> Diffe
     common = [seed for seed in first if seed in second]
     if len(common) >= 2:
         gaps = np.array([first[seed] - second[seed] for seed in common])
-        half, p_value = _t_test(float(gaps.mean()), _standard_error(gaps), len(gaps) - 1)
         mean, above = float(gaps.mean()), float((np.sign(gaps) + 1).mean() / 2)
-        return Difference(mean, Interval(mean - half, mean + half), above, p_value, is_paired=True)
+        return Difference(mean, *_t_test(mean, _standard_error(gaps), len(gaps) - 1, above), is_paired=True)
     if len(first) < 2 or len(second) < 2:
         return None
     ours, theirs = np.array(list(first.values())), np.array(list(second.values()))
     mean = float(ours.mean() - theirs.mean())
     errors = _standard_error(ours), _standard_error(theirs)
-    half, p_value = _t_test(mean, math.hypot(*errors), _welch_freedom(errors, (len(ours), len(theirs))))
     above = float((np.sign(ours[:, None] - theirs[None, :]) + 1).mean() / 2)
-    return Difference(mean, Interval(mean - half, mean + half), above, p_value, is_paired=False)
+    freedom = _welch_freedom(errors, (len(ours), len(theirs)))
+    return Difference(mean, *_t_test(mean, math.hypot(*errors), freedom, above), is_paired=False)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -66,14 +65,14 @@ def _standard_error(values: Floats) -> float:
     return float(values.std(ddof=1)) / math.sqrt(len(values))
 
 
-def _t_test(mean: float, error: float, freedom: float) -> tuple[float, float]:
-    """Half of the interval's width, and the two-sided p-value."""
-    if not error > abs(mean) * 1e-12:  # a difference that is the same in every replication
-        return 0.0, 0.0 if mean else 1.0
+def _t_test(mean: float, error: float, freedom: float, above: float) -> tuple[Interval | None, float, float | None]:
+    """The interval of the mean difference, `above` as it came, and the two-sided p-value."""
+    if not error > abs(mean) * 1e-12:  # the same in every replication
+        return (None, above, None) if mean else (Interval(0.0, 0.0), above, 1.0)
     from scipy import stats
 
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
-    return half, float(2 * stats.t.sf(abs(mean) / error, freedom))
+    return Interval(mean - half, mean + half), above, float(2 * stats.t.sf(abs(mean) / error, freedom))
 
 
 def _welch_freedom(errors: tuple[float, float], counts: tuple[int, int]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vajra_py.metrics.differences import ABSENT, SEED_PATH, Axis, axes, flatten, is_workload
+from vajra_py.metrics.differences import ABSENT, SEED_PATH, Axis, axes, flatten, is_rate, is_workload
 from vajra_py.metrics.run_data import RunData, distinct
 
 
@@ -21,6 +21,13 @@ class Setting:
     """Of its runs in the sequence that was grouped."""
     runs: tuple[RunData, ...]
     seeds: tuple[str, ...]
+    one_sample: str = ""
+    """Reason why these runs count as one observation, such as equal requests; empty where each is a replication. It is shown wherever an interval or a mark would be."""
+
+    @property
+    def observations(self) -> tuple[RunData, ...]:
+        """Runs that count as replications: the only place that intervals, tests and figures take them from."""
+        return self.runs[:1] if self.one_sample else self.runs
 
     @property
     def first(self) -> RunData:
@@ -37,6 +44,15 @@ def load_labels(runs: Sequence[RunData]) -> tuple[str, ...]:
     """What sets each run's workload apart from the others', seeds aside, as text; empty for all when they share one."""
     varied = [axis for axis in system_axes(runs) if is_workload(axis)]
     return tuple(", ".join(f"{axis.label} {axis.values[i]}" for axis in varied) for i in range(len(runs)))
+
+
+def workload_differences(runs: Sequence[RunData]) -> str:
+    """A sentence without its stop on runs whose workloads differ in more than their rate; empty where they do not."""
+    varied = [axis for axis in system_axes(runs) if is_workload(axis)]
+    if all(is_rate(axis) for axis in varied):
+        return ""
+    words = ", ".join(f"{axis.label} ({', '.join(axis.levels)})" for axis in varied if not is_rate(axis))
+    return f"The workloads differ in {words}: settings under different workloads are not compared"
 
 
 def seed_of(run: RunData) -> str:

@@ -6,6 +6,7 @@ the same runs. The reading order is: what was compared and on what, whether the 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,28 +14,33 @@ from typing import Any
 
 from vajra_py.errors import RunError
 from vajra_py.metrics.comparison import OVERALL, Comparison, compare
-from vajra_py.metrics.comparison_metrics import BY_KEY, METRICS, Metric, metric_text
+from vajra_py.metrics.comparison_metrics import BY_KEY, Metric, metric_text
 from vajra_py.metrics.comparison_tables import WIDE
-from vajra_py.metrics.differences import Axis, flatten
+from vajra_py.metrics.differences import IDENTITIES, Axis, flatten
 from vajra_py.metrics.figures_svg import inline_svg
-from vajra_py.metrics.replications import Setting, group_replications, system_axes
+from vajra_py.metrics.replications import Setting, group_replications, system_axes, workload_differences
 from vajra_py.metrics.report_figures import FIGURES
 from vajra_py.metrics.report_tables import (
     MAX_SCOPES,
     difference_table,
+    full_table,
     main_table,
-    rows_table,
     scope_tables,
     versus_table,
 )
 from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.significance import OVERLOADED
 from vajra_py.metrics.trust import warnings_of
 from vajra_py.metrics.workload_words import workload_words
 
 _MAX_NAMES = 8
+_MAX_NAMED = 3
+"""Settings that a sentence names before it counts the others."""
 
 
-def write_report(runs: Sequence[RunData], path: str | Path, title: str | None = None) -> None:
+def write_report(
+    runs: Sequence[RunData], path: str | Path, title: str | None = None, metrics: Sequence[str] = ()
+) -> None:
     """Write the report of these runs; the file appears when it is whole, and folders on its way are made. Raises `RunError` for a folder's name."""
     target = Path(path)
     if target.is_dir():
@@ -42,20 +48,20 @@ def write_report(runs: Sequence[RunData], path: str | Path, title: str | None = 
     target.parent.mkdir(parents=True, exist_ok=True)
     is_device = target.exists() and not target.is_file()  # such as /dev/stdout, which nothing may take the place of
     written = target if is_device else target.with_name(target.name + ".partial")
-    written.write_text(render_report(runs, title), encoding="utf-8")
+    written.write_text(render_report(runs, title, metrics), encoding="utf-8")
     if not is_device:
         os.replace(written, target)
 
 
-def render_report(runs: Sequence[RunData], title: str | None = None) -> str:
-    """The report as HTML text; RunError when there is no run, or a run's tables cannot be read."""
+def render_report(runs: Sequence[RunData], title: str | None = None, metrics: Sequence[str] = ()) -> str:
+    """The report as HTML text, `metrics` being the primary ones; RunError when there is no run, or a run's tables cannot be read."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     first = compare(runs)
     groups = group_replications(runs)
     settings = [groups[i] for i in first.by_load()]
     ordered = [run for setting in settings for run in setting.runs]
-    comparison = compare(ordered)
+    comparison = compare(ordered, metrics=metrics)
     differing, num_more = difference_table([setting.first for setting in settings])
     environment = Environment(
         loader=PackageLoader("vajra_py.metrics"),
@@ -70,12 +76,11 @@ def render_report(runs: Sequence[RunData], title: str | None = None) -> str:
         "is_replicated": comparison.is_replicated,
         "lead": _lead(settings),
         "verdicts": _verdicts(settings, comparison),
-        "findings": _findings(comparison),
+        "findings": findings(comparison),
         "warnings": warnings_of(settings, comparison),
         "main": main_table(comparison, OVERALL, 1 if len(settings) <= WIDE else 0),
-        "full": rows_table(
-            comparison, OVERALL, [metric for metric in METRICS if metric in comparison.shown(OVERALL, 2)]
-        ),
+        "full": full_table(comparison),
+        "family": comparison.family_words(),
         "versus": versus_table(comparison),
         "scopes": scope_tables(comparison),
         "num_more_scopes": max(0, len(comparison.scopes) - 1 - MAX_SCOPES),
@@ -129,7 +134,14 @@ def _lead(settings: Sequence[Setting]) -> list[str]:
     sentences.append(f"{'Each run' if len(runs) > 1 else 'It'} measured {span} requests{offered}{who}.")
     described = {str(run.config.get("description") or "") for run in runs}
     about = [one for one in described if one] if len(described) == 1 else []
-    return [*about, *sentences, *workload_words([setting.first for setting in settings])]
+    firsts = [setting.first for setting in settings]
+    apart = workload_differences(firsts)
+    if not apart:
+        return [*about, *sentences, *workload_words(firsts)]
+    kinds: dict[str, list[RunData]] = {}
+    for run in firsts:
+        kinds.setdefault(json.dumps([flatten(run.config).get(f"workload.{key}") for key in IDENTITIES]), []).append(run)
+    return [*about, *sentences, f"{apart}.", *(text for own in kinds.values() for text in workload_words(own))]
 
 
 def _described(axis: Axis) -> str:
@@ -163,44 +175,55 @@ def _reason(setting: Setting, label: str) -> str:
     return reason if len(setting.runs) == 1 else f"{len(runs)} of {len(setting.runs)} seeds, such as: {reason}"
 
 
-def _findings(comparison: Comparison) -> list[str]:
-    """The best of a few metrics, under the highest load that more than one run had."""
+def findings(comparison: Comparison) -> list[str]:
+    """The best value of each primary metric, under the highest load that at least two settings kept up with."""
     if len(comparison.names) < 2:
         return []
-    loads = [load for load in dict.fromkeys(comparison.loads) if comparison.loads.count(load) > 1]
+    order = dict.fromkeys(comparison.loads[i] for i in comparison.by_load() if len(comparison.of_load(i)) > 1)
+    loads = {load: [i for i in comparison.by_load() if comparison.loads[i] == load] for load in order}
+    steady = {load: own for load, own in loads.items() if sum(comparison.stability[i] != OVERLOADED for i in own) > 1}
     if not loads:
         return []
-    members = [i for i, load in enumerate(comparison.loads) if load == loads[-1]]
-    found = []
-    for key, what in (
-        ("ttft_p99_s", "Lowest P99 TTFT"),
-        ("tbt_p99_s", "Lowest P99 TBT"),
-        ("slo_attainment_fraction", "Highest SLO attainment"),
-        ("goodput_requests_per_s", "Highest goodput"),
-        ("jain_index", "Most even service of tenants"),
-    ):
-        sentence = _finding(comparison, key, members)
-        if sentence:
-            found.append(f"{what}: {sentence}")
-    under = f"Under the highest load ({loads[-1]}): " if len(loads) > 1 else ""
-    return [under + (sentence if not under else sentence[0].lower() + sentence[1:]) for sentence in found]
+    if not steady:
+        return ["Fewer than two settings kept up with any load: the averages of overloaded runs are not compared."]
+    highest = list(steady)[-1]
+    found = [text for key in comparison.primary if (text := _finding(comparison, key, steady[highest]))]
+    left_out = list(loads)[list(loads).index(highest) + 1 :]
+    if left_out:
+        found.append(f"Fewer than two settings kept up with {'; '.join(left_out)}: nothing is compared there.")
+    if len(loads) == 1:
+        return found
+    which = "one of the loads" if comparison.workloads else "the highest load"
+    under = f"Under {which}{' that two settings kept up with' if left_out else ''} ({highest}): "
+    return [under + text[0].lower() + text[1:] if not text.startswith("Fewer") else text for text in found]
 
 
 def _finding(comparison: Comparison, key: str, members: Sequence[int]) -> str | None:
-    metric = BY_KEY[key]
-    row = comparison.values[OVERALL][key]
-    ties = comparison.ties(key) & set(members)
-    best = sorted(ties) or [i for i in members if i in comparison.best(key)]
-    others = [(value, i) for i in members if i not in best and (value := row[i]) is not None]
-    if not best or not others:
+    """The lowest (or highest) value, the settings whose difference from it is not significant, and the furthest value."""
+    metric, row = BY_KEY[key], comparison.values[OVERALL][key]
+    best = sorted(comparison.best(key) & set(members))
+    known = [i for i in members if row[i] is not None and comparison.stability[i] != OVERLOADED]
+    others = [i for i in known if i not in best]
+    if not best or not others or metric.lower_is_better is None:
         return None
-    worst, at = max(others) if metric.lower_is_better else min(others)
-    names = _and([_judged(comparison, i) for i in best[:3]]) + (f" and {len(best) - 3} more" if len(best) > 3 else "")
-    values = [value for i in best if (value := row[i]) is not None]
-    least, most = _with_unit(metric, min(values)), _with_unit(metric, max(values))
-    tied = " (not told apart by their seeds)" if ties else ""
-    reached = least if least == most else f"{least} to {most}"
-    return f"{names}{tied} – {reached}; furthest from it: {_judged(comparison, at)} – {_with_unit(metric, worst)}."
+    furthest = (max if metric.lower_is_better else min)(others, key=lambda i: row[i] or 0.0)
+    word = "Lowest" if metric.lower_is_better else "Highest"
+    text = f"{word} {metric.label}: {_named(comparison, best)} – {_with_unit(metric, row[best[0]])}"
+    if comparison.is_replicated:
+        open_ones = [i for i in others if not comparison.versus(i, best[0], key).is_significant]
+        than = f"significantly {word.lower().removesuffix('est')}er than"
+        if not open_ones:
+            text += f", {than} every other setting"
+        elif len(open_ones) == len(others):
+            text += f", but {than} no other setting"
+        else:
+            text += f", not {than} {_named(comparison, open_ones)}"
+    return f"{text}; furthest from it: {_judged(comparison, furthest)} – {_with_unit(metric, row[furthest])}."
+
+
+def _named(comparison: Comparison, members: Sequence[int]) -> str:
+    more = [f"{len(members) - _MAX_NAMED} more"] if len(members) > _MAX_NAMED else []
+    return _and([*(_judged(comparison, i) for i in members[:_MAX_NAMED]), *more])
 
 
 def _judged(comparison: Comparison, i: int) -> str:

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from vajra_py.metrics.comparison import OVERALL, Comparison
-from vajra_py.metrics.intervals import MIN_EFFECTIVE
+from vajra_py.metrics.intervals import mser5
 from vajra_py.metrics.replications import Setting
-from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.run_data import REQUESTS_FILE, RunData
 from vajra_py.metrics.run_warnings import MIN_COMPLETED
 from vajra_py.metrics.step_time_trust import cost_origins, judged_differences, step_time_origins
-from vajra_py.metrics.within_run import is_short, warmup_requests
 
 _NAMED = ("ttft_mean_s", "ttft_p99_s")
 _P99_COMPLETED = 5000
 _WIDE_FRACTION = 0.25
 """Half of an interval's width over its value from which on a number says little."""
 
+_WARMUP_FRACTION = 0.02
+"""Part of the requests from which on a warm-up is worth a word."""
 
 _DISAGREE = f"Its seeds disagree: the 95 % interval of mean or P99 TTFT is wider than ±{_WIDE_FRACTION:.0%} of the value. More replications or longer runs narrow it."
-_WIDE = f"The 95 % interval of mean TTFT is wider than ±{_WIDE_FRACTION:.0%} of the value. `replications: 5` or a longer run narrows it."
-_WORTH = f"its requests are worth fewer than {MIN_EFFECTIVE} independent ones, by its load or by how its latencies vary (they wait for each other)"
-_SHORT = f"Too short for intervals: {_WORTH}. A longer run or `replications: 5` gives some."
-_SHORT_SEEDS = (
-    f"Too short to tell the long run: {_WORTH}. Intervals are those of runs of this length; longer ones may be slower."
-)
 
 
 def warnings_of(settings: Sequence[Setting], comparison: Comparison) -> list[tuple[str, list[str]]]:
@@ -63,19 +60,14 @@ def _of_chance(settings: Sequence[Setting], comparison: Comparison) -> list[tupl
                 single if len(single) < len(settings) else [],
             )
         )
-    for is_replicated, sentence, short in ((True, _DISAGREE, _SHORT_SEEDS), (False, _WIDE, _SHORT)):
-        brief = [
-            setting.name for setting in settings if (len(setting.runs) > 1) == is_replicated and is_short(setting.first)
-        ]
-        if brief:
-            warnings.append((short, brief))
-        wide = [
-            f"{setting.name}: ±{share:.0%}"
-            for i, setting in enumerate(settings)
-            if (len(setting.runs) > 1) == is_replicated and (share := _relative_width(comparison, i)) > _WIDE_FRACTION
-        ]
-        if wide:
-            warnings.append((sentence, wide))
+    wide = [
+        f"{name}: ±{share:.0%}"
+        for i, name in enumerate(comparison.names)
+        if (share := _relative_width(comparison, i)) > _WIDE_FRACTION
+    ]
+    if wide:
+        warnings.append((_DISAGREE, wide))
+    warnings += [(sentence, names) for sentence, names in comparison.one_sample_notes().items()]
     if single:
         warnings += _of_length(settings)
     return warnings
@@ -97,6 +89,16 @@ def _of_length(settings: Sequence[Setting]) -> list[tuple[str, list[str]]]:
     if warm:
         found.append(("MSER-5 takes the first requests for warm-up; `warmup_requests: auto` leaves them out.", warm))
     return found
+
+
+def warmup_requests(run: RunData) -> int:
+    """Requests at the start of the measurement window that MSER-5 takes for warm-up, by their end-to-end latency; 0 where they are too few to matter."""
+    if not (run.path / REQUESTS_FILE).exists():
+        return 0
+    latencies = run.measured("e2e_s")["e2e_s"]
+    known = latencies[np.isfinite(latencies)]
+    found = mser5(known)
+    return found if found > _WARMUP_FRACTION * len(known) else 0
 
 
 def _completed(run: RunData) -> int:

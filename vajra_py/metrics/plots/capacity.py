@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vajra_py.metrics.intervals import Interval, floats, latency_interval, replication_interval
+from vajra_py.metrics.intervals import Interval, floats, positive_interval, proportion_interval
 from vajra_py.metrics.plots.style import INK, Look, add_legend, line_entries, new_figure, percent, plain_log, styled
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _draw(axes: Any, curve: CapacityCurve, look: Look, limit: Limit) -> None:
         [x for x, _ in points], [float(values.mean()) for _, values in points], marker=look.marker, markersize=4, **look.line
     )  # fmt: skip
     for x, values in points:
-        interval = (replication_interval if limit.is_fraction else latency_interval)(values.tolist())
+        interval = (proportion_interval if limit.is_fraction else positive_interval)(values.tolist())
         if interval is not None:
             low = max(interval.low, 0.0 if limit.is_fraction else float(values.min()) * 0.5)
             high = min(interval.high, 1.0) if limit.is_fraction else interval.high

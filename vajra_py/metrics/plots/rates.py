@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vajra_py.metrics.intervals import Interval, floats, latency_interval, replication_interval
+from vajra_py.metrics.intervals import Interval, floats, positive_interval, proportion_interval
 from vajra_py.metrics.plots.layout import Arrangement, Series, arrange_runs, series_by_system
 from vajra_py.metrics.plots.style import (
     GRID,
@@ -66,7 +66,7 @@ def latency_by_rate(runs: Sequence[RunData]) -> Figure:
     for row, stat in enumerate(("p50", "p99")):
         for column, (name, label, scale, unit) in enumerate(columns):
             own = axes[row, column]
-            drawn = _draw(own, series, merged, _at(f"overall.{name}.{stat}"), scale, latency_interval)
+            drawn = _draw(own, series, merged, _at(f"overall.{name}.{stat}"), scale, positive_interval)
             own.set_ylabel(f"{label} {stat.upper()} ({unit})")
             if drawn:
                 plain_log(own.yaxis, most=6)
@@ -90,7 +90,7 @@ def class_latency_by_rate(runs: Sequence[RunData], classes: Sequence[str] | None
     columns = (("ttft_s", "p50", "TTFT P50"), ("ttft_s", "p99", "TTFT P99"), ("e2e_s", "p99", "E2E P99"))
     for row, name in enumerate(names):
         for own, (latency, statistic, label) in zip(axes[row], columns, strict=True):
-            if _draw(own, series, _one_panel(arrangement), _of_class(name, latency, statistic), 1.0, latency_interval):
+            if _draw(own, series, _one_panel(arrangement), _of_class(name, latency, statistic), 1.0, positive_interval):
                 plain_log(own.yaxis, most=6)
             own.set_ylabel(f"{label} (s)")
             own.set_title(f"class {name}")
@@ -106,7 +106,7 @@ def attainment_by_rate(runs: Sequence[RunData]) -> Figure:
     series, arrangement = series_by_system(runs)
     figure, axes = new_figure(1, 1, 3.2)
     own = axes[0, 0]
-    if _draw(own, series, _one_panel(arrangement), _at(_ATTAINMENT), 1.0):
+    if _draw(own, series, _one_panel(arrangement), _at(_ATTAINMENT), 1.0, proportion_interval):
         for level in (0.9, 0.99):
             own.axhline(level, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
             own.annotate(
@@ -180,7 +180,7 @@ def _draw(
     arrangement: Arrangement,
     read: _Reader,
     scale: float,
-    make: _MakeInterval = replication_interval,
+    make: _MakeInterval = positive_interval,
 ) -> bool:
     """Draw one line per series; says so and returns False when there is nothing to draw."""
     drawn = False
@@ -211,7 +211,7 @@ def _draw(
     return drawn
 
 
-def _points(series: Series, read: _Reader, scale: float, make: _MakeInterval = replication_interval) -> list[_Point]:
+def _points(series: Series, read: _Reader, scale: float, make: _MakeInterval = positive_interval) -> list[_Point]:
     """One for each setting of the series, by rising rate."""
     points = []
     for setting in series.settings:
