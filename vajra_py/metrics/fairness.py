@@ -115,8 +115,8 @@ class BackloggedService:
             self.edges, by_end, largest, window, (int(self.tenants[pair[0]]), int(self.tenants[pair[1]]))
         )
 
-    def jain(self, shares: Floats, largest_request: Floats) -> float:
-        """Jain's index of service while backlogged; NaN when fewer than two tenants can be compared. `shares` and `largest_request` are of all tenants of the run."""
+    def jain(self, shares: Floats, largest_request: Floats) -> float | None:
+        """Jain's index of service while backlogged; None when fewer than two tenants can be compared. `shares` and `largest_request` are of all tenants of the run."""
         share = shares[self.tenants]
         got = np.where(self.backlogged, np.diff(self.served, axis=1), 0.0) * share[:, None]
         entitled = np.where(self.backlogged, share[:, None], 0.0)
@@ -125,7 +125,7 @@ class BackloggedService:
         fair = part.sum(axis=1)
         counted = (fair > 0) & (fair >= largest_request[self.tenants])
         if counted.sum() < 2:
-            return math.nan
+            return None
         return jain_index(got.sum(axis=1)[counted] / fair[counted])
 
 
