@@ -66,20 +66,23 @@ def axes(runs: Sequence[RunData]) -> list[Axis]:
     """The independent ones among the differences: policies first, then parameters, then the workload, then the seed, each in the order of the file."""
     differing = {path: values for path, values in differences(runs).items() if path.split(".")[0] not in _IGNORED}
     kept: dict[str, tuple[str, ...]] = {}
+    joined: dict[str, list[str]] = {}
     for path in sorted(differing, key=_rank):
         if not _follows(differing[path], list(kept.values())):
             kept[path] = differing[path]
         elif path.endswith(".policy"):
-            _join(kept, differing[path])
-    labels = short_names(list(kept))
-    return [Axis(path, labels[path].replace("_", " "), values) for path, values in kept.items()]
+            _join(kept, joined, path, differing[path])
+    labels = short_names([*kept, *(path for paths in joined.values() for path in paths)])
+    names = {path: "+".join(labels[own] for own in (path, *joined.get(path, ()))) for path in kept}
+    return [Axis(path, names[path].replace("_", " "), values) for path, values in kept.items()]
 
 
-def _join(kept: dict[str, tuple[str, ...]], values: tuple[str, ...]) -> None:
+def _join(kept: dict[str, tuple[str, ...]], joined: dict[str, list[str]], path: str, values: tuple[str, ...]) -> None:
     """Name a policy that was varied together with another one beside it: `lrs+space_sharing`."""
-    for path, own in kept.items():
-        if path.endswith(".policy") and _follows(values, [own]):
-            kept[path] = tuple(f"{one}+{other}" for one, other in zip(own, values, strict=True))
+    for other_path, own in kept.items():
+        if other_path.endswith(".policy") and _follows(values, [own]):
+            kept[other_path] = tuple(f"{one}+{other}" for one, other in zip(own, values, strict=True))
+            joined.setdefault(other_path, []).append(path)
             return
 
 

@@ -177,7 +177,7 @@ def _findings(comparison: Comparison) -> list[str]:
         ("tbt_p99_s", "Lowest P99 TBT"),
         ("slo_attainment_fraction", "Highest SLO attainment"),
         ("goodput_requests_per_s", "Highest goodput"),
-        ("jain_index", "Most even service of tenants"),
+        ("max_service_difference", "Least difference of service between backlogged tenants"),
     ):
         sentence = _finding(comparison, key, members)
         if sentence:
