@@ -80,6 +80,14 @@ def test_a_batch_that_comes_at_once_is_timed_from_its_first_admission() -> None:
     assert measured(at_once, waves, is_stable=True)[1] == pytest.approx(2.0, rel=0.03)
 
 
+@pytest.mark.parametrize("clients", [1, 16, 64])
+def test_a_closed_loop_delivers_what_its_clients_get(clients: int) -> None:
+    """Each client sends a request a second after its last one, answered at once when the next is sent: `clients` a second, however few seconds there are."""
+    arrived_at = np.repeat(np.arange(5.0), clients)
+    _, rate = measured(arrived_at, arrived_at + 1.0, is_stable=True)
+    assert rate == pytest.approx(clients)
+
+
 def test_a_run_too_short_to_show_its_pace_does_not_claim_the_offered_load() -> None:
     arrived_at = np.arange(5) * 0.01  # 100 a second, all answered seconds later
     _, rate = measured(arrived_at, np.array([2.0, 2.5, 3.0, 3.5, 4.0]), is_stable=True)

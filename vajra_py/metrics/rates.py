@@ -9,7 +9,8 @@ about all completed requests, over the time in which the system delivered them:
   start, in which the system fills, nor the last tenth, which drains, moves it; under overload it is the pace at which the system works. Where the first tenth took more than half of that
   time (a few waves of requests, or a single one), it counts from the first admission on.
 
-Both are scaled by n / (n - 1), as n requests have n - 1 intervals between them: a stable run in which everything is completed has a throughput that equals its offered load. A stable run
+Both are scaled: n requests have n - 1 intervals between them, and those that come together at the first moment (the clients of a closed loop) begin the first one. A stable run in which everything is
+completed has a throughput that equals its offered load. A stable run
 that is nearly all drain (less than a quarter of it was completed by the last arrival) shows nothing of what the system can keep up with, and is judged by its completions too.
 """
 
@@ -65,7 +66,7 @@ def rate_time(
     late = int((left > last_at).sum())
     span_s, spread_s = 0.0, 0.0
     if len(left) > 1:
-        span_s = float(np.ptp(arrived_at[done])) * len(left) / (len(left) - 1)
+        span_s = _span(arrived_at[done])
         spread_s = _spread(left, float(np.fmin(admitted_at, completed_at)[done].min()))
     keeps_up = is_stable and len(left) - late >= _MOSTLY_DRAIN * len(left)
     duration_s = span_s if keeps_up else max(span_s, spread_s)
@@ -86,6 +87,18 @@ def steady_window(window: Window, rates: Mapping[str, Any]) -> Window:
     if last_at is None or not window.start_at < last_at < window.end_at:
         return window
     return Window(window.start_at, float(last_at))
+
+
+def arrival_rate(arrived_at: Floats) -> float | None:
+    """Arrivals per second between the first and the last, without those at the first moment, at which the time begins; None where all come at one."""
+    later = int((arrived_at > arrived_at.min()).sum()) if arrived_at.size else 0
+    return later / float(np.ptp(arrived_at)) if later else None
+
+
+def _span(arrived_at: Floats) -> float:
+    """The time in which requests come, as if the first one had an interval before it; 0 where all come at one moment."""
+    rate = arrival_rate(arrived_at)
+    return len(arrived_at) / rate if rate else 0.0
 
 
 def _spread(left: Floats, since: float) -> float:

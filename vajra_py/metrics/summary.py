@@ -36,7 +36,7 @@ from vajra_py.metrics.definitions import (
     weighted_quantiles,
 )
 from vajra_py.metrics.fairness import Service, fairness_section, worst_p99
-from vajra_py.metrics.rates import RateTime, rate_time, steady_window
+from vajra_py.metrics.rates import RateTime, arrival_rate, rate_time, steady_window
 from vajra_py.metrics.resources import resources_of
 from vajra_py.metrics.run_warnings import warnings_of
 from vajra_py.metrics.stability import Lifetimes, Stability, StabilityLabel, assess
@@ -288,7 +288,7 @@ def _group(columns: _Columns, rows: Ints, tbt: Section | None) -> Section:
         "counts": {"arrived": len(arrived), "completed": len(completed)}
         | {reason: int(count) for reason, count in zip(REASONS, counts, strict=True)},
         "delivered_fraction": _ratio(len(completed), len(arrived)),
-        "offered_requests_per_s": _offered_rate(columns.outcomes.arrived_at[arrived]),
+        "offered_requests_per_s": arrival_rate(columns.outcomes.arrived_at[arrived]),
     }
     section["ttft_s"] = _distribution(columns.latencies["ttft_s"][arrived])
     section["tbt_s"] = tbt
@@ -428,13 +428,6 @@ def _stability_section(stability: Stability) -> Section:
         "mean_waiting": stability.mean_waiting,
         "mean_in_service": stability.mean_in_service,
     }
-
-
-def _offered_rate(arrived_at: Floats) -> float | None:
-    """Arrivals per second between the first and the last."""
-    if len(arrived_at) < 2:
-        return None
-    return _ratio(len(arrived_at) - 1, float(arrived_at.max() - arrived_at.min()))
 
 
 def _nan(value: float | None) -> float:

@@ -14,6 +14,7 @@ from vajra_py.metrics.plots.layout import Arrangement, arrange_runs
 from vajra_py.metrics.plots.style import (
     GRID,
     add_legend,
+    label_all,
     line_entries,
     name_panel,
     new_figure,
@@ -23,7 +24,6 @@ from vajra_py.metrics.plots.style import (
     styled,
     tapered,
     token_count,
-    wrapped,
 )
 from vajra_py.metrics.replications import Setting, group_replications
 from vajra_py.metrics.run_data import RunData, distinct
@@ -60,9 +60,9 @@ def latency_cdfs(runs: Sequence[RunData]) -> Figure:
         _share_log_range(axes[:, column], curves)
     for row, title in enumerate(arrangement.panels):
         axes[row, 0].set_title(title)
-        axes[row, 0].set_ylabel("share of requests" if rows > 1 else "share of requests (TBT: of gaps)")
+        axes[row, 0].set_ylabel("share" if rows > 1 else "share of requests (TBT: of gaps)")
         percent(axes[row, 0].yaxis)
-    wrapped(axes)
+    label_all(axes)
     add_legend(figure, line_entries(arrangement.legend) if len(runs) > 1 else [])
     return figure
 

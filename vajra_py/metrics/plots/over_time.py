@@ -27,6 +27,7 @@ from vajra_py.metrics.plots.style import (
     Look,
     add_legend,
     big_numbers,
+    label_all,
     line_entries,
     name_panel,
     new_figure,
@@ -35,7 +36,6 @@ from vajra_py.metrics.plots.style import (
     say_empty,
     styled,
     tapered,
-    wrapped,
 )
 from vajra_py.metrics.run_data import RunData, distinct
 
@@ -88,7 +88,7 @@ def queue_and_kv(runs: Sequence[RunData]) -> Figure:
             big_numbers(left.yaxis)
     for own in axes[-1]:
         own.set_xlabel(_TIME_LABEL)
-    wrapped(axes)
+    label_all(axes)
     legend = [
         (label, look if has_dashes else Look(look.colour, 0, look.is_muted)) for label, look in arrangement.legend
     ]

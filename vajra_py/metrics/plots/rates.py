@@ -18,6 +18,7 @@ from vajra_py.metrics.plots.style import (
     GRID,
     MUTED,
     add_legend,
+    label_all,
     line_entries,
     misses,
     name_panel,
@@ -26,7 +27,6 @@ from vajra_py.metrics.plots.style import (
     plain_log,
     say_empty,
     styled,
-    wrapped,
 )
 from vajra_py.metrics.replications import Setting, group_replications
 from vajra_py.metrics.run_data import RunData
@@ -38,7 +38,7 @@ _Reader = Callable[[RunData], "float | None"]
 _MakeInterval = Callable[[Sequence[float]], Interval | None]
 _MAX_CLASSES = 4
 _ATTAINMENT = "overall.slo.overall.attainment_fraction"
-_OFFERED_LABEL = "offered load (requests/s)"
+_OFFERED_LABEL = "offered load (req/s)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def latency_by_rate(runs: Sequence[RunData]) -> Figure:
                 plain_log(own.yaxis, most=6)
             if row == 1:
                 own.set_xlabel(_OFFERED_LABEL)
-    wrapped(axes)
+    label_all(axes)
     add_legend(figure, _legend(series, arrangement))
     return figure
 
@@ -102,7 +102,7 @@ def class_latency_by_rate(runs: Sequence[RunData], classes: Sequence[str] | None
             name_panel(own, f"{latency.removesuffix('_s')}_{statistic}")
             if row == len(names) - 1:
                 own.set_xlabel(_OFFERED_LABEL)
-    wrapped(axes)
+    label_all(axes)
     add_legend(figure, _legend(series, arrangement))
     return figure
 
@@ -149,7 +149,7 @@ def goodput_by_rate(runs: Sequence[RunData]) -> Figure:
         own.set_ylabel(f"{path} (requests/s)")
         name_panel(own, path)
         own.tick_params(labelleft=True)
-    wrapped(axes)
+    label_all(axes)
     add_legend(figure, _legend(series, arrangement))
     return figure
 

@@ -45,7 +45,7 @@ _NARROW_TYPE = 0.8
 _NARROW_HEIGHT = 0.62
 _PANEL_IN = 2.2
 """Least width of a panel, where the page has room for all of them below each other."""
-_SMALL_PANEL_IN = 1.5
+_SMALL_PANEL_IN = 1.2
 """Least width of a panel where it has not."""
 MAX_HEIGHT_IN = 9.0
 """Height of the text of a page, inches."""
@@ -200,24 +200,26 @@ def _fitted(count: int, num_columns: int, width_in: float, height_in: float) -> 
     return across, min(height_in, room_in / -(-count // across))
 
 
-def wrapped(axes: NDArray[Any]) -> None:
-    """Label the panels of a grid that stand in other rows than their own: each gets the title of its row and the labels of its row and column."""
-    grids = {own.get_subplotspec().get_geometry()[:2] for own in axes.flat if own.get_subplotspec() is not None}
-    if grids == {axes.shape}:
-        return
-    num_rows, across = next(iter(grids))
-    shown = [own for own in axes.flat if own.get_visible()]
+def label_all(axes: NDArray[Any]) -> None:
+    """Give every panel of a grid the title of its row and the labels of its row and column, shown where the panel does not stand below or beside one that shows them."""
+    geometry = axes.flat[0].get_subplotspec().get_geometry()
+    across = int(geometry[1])
+    is_wrapped = tuple(geometry[:2]) != axes.shape
     common = {own.get_xlabel() for own in axes[-1]} - {""}
+    heads = [(own.get_title("left"), own.get_ylabel()) for own in axes[:, 0]]
+    foots = [own.get_xlabel() for own in axes[-1]]
     for place, own in enumerate(axes.flat):
         row, column = divmod(place, axes.shape[1])
-        is_lowest = place // across == num_rows - 1 or not any(
-            other in shown for other in axes.flat[place + across : place + across + 1]
-        )
-        own.set_title(own.get_title("left") or axes[row, 0].get_title("left"))
-        own.set_ylabel(own.get_ylabel() or axes[row, 0].get_ylabel() if place % across == 0 else own.get_ylabel())
-        last = next((other for other in axes[::-1, column] if other.get_xlabel()), own)
-        own.set_xlabel(last.get_xlabel() if is_lowest or len(common) > 1 else "")
-        own.tick_params(labelbottom=True)
+        is_lowest = place + across >= axes.size if is_wrapped else row == len(axes) - 1
+        title, y_label = heads[row]
+        if not own.get_title("left"):
+            own.set_title(title, visible=is_wrapped)
+        if not own.get_ylabel():
+            own.set_ylabel(y_label, visible=place % across == 0)
+        if foots[column]:
+            own.set_xlabel(foots[column], visible=is_lowest or (is_wrapped and len(common) > 1))
+        if is_wrapped:
+            own.tick_params(labelbottom=True)
 
 
 def name_panel(axes: Axes, name: str) -> None:
@@ -241,6 +243,11 @@ def keep_panel(figure: Figure, kept: Axes) -> None:
     from matplotlib.gridspec import GridSpec
 
     width_in, height_in = figure.get_size_inches()
+    for axis in (kept.xaxis, kept.yaxis):
+        name = f"{axis.axis_name}axis"
+        others = (getattr(own, name).get_label_text() for own in figure.axes)
+        axis.set_label_text(axis.get_label_text() or next(filter(None, others), ""))
+        axis.label.set_visible(True)
     spec = kept.get_subplotspec()
     rows = 1 if spec is None else spec.get_geometry()[0]
     for own in list(figure.axes):
