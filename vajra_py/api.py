@@ -224,11 +224,12 @@ def figures(
     formats: Sequence[str] = ("pdf",),
     width_in: float = 3.35,
     only: Sequence[str] = (),
+    panels: Sequence[str] = (),
 ) -> list[Path]:
-    """Write the report's figures as files for a paper (PDF, SVG, PNG), their numbers as CSV, and the table as LaTeX, Markdown and CSV; returns the paths."""
+    """Write the report's figures, or single `panels` of them, as files for a paper (PDF, SVG, PNG), their numbers as CSV, and the table as LaTeX, Markdown and CSV; returns the paths."""
     from vajra_py.metrics.figure_files import write_figures
 
-    return write_figures(runs, folder, formats=formats, width_in=width_in, only=only)
+    return write_figures(runs, folder, formats=formats, width_in=width_in, only=only, panels=panels)
 
 
 def __getattr__(name: str) -> Any:

@@ -28,9 +28,16 @@ def steps(*rows: tuple[str, float, float, int, int]) -> pa.Table:
     return builder.to_table()
 
 
-def summary(duration_s: float = 100.0, requests: float = 2.0, output: float = 50.0, prompt: float = 150.0) -> Any:
+def summary(
+    duration_s: float = 100.0,
+    requests: float = 2.0,
+    output: float = 50.0,
+    prompt: float = 150.0,
+    last_arrival_at: float | None = None,
+) -> Any:
     throughput = {"requests_per_s": requests, "output_tokens_per_s": output, "prompt_tokens_per_s": prompt}
-    return {"window": {"start_s": 0.0, "end_s": duration_s}, "overall": {"throughput": throughput}}
+    window, rates = {"start_s": 0.0, "end_s": duration_s}, {"last_arrival_at": last_arrival_at}
+    return {"window": window, "rates": rates, "overall": {"throughput": throughput}}
 
 
 def test_cost_is_the_price_of_all_devices_over_the_window() -> None:
@@ -61,6 +68,17 @@ def test_only_the_window_counts() -> None:
     rows = steps(("default", -5.0, 10.0, 1, 0), ("default", 95.0, 10.0, 1, 0), ("default", 200.0, 5.0, 1, 0))
     energy = cost_sections(one, summary(), rows)["energy"]
     assert energy["run_kwh"] * 3.6e6 == pytest.approx(10 * 200 + 90 * 50)
+
+
+def test_a_run_pays_for_its_drain_and_a_token_does_not() -> None:
+    one = {"default": ReplicasetDevices(DEVICE, 1, 1)}
+    rows = steps(("default", 0.0, 50.0, 51, 0), ("default", 50.0, 50.0, 1, 0))
+    short, long = (cost_sections(one, summary(end, last_arrival_at=50.0), rows) for end in (100.0, 400.0))
+    assert long["cost"]["run"] == pytest.approx(4 * short["cost"]["run"])
+    assert long["energy"]["run_kwh"] > short["energy"]["run_kwh"] * 1.5
+    assert long["cost"]["per_million_output_tokens"] == short["cost"]["per_million_output_tokens"]
+    assert long["energy"]["mean_w"] == short["energy"]["mean_w"] == pytest.approx(300)
+    assert long["energy"]["per_output_token_j"] == pytest.approx(300 / 50)
 
 
 def test_a_step_of_a_pipeline_occupies_one_stage_at_a_time() -> None:

@@ -121,6 +121,18 @@ def test_service_over_time_ends_at_the_service_attained(make_run: Make) -> None:
         assert lines[str(tenant)][-1] == pytest.approx(own.num_prompt_tokens.sum() + 2 * own.num_output_tokens.sum())
 
 
+def test_the_service_difference_over_time_peaks_at_that_of_the_summary(make_run: Make) -> None:
+    run = make_run(name="busy", rate_per_s=40.0)
+    gaps = data.service_gaps(run, ServiceWeights())
+    assert gaps is not None
+    largest = run.summary.value("fairness.max_service_difference")
+    assert gaps.by_end.max() == gaps.largest == pytest.approx(largest)
+    assert largest > 0
+    line = next(line for line in plots.service_difference([run]).axes[0].get_lines() if line.get_label() == run.name)
+    assert max(line.get_ydata()) == pytest.approx(largest)
+    assert data.service_gaps(make_run(name="one tenant", tenants=("acme",)), ServiceWeights()) is None
+
+
 def test_up_to_eight_runs_have_a_colour_each(make_run: Make) -> None:
     runs = [make_run(name=f"c{chunk}", num_requests=20, chunk_tokens=chunk) for chunk in range(64, 64 * 9, 64)]
     arrangement = arrange_runs(runs)
@@ -136,7 +148,7 @@ def test_a_grid_of_runs_makes_panels_of_its_loads(make_run: Make) -> None:
     keys = {(arrangement.panel_of[i], look.colour, look.dash) for i, look in enumerate(arrangement.looks)}
     assert len(keys) == len(runs)
     assert [label for label, _ in arrangement.legend] == [
-        "chunk tokens: 64", "chunk tokens: 128", "chunk tokens: 256", "request prioritizer: fcfs", "request prioritizer: spt",
+        "chunk tokens 64", "chunk tokens 128", "chunk tokens 256", "fcfs", "spt",
     ]  # fmt: skip
 
 

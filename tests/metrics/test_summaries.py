@@ -7,10 +7,13 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from vajra_py.metrics.definitions import ServiceWeights, Slo, SloDefaults, Window
+from vajra_py.metrics.definitions import Slo, SloDefaults, Window
 from vajra_py.metrics.run_data import RunData
 from vajra_py.metrics.steps_table import StepRow, StepsBuilder
 from vajra_py.metrics.summary import MAX_GROUPS, OTHERS, Summary, summarise
@@ -82,7 +85,7 @@ def test_counts_rates_and_tokens_by_hand() -> None:
     assert "1 of 4 requests were rejected." in found.value("warnings")
 
 
-def test_the_window_counts_arrivals_and_measures_rates_by_ends() -> None:
+def test_latencies_counts_and_rates_are_those_of_the_requests_that_arrived_in_the_window() -> None:
     requests = table(
         {"arrived_at": 0.0, "ended_at": 12.0},
         {"arrived_at": 11.0, "ended_at": 15.0},
@@ -92,8 +95,9 @@ def test_the_window_counts_arrivals_and_measures_rates_by_ends() -> None:
     found = summarise(requests, steps(), gaps(), Window(10.0, 20.0)).data
     assert found["overall"]["counts"]["arrived"] == 2
     assert found["overall"]["e2e_s"]["max"] == 25.0
-    # Two requests ended from 10 s to 20 s, one of which had arrived before.
-    assert found["overall"]["throughput"]["requests_per_s"] == pytest.approx(2 / 10)
+    # Two requests, four seconds apart: that they came, and were delivered, at one in four seconds does not depend on the answer that ended at 40 s.
+    assert found["overall"]["throughput"]["requests_per_s"] == found["overall"]["offered_requests_per_s"] == 0.25
+    assert (found["rates"]["drain_s"], found["rates"]["num_completed_in_drain"]) == (5.0, 1)
 
 
 def test_attainment_and_goodput_use_own_promises_then_defaults() -> None:
@@ -109,7 +113,9 @@ def test_attainment_and_goodput_use_own_promises_then_defaults() -> None:
     assert found["overall"]["slo"]["overall"] == {
         "num_met": 2, "num_missed": 2, "num_undecided": 0, "attainment_fraction": 0.5,
     }  # fmt: skip
-    assert found["overall"]["goodput"]["requests_per_s"] == pytest.approx(0.2)
+    assert found["overall"]["goodput"]["requests_per_s"] == pytest.approx(
+        2 / 7
+    )  # all came at once, the last ended at 7 s
     assert found["by_slo_class"]["gold"]["slo"]["ttft"]["attainment_fraction"] == 0.5
     assert found["by_slo_class"]["free"]["goodput"]["requests_per_s"] is None
     everyone = summarise(requests, steps(), gaps(), Window(0.0, 10.0), SloDefaults(Slo(e2e_s=5.0))).data
@@ -151,17 +157,10 @@ def test_gaps_are_weighted_and_split_by_class() -> None:
     assert found["by_tenant"]["a"]["request_tbt_p99_s"]["p50"] == 1.0
 
 
-def test_fairness_is_about_service_per_share() -> None:
-    requests = table({"tenant": "a"}, {"tenant": "a"}, {"tenant": "b"})
-    even = summarise(requests, steps(), gaps(), service=ServiceWeights(tenants={"a": 2.0})).data["fairness"]
-    assert (even["num_tenants"], even["jain_index"]) == (2, pytest.approx(1.0))
-    plain = summarise(requests, steps(), gaps()).data["fairness"]
-    # 10 prompt tokens and twice 5 output tokens a request.
-    assert (plain["max_service"], plain["min_service"], plain["jain_index"]) == (40.0, 20.0, pytest.approx(0.9))
-
-
 def test_one_tenant_is_not_fair_or_unfair() -> None:
-    assert summarise(table({}), steps(), gaps()).value("fairness.jain_index") is None
+    fairness = summarise(table({}), steps(), gaps()).value("fairness")
+    measures = ("jain_index", "max_service_difference", "worst_ttft_p99_s", "worst_e2e_p99_s", "worst_ttft_tenant")
+    assert {fairness[name] for name in measures} == {None}
 
 
 def test_requests_without_a_name_are_a_group_beside_named_ones() -> None:
@@ -217,3 +216,92 @@ def test_counts_of_every_group_add_up(make_run: Callable[..., RunData]) -> None:
             assert sum(group["counts"][key] for group in data[section].values()) == total
     counts = data["overall"]["counts"]
     assert counts["arrived"] == sum(value for key, value in counts.items() if key not in ("arrived", "completed"))
+
+
+def test_the_drain_moves_no_rate_and_no_utilisation() -> None:
+    """A system that keeps up, and the same one whose last answer is two hundred times as long."""
+    own = [
+        {"arrived_at": 1.0 * i, "first_token_at": i + 0.5, "ended_at": i + 2.0, "ttft_slo_s": 1.0} for i in range(60)
+    ]
+    busy = [(float(i), 0.5, 0.4, 0) for i in range(61)]
+    short = summarise(table(*own), steps(*busy), gaps()).data
+    own[-1]["ended_at"] = 400.0
+    long = summarise(table(*own), steps(*busy, *((61.0 + i, 1.0, 0.01, 0) for i in range(339))), gaps()).data
+    assert short["overall"]["throughput"] == long["overall"]["throughput"]
+    assert (
+        long["overall"]["throughput"]["requests_per_s"]
+        == pytest.approx(1.0)
+        == long["overall"]["goodput"]["requests_per_s"]
+    )
+    for name in ("busy_fraction", "mean_used_fraction", "mean_step_tokens", "decode_tokens_per_s", "mean_step_s"):
+        assert short["resources"][name] == long["resources"][name], name
+    assert (short["rates"]["drain_s"], long["rates"]["drain_s"]) == (2.0, 341.0)
+    assert long["resources"]["num_steps"] == 400
+
+
+def cut_run() -> dict[str, Any]:
+    """Ten requests of which four were never admitted, two had no first token and one was not ended when the run was, at 10 s."""
+    served = [
+        {"arrived_at": 0.1 * i, "admitted_at": 0.1 * i, "first_token_at": 1.0 + i, "ended_at": 2.0 + i}
+        for i in range(4)
+    ]
+    half = {"reason": "unfinished", "ended_at": NAN}
+    begun = [{"arrived_at": 1.0, "admitted_at": 2.0, "first_token_at": 5.0} | half]
+    begun.append({"arrived_at": 1.0, "admitted_at": 3.0, "first_token_at": NAN, "num_output_tokens": 0} | half)
+    never = [
+        {"arrived_at": 2.0, "admitted_at": NAN, "first_token_at": NAN, "num_output_tokens": 0} | half for _ in range(4)
+    ]
+    return dict(summarise(table(*served, *begun, *never), steps((9.0, 1.0, 0.5, 0)), gaps(), Window(0.0, 10.0)).data)
+
+
+def test_what_the_end_of_a_run_cut_off_is_said_of_every_latency_with_bounds() -> None:
+    found = cut_run()
+    censored = found["overall"]["censored"]
+    missing = {name: (section["num_known"], section["num_missing"]) for name, section in censored.items()}
+    assert missing == {"ttft_s": (5, 5), "queue_s": (6, 4), "e2e_s": (4, 6), "tpot_s": (4, 6), "tbt_s": (4, 6)}
+    assert found["overall"]["ttft_s"]["p90"] == 4.0
+    # One waited 9 s and four 8 s for a first token that had not come.
+    assert censored["ttft_s"]["at_least"]["p90"] == 8.0
+    assert censored["ttft_s"]["at_least"]["max"] == 9.0
+    assert censored["ttft_s"]["at_least"]["mean"] == pytest.approx((1.0 + 1.9 + 2.8 + 3.7 + 4.0 + 9.0 + 4 * 8.0) / 10)
+    assert censored["tpot_s"]["at_least"]["p50"] == 0.0
+    assert censored["tbt_s"]["at_least"] is None
+    told = "\n".join(found["warnings"])
+    assert "TTFT is known of 5 of 10 requests and too low" in told
+    assert "P90 8 s" in told
+    for label in ("Queueing is known of 6", "E2E is known of 4", "TPOT and TBT: nothing is known of 6 of 10"):
+        assert label in told
+
+
+def test_a_whole_run_says_nothing_of_what_is_cut_off() -> None:
+    found = summarise(
+        table({}, {"arrived_at": 0.5}, {"reason": "rejected", "ended_at": 0.0, "first_token_at": NAN}), steps(), gaps()
+    )
+    assert found.value("overall.censored") == {}
+    assert not [text for text in found.value("warnings") if "known" in text]
+
+
+@given(st.floats(0.5, 60.0), st.integers(0, 1000))
+def test_bounds_of_a_run_that_was_cut_off_hold_of_the_same_run_when_it_goes_on(end_at: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    facts, free = [], 0.0
+    for at in np.cumsum(rng.exponential(0.5, 50)).tolist():
+        begun = max(free, at)
+        first = begun + float(rng.exponential(0.3))
+        free = first + float(rng.exponential(0.3))
+        facts.append({"arrived_at": at, "admitted_at": begun, "first_token_at": first, "ended_at": free})
+    end_at = max(end_at, facts[0]["arrived_at"] + 0.1)
+    whole = [fact for fact in facts if fact["arrived_at"] <= end_at]
+    cut = [{key: at if at <= end_at else NAN for key, at in fact.items()} for fact in whole]
+    unfinished = [fact | ({"reason": "unfinished"} if np.isnan(fact["ended_at"]) else {}) for fact in cut]
+    window = Window(facts[0]["arrived_at"], end_at)
+    told, all_of_it = (summarise(table(*own), steps(), gaps(), window).data["overall"] for own in (unfinished, whole))
+    for name, section in told["censored"].items():
+        for statistic, bound in (section["at_least"] or {}).items():
+            assert bound <= all_of_it[name][statistic] + 1e-9, (name, statistic)
+
+
+def test_one_request_has_no_rate_and_the_summary_says_so() -> None:
+    found = summarise(table({}), steps(), gaps())
+    assert found.value("overall.throughput.requests_per_s") is None
+    assert any(text.startswith("No rates: 1 of 1 requests were completed") for text in found.value("warnings"))

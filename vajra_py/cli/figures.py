@@ -52,12 +52,27 @@ def _inches(ctx: click.Context, param: click.Parameter, text: str) -> float:
 @click.option(
     "--only", multiple=True, metavar="FIGURE", help="Only this figure, such as latency_by_rate; may be repeated."
 )
-def figures(runs: tuple[Path, ...], out: Path, formats: tuple[str, ...], width: float, only: tuple[str, ...]) -> None:
+@click.option(
+    "--panel",
+    "--metric",
+    "panels",
+    multiple=True,
+    metavar="NAME",
+    help="Single panels of the figures, each as a file of its own: a metric such as ttft_p99, or one panel of it; may be repeated.",
+)
+def figures(
+    runs: tuple[Path, ...],
+    out: Path,
+    formats: tuple[str, ...],
+    width: float,
+    only: tuple[str, ...],
+    panels: tuple[str, ...],
+) -> None:
     """Write every figure that the report of RUNS has as a file, its numbers as CSV, and the table as LaTeX, Markdown and CSV."""
     from vajra_py.experiment.folder import find_all_runs
     from vajra_py.metrics.figure_files import write_figures
     from vajra_py.metrics.run_data import load_runs
 
     loaded = load_runs(find_all_runs(runs))
-    for path in write_figures(loaded, out, formats=formats, width_in=width, only=only):
+    for path in write_figures(loaded, out, formats=formats, width_in=width, only=only, panels=panels):
         click.echo(path)

@@ -17,6 +17,7 @@ from typing import Any
 
 from vajra_py.config import ExperimentConfig, dump_effective, run_manifest
 from vajra_py.errors import ConfigError, Problem
+from vajra_py.metrics.differences import natural
 from vajra_py.plugins import Registry
 
 RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
@@ -64,10 +65,13 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def find_runs(path: Path) -> list[Path]:
-    """The run folders at a path: itself, or those below it, in order of their names."""
+    """The run folders at a path: itself, or those below it, in order of their names, numbers in them by size."""
     if (path / "manifest.json").exists() or not path.is_dir():
         return [path]
-    found = sorted(manifest.parent for manifest in path.rglob("manifest.json") if not _is_hidden(manifest, path))
+    found = sorted(
+        (manifest.parent for manifest in path.rglob("manifest.json") if not _is_hidden(manifest, path)),
+        key=lambda run: ([natural(part) for part in run.parts], str(run)),
+    )
     return found or [path]
 
 

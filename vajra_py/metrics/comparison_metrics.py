@@ -46,6 +46,7 @@ def _latency(key: str, label: str, section: str, unit: str, main: Iterable[str])
 METRICS: tuple[Metric, ...] = (
     Metric("num_arrived", "Requests", "counts.arrived"),
     Metric("num_completed", "Completed", "counts.completed", lower_is_better=False),
+    Metric("delivered_fraction", "Delivered", "delivered_fraction", "%", 100.0, False, 2),
     Metric("num_unfinished", "Unfinished", "counts.unfinished", lower_is_better=True),
     Metric("num_rejected", "Rejected", "counts.rejected", lower_is_better=True),
     Metric("num_expired", "Expired", "counts.expired", lower_is_better=True),
@@ -97,7 +98,17 @@ METRICS: tuple[Metric, ...] = (
     Metric("mean_power_w", "Mean power", ".energy.mean_w", "W", 1.0, True, 2),
     Metric("energy_per_request_j", "Energy per request", ".energy.per_request_j", "J", 1.0, True, 2),
     Metric("energy_per_output_token_j", "Energy per output token", ".energy.per_output_token_j", "J", 1.0, True),
-    Metric("jain_index", "Jain index (tenants)", ".fairness.jain_index", "", 1.0, False),
+    Metric("jain_index", "Jain index of backlogged tenants", ".fairness.jain_index", "", 1.0, False),
+    Metric(
+        "max_service_difference",
+        "Service difference of tenants, max",
+        ".fairness.max_service_difference",
+        "tok",
+        1.0,
+        True,
+    ),
+    Metric("worst_tenant_ttft_p99_s", "Worst tenant's TTFT P99", ".fairness.worst_ttft_p99_s", "s", 1.0, True),
+    Metric("worst_tenant_e2e_p99_s", "Worst tenant's E2E P99", ".fairness.worst_e2e_p99_s", "s", 1.0, True),
 )
 """Every metric, in the order of reports."""
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from vajra_py.latency.device_costs import DeviceCosts
 from vajra_py.metrics.definitions import Window
+from vajra_py.metrics.rates import steady_window
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -59,34 +60,42 @@ class ReplicasetDevices:
         idle_s = max(0.0, self.num_devices * window.duration_s - float(device_s.sum()))
         return float(np.dot(device_s, power.of_steps(tokens))) + power.idle_w * idle_s
 
+    def mean_power_w(self, steps: ArrowTable, window: Window) -> float | None:
+        """Energy over the window by its length, watts; None without a length, steps or figures."""
+        energy_j = self.energy_j(steps, window) if window.duration_s > 0 else None
+        return None if energy_j is None else energy_j / window.duration_s
+
 
 def cost_sections(
     by_replicaset: Mapping[str, ReplicasetDevices], summary: Mapping[str, Any], steps: ArrowTable
 ) -> dict[str, Any]:
     """The sections `cost` (US dollars) and `energy` of a summary; None for what a replicaset's devices do not say.
 
-    All devices are paid for, and draw at least idle power, for the whole window; what is bought by that is what was completed in it, as in `throughput`.
+    All devices are paid for, and draw at least idle power, for the whole window, the drain after the last arrival too: that is what the run costs and uses. A request and a token cost
+    what the devices cost in a second over what they deliver in one (`throughput`), and use their mean power while requests arrive over the same: neither rises with the length of the drain.
     """
     window = Window(summary["window"]["start_s"], summary["window"]["end_s"])
-    throughput = summary["overall"]["throughput"]
-    amounts = {name: (throughput[name] or 0.0) * window.duration_s for name in throughput}
+    steady = steady_window(window, summary["rates"])
+    rates = {name: rate or 0.0 for name, rate in summary["overall"]["throughput"].items()}
     prices = {name: one.price_per_hour for name, one in by_replicaset.items()}
-    energies = {name: one.energy_j(_of(steps, name), window) for name, one in by_replicaset.items()}
-    per_hour, energy_j = _sum(prices), _sum(energies)
+    own_steps = {name: _of(steps, name) for name in by_replicaset}
+    energies = {name: one.energy_j(own_steps[name], window) for name, one in by_replicaset.items()}
+    powers = {name: one.mean_power_w(own_steps[name], steady) for name, one in by_replicaset.items()}
+    per_hour, energy_j, mean_w = _sum(prices), _sum(energies), _sum(powers)
     cost = None if per_hour is None else per_hour * window.duration_s / _HOUR_S
     return {
         "cost": {
             "per_hour": per_hour,
             "run": cost,
-            **_per(cost, amounts),
+            **_per(None if per_hour is None else per_hour / _HOUR_S, rates),
             "devices": {name: _said(one) for name, one in by_replicaset.items()},
         },
         "energy": {
             "run_kwh": None if energy_j is None else energy_j / _JOULES_PER_KWH,
-            "mean_w": None if energy_j is None or not window.duration_s else energy_j / window.duration_s,
-            "per_request_j": _ratio(energy_j, amounts["requests_per_s"]),
-            "per_output_token_j": _ratio(energy_j, amounts["output_tokens_per_s"]),
-            "per_token_j": _ratio(energy_j, amounts["output_tokens_per_s"] + amounts["prompt_tokens_per_s"]),
+            "mean_w": mean_w,
+            "per_request_j": _ratio(mean_w, rates["requests_per_s"]),
+            "per_output_token_j": _ratio(mean_w, rates["output_tokens_per_s"]),
+            "per_token_j": _ratio(mean_w, rates["output_tokens_per_s"] + rates["prompt_tokens_per_s"]),
             "by_replicaset_kwh": {
                 name: None if one is None else one / _JOULES_PER_KWH for name, one in energies.items()
             },
@@ -94,12 +103,12 @@ def cost_sections(
     }
 
 
-def _per(cost: float | None, amounts: Mapping[str, float]) -> dict[str, float | None]:
-    output = amounts["output_tokens_per_s"]
+def _per(cost_per_s: float | None, rates: Mapping[str, float]) -> dict[str, float | None]:
+    output = rates["output_tokens_per_s"]
     return {
-        "per_request": _ratio(cost, amounts["requests_per_s"]),
-        "per_million_output_tokens": _ratio(cost, output / _MILLION),
-        "per_million_tokens": _ratio(cost, (output + amounts["prompt_tokens_per_s"]) / _MILLION),
+        "per_request": _ratio(cost_per_s, rates["requests_per_s"]),
+        "per_million_output_tokens": _ratio(cost_per_s, output / _MILLION),
+        "per_million_tokens": _ratio(cost_per_s, (output + rates["prompt_tokens_per_s"]) / _MILLION),
     }
 
 

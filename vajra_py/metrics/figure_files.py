@@ -12,8 +12,10 @@ import numpy as np
 
 from vajra_py.errors import RunError, did_you_mean
 from vajra_py.metrics.comparison import compare
-from vajra_py.metrics.plots.style import draw_at
-from vajra_py.metrics.report_figures import FIGURES
+from vajra_py.metrics.plots.style import draw_at, keep_panel
+from vajra_py.metrics.plots.style import panels as named_panels
+from vajra_py.metrics.replications import group_replications
+from vajra_py.metrics.report_figures import FIGURES, FigureSpec
 from vajra_py.metrics.run_data import RunData
 
 if TYPE_CHECKING:
@@ -36,13 +38,15 @@ def write_figures(
     formats: Sequence[str] = ("pdf",),
     width_in: float = COLUMN_IN,
     only: Sequence[str] = (),
+    panels: Sequence[str] = (),
 ) -> list[Path]:
     """Write every figure of the runs' report (or `only` these) in each format, its numbers as CSV beside it, and the comparison as `table.tex`, `table.md` and `table.csv`.
 
-    Returns the paths. `formats` are some of `FORMATS`. Raises `RunError` for another format or width, or an unknown figure. The same runs give the same bytes.
+    `panels` takes single panels out of the figures, such as `ttft_p99`, each as a file of its own. No figure is taller than a page. Returns the paths. `formats` are some of `FORMATS`. Raises
+    `RunError` for another format or width, or an unknown figure or panel. The same runs give the same bytes.
     """
     known = {spec.key: spec for spec in FIGURES}
-    formats, only = ([one] if isinstance(one, str) else one for one in (formats, only))
+    formats, only, panels = ([one] if isinstance(one, str) else one for one in (formats, only, panels))
     for name in only:
         if name not in known:
             raise RunError(f"figures: there is none of that name ({name!r}). {did_you_mean(name, known)}")
@@ -51,14 +55,14 @@ def write_figures(
             raise RunError(f"figures: not a format for files ({form!r}). {did_you_mean(form, FORMATS)}")
     if not MIN_WIDTH_IN <= width_in <= MAX_WIDTH_IN:
         raise RunError(f"figures: not a width ({width_in}). Allowed: {MIN_WIDTH_IN:g} to {MAX_WIDTH_IN:g} inches.")
+    runs = _by_load(runs)
     comparison = compare(runs)
+    specs = [spec for key, spec in known.items() if (not only or key in only) and spec.wanted(runs)]
+    drawn = list(_single_panels(specs, runs, width_in, panels) if panels else _whole(specs, runs, width_in))
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     written = []
-    for key, spec in known.items():
-        if (only and key not in only) or not spec.wanted(runs):
-            continue
-        figure = draw_at(width_in, spec.draw, spec.runs_of(runs))
+    for key, figure in drawn:
         written += [save_figure(figure, target / f"{key}.{form}") for form in formats]
         path = target / f"{key}.csv"
         with path.open("w", newline="", encoding="utf-8") as text:
@@ -74,6 +78,36 @@ def write_figures(
         (target / name).write_text(table, encoding="utf-8")
         written.append(target / name)
     return written
+
+
+def _by_load(runs: Sequence[RunData]) -> list[RunData]:
+    """The runs in the order of a report: those of one load together, loads by their size."""
+    settings = group_replications(runs)
+    return [run for i in compare(runs).by_load() for run in settings[i].runs] if runs else []
+
+
+def _whole(specs: Sequence[FigureSpec], runs: Sequence[RunData], width_in: float) -> Iterator[tuple[str, Figure]]:
+    for spec in specs:
+        yield spec.key, draw_at(width_in, spec.draw, spec.runs_of(runs))
+
+
+def _single_panels(
+    specs: Sequence[FigureSpec], runs: Sequence[RunData], width_in: float, wanted: Sequence[str]
+) -> list[tuple[str, Figure]]:
+    """A figure for each panel of a name, or of a name before its `/`; RunError when a name is that of no panel."""
+    found, names = [], dict[str, None]()
+    for spec in specs:
+        own = list(named_panels(draw_at(width_in, spec.draw, spec.runs_of(runs))))
+        names |= dict.fromkeys([*own, *(name.partition("/")[0] for name in own)])
+        for name in own:
+            if name in wanted or name.partition("/")[0] in wanted:
+                figure = draw_at(width_in, spec.draw, spec.runs_of(runs))
+                keep_panel(figure, named_panels(figure)[name])
+                found.append((f"{spec.key}-{name.replace('/', '-')}", figure))
+    for name in wanted:
+        if name not in names:
+            raise RunError(f"figures: no panel of these figures has that name ({name!r}). {did_you_mean(name, names)}.")
+    return found
 
 
 def figure_data(figure: Figure) -> Iterator[dict[str, Any]]:

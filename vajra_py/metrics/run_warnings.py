@@ -23,13 +23,13 @@ def warnings_of(data: Mapping[str, Any]) -> list[str]:
     if data["stability"]["label"] != "stable":
         found.append(f"The run is {data['stability']['label']}: {data['stability']['reason']}.")
     if counts[UNFINISHED]:
-        found.append(
-            f"{counts[UNFINISHED]} of {arrived} requests had not ended when the run did; their end-to-end latency is unknown, so the "
-            "reported one is too low."
-        )
+        found.append(f"{counts[UNFINISHED]} of {arrived} requests had not ended when the run did.")
     found += [
         f"{counts[reason]} of {arrived} requests {became}." for reason, became in _BECAME.items() if counts[reason]
     ]
+    if any(counts[reason] for reason in _CUT_OFF):
+        found += _cut_off(data["overall"], arrived)
+    found += _without_rates(data)
     if data["overall"]["e2e_s"]["count"] < MIN_COMPLETED:
         found.append(
             f"Only {data['overall']['e2e_s']['count']} requests completed: the 99th percentile is their maximum."
@@ -40,6 +40,45 @@ def warnings_of(data: Mapping[str, Any]) -> list[str]:
             f"For {undecided} requests it is undecided whether they met their SLOs; attainment leaves them out."
         )
     return found
+
+
+_CUT_OFF = (UNFINISHED, "expired", "failed")
+"""How requests end that would have had latencies, longer ones than those that others had."""
+_LATENCIES = {"ttft_s": "TTFT", "queue_s": "Queueing", "e2e_s": "E2E"}
+
+
+def _cut_off(overall: Mapping[str, Any], arrived: int) -> list[str]:
+    """For each latency that is not of all requests: of how many it is, and what it is at least over all of them."""
+    found = []
+    censored = overall["censored"]
+    for name, label in _LATENCIES.items():
+        section = censored.get(name)
+        if section is not None:
+            bounds = section["at_least"]
+            listed = ", ".join(f"{stat if stat == 'mean' else stat.upper()} {bounds[stat]:.3g} s" for stat in _BOUNDED)
+            found.append(
+                f"{label} is known of {section['num_known']} of {arrived} requests and too low; over all that were not rejected it is at least: {listed}."
+            )
+    cut = censored["tbt_s"]["num_missing"]
+    return [*found, f"TPOT and TBT: nothing is known of {cut} of {arrived} requests after their end, or the run's."]
+
+
+_BOUNDED = ("mean", "p50", "p90", "p99")
+
+
+def _without_rates(data: Mapping[str, Any]) -> list[str]:
+    """What there is to know of the time that rates are taken over: that there is none, or that it is not that of the arrivals."""
+    rates, counts = data["rates"], data["overall"]["counts"]
+    if rates["duration_s"] is None:
+        return [
+            f"No rates: {counts['completed']} of {counts['arrived']} requests were completed, and there is no span of arrivals or completions to take a rate over."
+        ]
+    if rates["over"] == "completions" and data["stability"]["label"] == "stable":
+        return [
+            f"Most requests were completed after the last arrival ({rates['num_completed_in_drain']} of {counts['completed']}): rates are those of the completions, "
+            "in a system that filled and emptied. A longer run shows what it keeps up with."
+        ]
+    return []
 
 
 _FAR_RATE = 0.2

@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from vajra_py.contract.observer import EndReason
+from vajra_py.metrics.censoring import censored_section
+from vajra_py.metrics.columns import floats_of, group_codes, ints_of
 from vajra_py.metrics.definitions import (
+    COMPLETED_REASONS,
     QUANTILES,
     REASONS,
     Floats,
@@ -27,15 +31,15 @@ from vajra_py.metrics.definitions import (
     SloDefaults,
     SloStatus,
     Window,
-    attained_service,
-    covered_s,
-    jain_index,
     judge_slos,
     quantiles,
     weighted_quantiles,
 )
+from vajra_py.metrics.fairness import Service, fairness_section, worst_p99
+from vajra_py.metrics.rates import RateTime, arrival_rate, rate_time, steady_window
+from vajra_py.metrics.resources import resources_of
 from vajra_py.metrics.run_warnings import warnings_of
-from vajra_py.metrics.stability import Lifetimes, Stability, assess
+from vajra_py.metrics.stability import Lifetimes, Stability, StabilityLabel, assess
 from vajra_py.metrics.tables import reason_masks
 
 if TYPE_CHECKING:
@@ -66,8 +70,8 @@ Section: TypeAlias = dict[str, Any]
 class Summary:
     """The numbers of one run.
 
-    Keys of `data`: `version`, `window`, `stability`, `overall`, `by_slo_class`, `by_tenant`, `by_replicaset`, `fairness`, `resources`, `warnings`;
-    `step_times` where the run says where its step times come from, `cost` and `energy` where its devices are known.
+    Keys of `data`: `version`, `window`, `stability`, `overall`, `by_slo_class`, `by_tenant`, `by_replicaset`, `rates` (what rates are taken over),
+    `fairness`, `resources`, `warnings`; `step_times` where the run says where its step times come from, `cost` and `energy` where its devices are known.
     """
 
     data: Mapping[str, Any]
@@ -121,7 +125,9 @@ class _Columns:
     latencies: Mapping[str, Floats]
     slo: Mapping[str, NDArray[np.int8]]
     arrived_inside: NDArray[np.bool_]
-    ended_inside: NDArray[np.bool_]
+    age_s: Floats
+    """From the arrival to the request's own end, or to that of the run."""
+    rates: RateTime
 
 
 _LATENCIES = ("ttft_s", "tpot_s", "e2e_s", "queue_s")
@@ -143,26 +149,26 @@ def summarise(
     seconds.
     """
     window = window or covering_window(requests, steps)
-    classes = _group_codes(requests, "slo_class")
-    columns = _columns(requests, window, slo or SloDefaults(), classes)
+    classes = group_codes(requests, "slo_class")
+    tenants = group_codes(requests, "tenant")
+    columns, stability = _columns(requests, window, slo or SloDefaults(), classes)
     every = np.arange(requests.num_rows)
-    tenants = _group_codes(requests, "tenant")
-    stability = _stability(columns, window)
+    rates = columns.rates.to_dict()
     data: Section = {
         "version": SUMMARY_VERSION,
         "window": {"start_s": window.start_at, "end_s": window.end_at, "duration_s": window.duration_s},
         "stability": _stability_section(stability),
-        "overall": _group(columns, every, window, _gap_distribution(tbt, None)),
-        "by_slo_class": _groups(columns, classes, window, lambda name: _gap_distribution(tbt, ("slo_class", name))),
-        "by_tenant": _groups(columns, tenants, window, lambda name: None),
+        "rates": rates,
+        "overall": _group(columns, every, _gap_distribution(tbt, None)),
+        "by_slo_class": _groups(columns, classes, lambda name: _gap_distribution(tbt, ("slo_class", name))),
+        "by_tenant": _groups(columns, tenants, lambda name: None),
         "by_replicaset": _groups(
             columns,
-            _group_codes(requests, "replicaset"),
-            window,
+            group_codes(requests, "replicaset"),
             lambda name: _gap_distribution(tbt, ("replicaset", name)),
         ),
-        "fairness": _fairness(columns, tenants, service or ServiceWeights()),
-        "resources": _resources(steps, window),
+        "fairness": _fairness(columns, tenants, service or ServiceWeights(), window),
+        "resources": resources_of(steps, window, steady_window(window, rates)),
     }
     data["warnings"] = warnings_of(data)
     return Summary(_plain(data))
@@ -170,36 +176,44 @@ def summarise(
 
 def covering_window(requests: ArrowTable, steps: ArrowTable) -> Window:
     """The window from the first arrival to the last thing that happened."""
-    moments = [_floats(requests, name) for name in ("arrived_at", "first_token_at", "ended_at")]
-    moments.append(_floats(steps, "formed_at") + _floats(steps, "duration_s"))
+    moments = [floats_of(requests, name) for name in ("arrived_at", "first_token_at", "ended_at")]
+    moments.append(floats_of(steps, "formed_at") + floats_of(steps, "duration_s"))
     known = [float(np.nanmax(column)) for column in moments if column.size and not np.isnan(column).all()]
     start_at = float(moments[0].min()) if moments[0].size else 0.0
     return Window(start_at, max([start_at, *known]))
 
 
-def _columns(requests: ArrowTable, window: Window, slo: SloDefaults, classes: tuple[Ints, list[str]]) -> _Columns:
+def _columns(
+    requests: ArrowTable, window: Window, slo: SloDefaults, classes: tuple[Ints, list[str]]
+) -> tuple[_Columns, Stability]:
     completed, dropped = reason_masks(requests.column("reason"))
-    arrived_at, ended_at = _floats(requests, "arrived_at"), _floats(requests, "ended_at")
+    arrived_at, ended_at = floats_of(requests, "arrived_at"), floats_of(requests, "ended_at")
     outcomes = Outcomes(
         arrived_at,
-        _floats(requests, "first_token_at"),
+        floats_of(requests, "first_token_at"),
         ended_at,
-        _ints(requests, "num_output_tokens"),
+        ints_of(requests, "num_output_tokens"),
         completed,
         dropped,
-        _floats(requests, "tbt_max_s"),
+        floats_of(requests, "tbt_max_s"),
     )
     judgement = judge_slos(outcomes, _promises(requests, outcomes, slo, classes))
-    codes, names = _group_codes(requests, "reason")
+    codes, names = group_codes(requests, "reason")
     positions = np.array([REASONS.index(name) for name in names], dtype=np.int64)
-    return _Columns(
+    reason = positions[codes] if positions.size else codes
+    facts = {name: ints_of(requests, name) for name in ("num_prompt_tokens", "num_cached_tokens", "num_preemptions")}
+    admitted_at = floats_of(requests, "admitted_at")
+    inside = window.holds(arrived_at)
+    stability = _stability(outcomes, admitted_at, facts["num_prompt_tokens"], reason, window)
+    end_at = max(window.end_at, outcomes.observed_until())
+    columns = _Columns(
         outcomes=outcomes,
-        admitted_at=_floats(requests, "admitted_at"),
-        prompt_tokens=_ints(requests, "num_prompt_tokens"),
-        cached_tokens=_ints(requests, "num_cached_tokens"),
-        preemptions=_ints(requests, "num_preemptions"),
-        reason=positions[codes] if positions.size else codes,
-        latencies={name: _floats(requests, name) for name in (*_LATENCIES, *_REQUEST_GAPS)},
+        admitted_at=admitted_at,
+        prompt_tokens=facts["num_prompt_tokens"],
+        cached_tokens=facts["num_cached_tokens"],
+        preemptions=facts["num_preemptions"],
+        reason=reason,
+        latencies={name: floats_of(requests, name) for name in (*_LATENCIES, *_REQUEST_GAPS)},
         slo={
             "overall": judgement.overall,
             "ttft": judgement.ttft,
@@ -207,9 +221,17 @@ def _columns(requests: ArrowTable, window: Window, slo: SloDefaults, classes: tu
             "tbt": judgement.tbt,
             "deadline": judgement.deadline,
         },
-        arrived_inside=window.holds(arrived_at),
-        ended_inside=window.holds(ended_at),
+        arrived_inside=inside,
+        age_s=np.where(np.isnan(ended_at), end_at, ended_at) - arrived_at,
+        rates=rate_time(
+            arrived_at[inside],
+            admitted_at[inside],
+            np.where(completed, ended_at, np.nan)[inside],
+            window,
+            is_stable=stability.label is StabilityLabel.STABLE,
+        ),
     )
+    return columns, stability
 
 
 def _promises(requests: ArrowTable, outcomes: Outcomes, slo: SloDefaults, classes: tuple[Ints, list[str]]) -> Promises:
@@ -224,20 +246,18 @@ def _promises(requests: ArrowTable, outcomes: Outcomes, slo: SloDefaults, classe
     e2e_deadline_at = outcomes.arrived_at + filled(
         np.full(len(outcomes.arrived_at), np.nan), lambda c: defaults[c].e2e_s
     )
-    own_deadline_at = _floats(requests, "deadline_at")
+    own_deadline_at = floats_of(requests, "deadline_at")
     has_tbt = "tbt_slo_s" in requests.column_names  # a run of an earlier version has none
-    own_tbt_s = _floats(requests, "tbt_slo_s") if has_tbt else np.full(len(own_deadline_at), np.nan)
+    own_tbt_s = floats_of(requests, "tbt_slo_s") if has_tbt else np.full(len(own_deadline_at), np.nan)
     return Promises(
-        ttft_s=filled(_floats(requests, "ttft_slo_s"), lambda c: defaults[c].ttft_s),
-        tpot_s=filled(_floats(requests, "tpot_slo_s"), lambda c: defaults[c].tpot_s),
+        ttft_s=filled(floats_of(requests, "ttft_slo_s"), lambda c: defaults[c].ttft_s),
+        tpot_s=filled(floats_of(requests, "tpot_slo_s"), lambda c: defaults[c].tpot_s),
         deadline_at=np.where(np.isnan(own_deadline_at), e2e_deadline_at, own_deadline_at),
         tbt_s=filled(own_tbt_s, lambda c: defaults[c].tbt_s),
     )
 
 
-def _groups(
-    columns: _Columns, groups: tuple[Ints, list[str]], window: Window, tbt: Callable[[str], Section | None]
-) -> Section:
+def _groups(columns: _Columns, groups: tuple[Ints, list[str]], tbt: Callable[[str], Section | None]) -> Section:
     """One section per name; nothing when no request carries a name."""
     codes, names = groups
     if names in ([], [""]):
@@ -247,37 +267,39 @@ def _groups(
     sizes = np.bincount(codes[columns.arrived_inside], minlength=len(names))
     listed = sorted(sorted(range(len(names)), key=lambda c: (-sizes[c], names[c]))[:MAX_GROUPS])
     sections = {
-        names[code] or NO_NAME: _group(columns, order[starts[code] : starts[code + 1]], window, tbt(names[code]))
+        names[code] or NO_NAME: _group(columns, order[starts[code] : starts[code + 1]], tbt(names[code]))
         for code in listed
     }
     if len(listed) < len(names):
         rest = np.flatnonzero(~np.isin(codes, listed))
-        sections[OTHERS] = _group(columns, rest, window, None)
+        sections[OTHERS] = _group(columns, rest, None)
     return sections
 
 
-def _group(columns: _Columns, rows: Ints, window: Window, tbt: Section | None) -> Section:
+def _group(columns: _Columns, rows: Ints, tbt: Section | None) -> Section:
     """The section of the requests in these rows."""
     arrived = rows[columns.arrived_inside[rows]]
-    ended = rows[columns.ended_inside[rows] & columns.outcomes.completed[rows]]
+    completed = arrived[columns.outcomes.completed[arrived]]
     counts = np.bincount(columns.reason[arrived], minlength=len(REASONS))
     admitted = arrived[~np.isnan(columns.admitted_at[arrived])]
     prompt, cached = int(columns.prompt_tokens[admitted].sum()), int(columns.cached_tokens[admitted].sum())
     preemptions = columns.preemptions[arrived]
     section: Section = {
-        "counts": {"arrived": len(arrived), "completed": int(columns.outcomes.completed[arrived].sum())}
+        "counts": {"arrived": len(arrived), "completed": len(completed)}
         | {reason: int(count) for reason, count in zip(REASONS, counts, strict=True)},
-        "offered_requests_per_s": _offered_rate(columns.outcomes.arrived_at[arrived]),
+        "delivered_fraction": _ratio(len(completed), len(arrived)),
+        "offered_requests_per_s": arrival_rate(columns.outcomes.arrived_at[arrived]),
     }
     section["ttft_s"] = _distribution(columns.latencies["ttft_s"][arrived])
     section["tbt_s"] = tbt
     section |= {name: _distribution(columns.latencies[name][arrived]) for name in _LATENCIES[1:]}
     section |= {key: _distribution(columns.latencies[name][arrived]) for name, key in _REQUEST_GAPS.items()}
     section["slo"] = {kind: _slo_section(status[arrived]) for kind, status in columns.slo.items()}
-    section["throughput"] = _rates(columns, ended, window)
-    met = ended[columns.slo["overall"][ended] == SloStatus.MET]
+    section["censored"] = _censored(columns, arrived)
+    section["throughput"] = _rates(columns, completed)
+    met = completed[columns.slo["overall"][completed] == SloStatus.MET]
     promised = bool((columns.slo["overall"][rows] != SloStatus.NONE).any())
-    section["goodput"] = _rates(columns, met, window) if promised else dict.fromkeys(_RATES)
+    section["goodput"] = _rates(columns, met) if promised else dict.fromkeys(_RATES)
     section["tokens"] = {
         "prompt": int(columns.prompt_tokens[arrived].sum()),
         "output": int(columns.outcomes.num_output_tokens[arrived].sum()),
@@ -295,9 +317,31 @@ def _group(columns: _Columns, rows: Ints, window: Window, tbt: Section | None) -
 _RATES = ("requests_per_s", "output_tokens_per_s", "prompt_tokens_per_s")
 
 
-def _rates(columns: _Columns, rows: Ints, window: Window) -> Section:
+_CUT = np.array([reason not in (*COMPLETED_REASONS, EndReason.REJECTED.value) for reason in REASONS])
+"""By position in `REASONS`: requests that left, or were left, without their answer although they had been taken in."""
+
+
+def _censored(columns: _Columns, arrived: Ints) -> Section:
+    """For each latency that some of these requests did not live to have: how many, and lower bounds over all of them."""
+    cut = _CUT[columns.reason[arrived]]
+    if not cut.any():
+        return {}
+    age_s = columns.age_s[arrived]
+    # Tokens may still come fast or slowly: of the time between them nothing is known of a request without its end.
+    least = {"ttft_s": age_s, "tpot_s": np.zeros(len(arrived)), "e2e_s": age_s, "queue_s": age_s}
+    found = {}
+    for name, bound in least.items():
+        values = columns.latencies[name][arrived]
+        section = censored_section(values, bound, cut & np.isnan(values))
+        if section is not None:
+            found[name] = section
+    found["tbt_s"] = {"num_missing": int(cut.sum()), "num_known": int((~cut).sum()), "at_least": None}
+    return found
+
+
+def _rates(columns: _Columns, rows: Ints) -> Section:
     amounts = (len(rows), int(columns.outcomes.num_output_tokens[rows].sum()), int(columns.prompt_tokens[rows].sum()))
-    return {name: _ratio(amount, window.duration_s) for name, amount in zip(_RATES, amounts, strict=True)}
+    return {name: _ratio(amount, columns.rates.duration_s or 0.0) for name, amount in zip(_RATES, amounts, strict=True)}
 
 
 def _slo_section(status: NDArray[np.int8]) -> Section:
@@ -325,7 +369,7 @@ def _gap_distribution(tbt: ArrowTable, only: tuple[str, str] | None) -> Section:
     import pyarrow.compute as pc
 
     chosen = tbt if only is None else tbt.filter(pc.equal(tbt.column(only[0]), only[1]))
-    gaps, weights = _floats(chosen, "gap_s"), _ints(chosen, "weight")
+    gaps, weights = floats_of(chosen, "gap_s"), ints_of(chosen, "weight")
     count = int(weights.sum())
     section: Section = {"count": count, "mean": float(np.dot(gaps, weights)) / count if count else None}
     section |= dict(zip(QUANTILES, weighted_quantiles(gaps, weights, tuple(QUANTILES.values())), strict=True))
@@ -333,86 +377,39 @@ def _gap_distribution(tbt: ArrowTable, only: tuple[str, str] | None) -> Section:
     return section
 
 
-def _fairness(columns: _Columns, tenants: tuple[Ints, list[str]], weights: ServiceWeights) -> Section:
-    """Service that the window's requests of each tenant got, per unit of the tenant's weight."""
+def _fairness(columns: _Columns, tenants: tuple[Ints, list[str]], weights: ServiceWeights, window: Window) -> Section:
+    """The section `fairness`: service while tenants were backlogged, and the tenants with the largest P99 of TTFT and E2E."""
     codes, names = tenants
-    inside = columns.arrived_inside
-    service = attained_service(
+    service = Service(
+        codes,
+        columns.outcomes.arrived_at,
+        columns.admitted_at,
+        columns.outcomes.first_token_at,
+        columns.outcomes.ended_at,
         columns.prompt_tokens,
         columns.outcomes.num_output_tokens,
-        ~np.isnan(columns.outcomes.first_token_at),
-        weights,
     )
-    totals = np.bincount(codes[inside], weights=service[inside], minlength=len(names))
-    present = np.flatnonzero(np.bincount(codes[inside], minlength=len(names)))
-    shares = totals[present] / np.array([weights.tenants.get(names[code], 1.0) for code in present])
-    return {
-        "num_tenants": len(present),
-        "jain_index": jain_index(shares) if len(present) > 1 else None,
-        "max_service": float(shares.max()) if shares.size else None,
-        "min_service": float(shares.min()) if shares.size else None,
-        "prompt_token_weight": weights.prompt_token,
-        "output_token_weight": weights.output_token,
-    }
-
-
-def _resources(steps: ArrowTable, window: Window) -> Section:
-    """Means over the time of steps that were formed in the window."""
-    formed_at, duration_s = _floats(steps, "formed_at"), _floats(steps, "duration_s")
-    held = window.holds(formed_at)
-    inside = slice(None) if held.all() else held  # all of them need no copy
-    weight = duration_s[inside]
-    section: Section = {
-        "num_steps": int(held.sum()),
-        "num_preempted": int(_ints(steps, "num_preempted")[inside].sum()),
-        "mean_step_s": float(weight.mean()) if weight.size else None,
-    }
-    whole_s = weight.sum()
-    weighted = np.empty_like(weight)
-    for name in ("used_fraction", "num_running", "num_waiting", "num_decodes", "num_prefills"):
-        # Counts are multiplied as they are: a copy as floats has the same values.
-        values = steps.column(name).to_numpy()[inside]
-        np.multiply(values, weight, out=weighted)
-        section[f"mean_{name}"] = float(weighted.sum() / whole_s) if whole_s > 0 else None
-        section[f"max_{name}"] = float(values.max()) if values.size else None
-    tokens = {kind: int(_ints(steps, f"{kind}_tokens")[inside].sum()) for kind in ("prefill", "decode")}
-    section |= {f"{kind}_tokens_per_s": _ratio(amount, window.duration_s) for kind, amount in tokens.items()}
-    section["mean_step_tokens"] = _ratio(sum(tokens.values()), int(held.sum()))
-    section["busy_fraction"] = _busy(steps, formed_at, duration_s, window)
+    inside = columns.arrived_inside
+    section = fairness_section(service, names, weights, (window.start_at, window.end_at), inside)
+    for name in ("ttft", "e2e"):
+        worst = worst_p99(codes[inside], columns.latencies[f"{name}_s"][inside], len(names))
+        several = section["num_tenants"] > 1 and worst is not None
+        section[f"worst_{name}_p99_s"] = worst[1] if several and worst else None
+        section[f"worst_{name}_tenant"] = names[worst[0]] if several and worst else None
     return section
 
 
-def _busy(steps: ArrowTable, formed_at: Floats, duration_s: Floats, window: Window) -> float | None:
-    """Fraction of the window in which a replica had a step in flight, mean over the replicas that ever had one."""
-    if not len(formed_at) or not window.duration_s > 0:
-        return None
-    sets, _ = _group_codes(steps, "replicaset")
-    ids = _ints(steps, "replica_id")
-    replicas = sets * (int(ids.max()) + 1) + ids
-    if replicas.max() < 1 << 16:  # such numbers are put in order many times faster
-        replicas = replicas.astype(np.uint16)
-    begins, ends = formed_at, formed_at + duration_s
-    if begins.min() < window.start_at or ends.max() > window.end_at:
-        begins, ends = (np.clip(at, window.start_at, window.end_at) for at in (begins, ends))
-    in_time = bool((begins[1:] >= begins[:-1]).all())
-    order = np.argsort(replicas, kind="stable") if in_time else np.lexsort((begins, replicas))
-    ordered = replicas[order]
-    borders = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
-    busy = [covered_s(begins[own], ends[own], window.start_at) for own in np.split(order, borders)]
-    return float(np.mean(busy)) / window.duration_s
-
-
-def _stability(columns: _Columns, window: Window) -> Stability:
+def _stability(outcomes: Outcomes, admitted_at: Floats, prompts: Ints, reason: Ints, window: Window) -> Stability:
     return assess(
         Lifetimes(
-            columns.outcomes.arrived_at,
-            columns.admitted_at,
-            columns.outcomes.ended_at,
-            columns.prompt_tokens,
-            columns.outcomes.num_output_tokens,
-            columns.outcomes.completed,
-            expired=columns.reason == REASONS.index("expired"),
-            rejected=columns.reason == REASONS.index("rejected"),
+            outcomes.arrived_at,
+            admitted_at,
+            outcomes.ended_at,
+            prompts,
+            outcomes.num_output_tokens,
+            outcomes.completed,
+            expired=reason == REASONS.index("expired"),
+            rejected=reason == REASONS.index("rejected"),
         ),
         window,
     )
@@ -431,40 +428,6 @@ def _stability_section(stability: Stability) -> Section:
         "mean_waiting": stability.mean_waiting,
         "mean_in_service": stability.mean_in_service,
     }
-
-
-def _offered_rate(arrived_at: Floats) -> float | None:
-    """Arrivals per second between the first and the last."""
-    if len(arrived_at) < 2:
-        return None
-    return _ratio(len(arrived_at) - 1, float(arrived_at.max() - arrived_at.min()))
-
-
-def _group_codes(table: ArrowTable, column: str) -> tuple[Ints, list[str]]:
-    """For each row the position of its name in the sorted list of names."""
-    import pyarrow as pa
-
-    values = table.column(column).combine_chunks()
-    if not pa.types.is_dictionary(values.type):
-        values = values.dictionary_encode()
-    names = [name or "" for name in values.dictionary.to_pylist()]
-    order = sorted(range(len(names)), key=names.__getitem__)
-    if order == sorted(order):
-        return values.indices.to_numpy(zero_copy_only=False).astype(np.int64), names
-    position = np.empty(len(names), dtype=np.int64)
-    position[order] = np.arange(len(names))
-    codes = values.indices.to_numpy(zero_copy_only=False).astype(np.int64)
-    return (position[codes] if len(names) else codes), [names[i] for i in order]
-
-
-def _floats(table: ArrowTable, column: str) -> Floats:
-    values: Floats = table.column(column).to_numpy(zero_copy_only=False).astype(np.float64, copy=False)
-    return values
-
-
-def _ints(table: ArrowTable, column: str) -> Ints:
-    values: Ints = table.column(column).to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
-    return values
 
 
 def _nan(value: float | None) -> float:

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from vajra_py.metrics.plots.distributions import latency_cdfs, latency_ranges, slowdown_by_prompt_length
 from vajra_py.metrics.plots.emitted import emitted_over_time, has_emitted
-from vajra_py.metrics.plots.over_time import batch_composition, queue_and_kv, service_by_tenant, step_timeline
+from vajra_py.metrics.plots.over_time import (
+    batch_composition,
+    queue_and_kv,
+    service_by_tenant,
+    service_difference,
+    step_timeline,
+)
 from vajra_py.metrics.plots.rates import (
     attainment_by_rate,
     class_latency_by_rate,
@@ -32,6 +38,7 @@ __all__ = [
     "latency_ranges",
     "queue_and_kv",
     "service_by_tenant",
+    "service_difference",
     "slowdown_by_prompt_length",
     "step_timeline",
     "workload_figure",

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vajra_py.metrics.columns import group_codes
 from vajra_py.metrics.definitions import Floats, Ints, ServiceWeights
+from vajra_py.metrics.fairness import Service, ServiceGaps, backlogged_service
 from vajra_py.metrics.run_data import RunData
 
 CDF_FRACTIONS: Floats = np.unique(
@@ -112,6 +114,21 @@ def service_over_time(run: RunData, edges: Floats, weights: ServiceWeights) -> d
             first[own], prompt[own], edges
         ) + weights.output_token * _ramps(first[own], np.maximum(last[own], first[own]), output[own], edges)
     return found
+
+
+def service_gaps(run: RunData, weights: ServiceWeights) -> ServiceGaps | None:
+    """Differences of service between tenants that are backlogged together; None where no two ever are."""
+    table = run.requests(
+        "tenant", "arrived_at", "admitted_at", "first_token_at", "ended_at", "num_prompt_tokens", "num_output_tokens"
+    )
+    codes, names = group_codes(table, "tenant")
+    if len(names) < 2:
+        return None
+    columns = [table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names[1:]]
+    shares = np.array([weights.tenants.get(name, 1.0) for name in names], dtype=np.float64)
+    window = run.window
+    both = backlogged_service(Service(codes, *columns), len(names), shares, weights, window.end_at, window.start_at)
+    return both.gaps()
 
 
 def _area(moments: Floats, edges: Floats) -> Floats:

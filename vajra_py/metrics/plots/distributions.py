@@ -14,7 +14,9 @@ from vajra_py.metrics.plots.layout import Arrangement, arrange_runs
 from vajra_py.metrics.plots.style import (
     GRID,
     add_legend,
+    label_all,
     line_entries,
+    name_panel,
     new_figure,
     percent,
     plain_log,
@@ -52,13 +54,15 @@ def latency_cdfs(runs: Sequence[RunData]) -> Figure:
         curves = [gap_cdf(run) if name == "tbt" else request_cdf(run, name) for run in runs]
         for row in range(rows):
             _draw_cdfs(axes[row, column], (names, curves), arrangement, row)
+            name_panel(axes[row, column], name.removesuffix("_s"))
             if row == rows - 1:
                 axes[row, column].set_xlabel(f"{label} (s)")
         _share_log_range(axes[:, column], curves)
     for row, title in enumerate(arrangement.panels):
         axes[row, 0].set_title(title)
-        axes[row, 0].set_ylabel("share of requests" if rows > 1 else "share of requests (TBT: of gaps)")
+        axes[row, 0].set_ylabel("share" if rows > 1 else "share of requests (TBT: of gaps)")
         percent(axes[row, 0].yaxis)
+    label_all(axes)
     add_legend(figure, line_entries(arrangement.legend) if len(runs) > 1 else [])
     return figure
 
@@ -97,6 +101,7 @@ def latency_ranges(runs: Sequence[RunData]) -> Figure:
     for column, (name, label, scale, unit) in enumerate(_RANGE_METRICS):
         own = axes[0, column]
         own.set_xlabel(f"{label} ({unit})")
+        name_panel(own, name.removesuffix("_s"))
         values = np.array(
             [
                 [_scaled(setting, f"overall.{name}.{stat}", scale) for stat in ("p50", "p99", "mean")]
@@ -146,6 +151,7 @@ def slowdown_by_prompt_length(runs: Sequence[RunData]) -> Figure:
     for row, title in enumerate(arrangement.panels):
         own_axes = axes[row, 0]
         own_axes.set_title(title)
+        name_panel(own_axes, "slowdown")
         members = arrangement.members(row)
         for place, i in enumerate(members):
             offset = (place + 0.5) / len(members) * 0.8 - 0.4

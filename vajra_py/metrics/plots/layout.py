@@ -105,12 +105,17 @@ def _grid(count: int, varied: Sequence[Axis]) -> Arrangement | None:
         Look(colour.levels.index(colour.values[i]), dash.levels.index(dash.values[i]) if dash else 0)
         for i in range(count)
     )
-    legend = [(f"{colour.label}: {level}", Look(i)) for i, level in enumerate(colour.levels)]
-    legend += [(f"{dash.label}: {level}", Look(None, i)) for i, level in enumerate(dash.levels)] if dash else []
+    legend = [(_called(colour, level), Look(i)) for i, level in enumerate(colour.levels)]
+    legend += [(_called(dash, level), Look(None, i)) for i, level in enumerate(dash.levels)] if dash else []
     titles = tuple(
         ", ".join(f"{axis.label}: {value}" for axis, value in zip(rest, key, strict=True)) for key in ordered
     )
     return Arrangement(titles, tuple(ordered.index(key) for key in keys), looks, tuple(legend))
+
+
+def _called(axis: Axis, level: str) -> str:
+    """A level of an axis in a legend: a policy by its name, as in the names of runs; a number with what it counts."""
+    return level if axis.path.endswith(".policy") else f"{axis.label} {level}"
 
 
 def _roles(varied: Sequence[Axis]) -> tuple[Axis | None, Axis, list[Axis]] | None:

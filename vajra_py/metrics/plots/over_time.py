@@ -10,6 +10,7 @@ import numpy as np
 from vajra_py.metrics.definitions import ServiceWeights
 from vajra_py.metrics.plots.data import (
     kv_use_over_time,
+    service_gaps,
     service_over_time,
     time_edges,
     tokens_per_step,
@@ -26,7 +27,9 @@ from vajra_py.metrics.plots.style import (
     Look,
     add_legend,
     big_numbers,
+    label_all,
     line_entries,
+    name_panel,
     new_figure,
     patch_entries,
     percent,
@@ -71,6 +74,7 @@ def queue_and_kv(runs: Sequence[RunData]) -> Figure:
         left, right = axes[row]
         left.set_title(title)
         for own, label in ((left, "waiting requests"), (right, "KV blocks in use")):
+            name_panel(own, "waiting" if own is left else "kv_use")
             if not own.lines:
                 say_empty(own)
                 continue
@@ -84,6 +88,7 @@ def queue_and_kv(runs: Sequence[RunData]) -> Figure:
             big_numbers(left.yaxis)
     for own in axes[-1]:
         own.set_xlabel(_TIME_LABEL)
+    label_all(axes)
     legend = [
         (label, look if has_dashes else Look(look.colour, 0, look.is_muted)) for label, look in arrangement.legend
     ]
@@ -122,7 +127,7 @@ def batch_composition(runs: Sequence[RunData]) -> Figure:
             label="prefill tokens",
         )
         big_numbers(own.yaxis)
-    _label_grid(axes, "tokens per step")
+    _label_grid(axes, "tokens per step", "batch")
     add_legend(figure, patch_entries([("decode tokens", DECODE_COLOUR), ("prefill tokens", PREFILL_COLOUR)]))
     return figure
 
@@ -152,10 +157,39 @@ def service_by_tenant(runs: Sequence[RunData], weights: ServiceWeights | None = 
             total = sum(tenants[tenant] for tenant in rest if tenant in tenants)
             own.plot(edges, total, label=f"{len(rest)} others", **Look(0, is_muted=True).line)
         big_numbers(own.yaxis)
-    _label_grid(axes, "service (weighted tokens)")
+    _label_grid(axes, "service (weighted tokens)", "service")
     entries = [(tenant or "(none)", Look(i, i)) for i, tenant in enumerate(named)]
     entries += [(f"{len(rest)} others", Look(0, is_muted=True))] if rest else []
     add_legend(figure, line_entries(entries))
+    return figure
+
+
+@styled
+def service_difference(runs: Sequence[RunData], weights: ServiceWeights | None = None) -> Figure:
+    """Largest difference of service between two tenants, over the time that both have been backlogged without a break; a line per run, a panel per load where there are many."""
+    arrangement = arrange_runs(runs)
+    names = [run.name for run in distinct(runs)]
+    rows = len(arrangement.panels)
+    figure, axes = new_figure(rows, 1, 2.9 if rows == 1 else 1.8, sharex=True)
+    for panel, title in enumerate(arrangement.panels):
+        own = axes[panel, 0]
+        own.set_title(title)
+        name_panel(own, "service_difference")
+        members = arrangement.members(panel)
+        for place, i in enumerate(members):
+            gaps = service_gaps(runs[i], weights or ServiceWeights())
+            if gaps is not None:
+                look = arrangement.looks[i]
+                width = 0.7 if look.is_muted else 0.8 * tapered(place, len(members))
+                own.plot(gaps.edges, gaps.by_end, **(look.line | {"linewidth": width, "label": names[i]}))
+        if not own.lines:
+            say_empty(own, "no two tenants were backlogged together")
+            continue
+        own.set_ylim(bottom=0)
+        own.set_ylabel("service difference (weighted tokens)" if rows == 1 else "difference (tokens)")
+        big_numbers(own.yaxis)
+    axes[-1, 0].set_xlabel(_TIME_LABEL)
+    add_legend(figure, line_entries(arrangement.legend) if len(runs) > 1 else [])
     return figure
 
 
@@ -174,6 +208,7 @@ def step_timeline(runs: Sequence[RunData], start_at: float | None = None, durati
     figure, axes = new_figure(len(shown), 1, sum(heights) / len(heights), sharex=True, height_ratios=heights)
     for run, own, bars in zip(shown, axes[:, 0], steps, strict=True):
         own.set_title(run.name if len(shown) > 1 else "")
+        name_panel(own, "steps")
         if not bars:
             say_empty(own, "no steps in this stretch")
             continue
@@ -257,19 +292,21 @@ def _run_panels(runs: Sequence[RunData], limit: int, row_height_in: float) -> tu
     panels = panels[: len(shown)]
     for run, own in zip(shown, panels, strict=True):
         own.set_title(run.name if len(shown) > 1 else "")
-    for own in panels[-columns:]:
+    across = panels[0].get_subplotspec().get_geometry()[1]
+    for own in panels[-across:]:
         own.tick_params(labelbottom=True)
         own.set_xlabel(_TIME_LABEL)
     return shown, figure, panels
 
 
-def _label_grid(panels: Sequence[Any], label: str) -> None:
+def _label_grid(panels: Sequence[Any], label: str, name: str) -> None:
     """The y label at the first panel of each row; the shared y axis starts at 0."""
     if any(own.has_data() for own in panels):
         panels[0].set_ylim(bottom=0)
-    columns = min(len(panels), 3)
-    for own in panels[::columns]:
+    for own in panels:
+        name_panel(own, name)
+    for own in panels[:: panels[0].get_subplotspec().get_geometry()[1]]:
         own.set_ylabel(label)
 
 
-__all__ = ["batch_composition", "queue_and_kv", "service_by_tenant", "step_timeline"]
+__all__ = ["batch_composition", "queue_and_kv", "service_by_tenant", "service_difference", "step_timeline"]

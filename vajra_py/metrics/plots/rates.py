@@ -18,7 +18,10 @@ from vajra_py.metrics.plots.style import (
     GRID,
     MUTED,
     add_legend,
+    label_all,
     line_entries,
+    misses,
+    name_panel,
     new_figure,
     percent,
     plain_log,
@@ -35,7 +38,7 @@ _Reader = Callable[[RunData], "float | None"]
 _MakeInterval = Callable[[Sequence[float]], Interval | None]
 _MAX_CLASSES = 4
 _ATTAINMENT = "overall.slo.overall.attainment_fraction"
-_OFFERED_LABEL = "offered load (requests/s)"
+_OFFERED_LABEL = "offered load (req/s)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +71,12 @@ def latency_by_rate(runs: Sequence[RunData]) -> Figure:
             own = axes[row, column]
             drawn = _draw(own, series, merged, _at(f"overall.{name}.{stat}"), scale, positive_interval)
             own.set_ylabel(f"{label} {stat.upper()} ({unit})")
+            name_panel(own, f"{name.removesuffix('_s')}_{stat}")
             if drawn:
                 plain_log(own.yaxis, most=6)
             if row == 1:
                 own.set_xlabel(_OFFERED_LABEL)
+    label_all(axes)
     add_legend(figure, _legend(series, arrangement))
     return figure
 
@@ -94,29 +99,33 @@ def class_latency_by_rate(runs: Sequence[RunData], classes: Sequence[str] | None
                 plain_log(own.yaxis, most=6)
             own.set_ylabel(f"{label} (s)")
             own.set_title(f"class {name}")
+            name_panel(own, f"{latency.removesuffix('_s')}_{statistic}")
             if row == len(names) - 1:
                 own.set_xlabel(_OFFERED_LABEL)
+    label_all(axes)
     add_legend(figure, _legend(series, arrangement))
     return figure
 
 
 @styled
 def attainment_by_rate(runs: Sequence[RunData]) -> Figure:
-    """Share of requests that met all their SLOs against the offered load, with lines at 90 % and 99 %."""
+    """Share of requests that did not meet all their SLOs (1 - attainment) against the offered load, logarithmic, with lines at 10 % and 1 %."""
     series, arrangement = series_by_system(runs)
     figure, axes = new_figure(1, 1, 3.2)
     own = axes[0, 0]
-    if _draw(own, series, _one_panel(arrangement), _at(_ATTAINMENT), 1.0, proportion_interval):
-        for level in (0.9, 0.99):
+    name_panel(own, "slo_misses")
+    if _draw(own, series, _one_panel(arrangement), _missed, 1.0, proportion_interval):
+        drawn = [point.mean for one in series for point in _points(one, _missed, 1.0)]
+        misses(own.yaxis, min((share for share in drawn if share > 0), default=0.01))
+        for level in (0.1, 0.01):
             own.axhline(level, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
             own.annotate(
-                f"{level:.0%}", (1.0, level), xycoords=("axes fraction", "data"), xytext=(4, 0),
-                textcoords="offset points", va="center", fontsize=8,
+                f"{1 - level:.0%} met", (1.0, level), xycoords=("axes fraction", "data"), xytext=(-2, 2),
+                textcoords="offset points", ha="right", va="bottom", fontsize=7,
             )  # fmt: skip
-        own.set_ylim(0, 1.03)
-        percent(own.yaxis)
+        own.set_ylim(0, 1.05)
     own.set_xlabel(_OFFERED_LABEL)
-    own.set_ylabel("SLO attainment")
+    own.set_ylabel("requests that missed an SLO (%)")
     add_legend(figure, _legend(series, arrangement))
     return figure
 
@@ -138,7 +147,9 @@ def goodput_by_rate(runs: Sequence[RunData]) -> Figure:
             own.set_ylim(bottom=0)
         own.set_xlabel(_OFFERED_LABEL)
         own.set_ylabel(f"{path} (requests/s)")
+        name_panel(own, path)
         own.tick_params(labelleft=True)
+    label_all(axes)
     add_legend(figure, _legend(series, arrangement))
     return figure
 
@@ -161,6 +172,8 @@ def delivery_bars(runs: Sequence[RunData]) -> Figure:
         first.set_xlim(0, 1)
         percent(first.xaxis)
         first.set_xlabel("SLO attainment")
+        name_panel(first, "slo_attainment")
+    name_panel(last, "throughput")
     last.barh(
         rows, np.nan_to_num(throughput), height=0.62, color=hues, alpha=0.3 if has_slo else 1.0, label="throughput"
     )
@@ -202,7 +215,7 @@ def _draw(
         known = [(point.rate, point.interval) for point in points if point.interval is not None]
         axes.vlines(
             [rate for rate, _ in known],
-            [_above_zero(interval.low, points) for _, interval in known],
+            [interval.low for _, interval in known],
             [interval.high for _, interval in known],
             color=look.hue, linewidth=1.6, alpha=0.7, label=f"{series[i].label}, 95 % interval",
         )  # fmt: skip
@@ -221,11 +234,6 @@ def _points(series: Series, read: _Reader, scale: float, make: _MakeInterval = p
     return sorted(points, key=lambda point: point.rate)
 
 
-def _above_zero(low: float, points: Sequence[_Point]) -> float:
-    """The lower end of an interval of something that cannot be negative, where a logarithmic axis still shows it."""
-    return max(low, min(point.mean for point in points) * 0.2)
-
-
 def _one_panel(arrangement: Arrangement) -> Arrangement:
     """The same looks with every series in one panel: lines of points can share it where clouds could not."""
     return Arrangement(("",), (0,) * len(arrangement.panel_of), arrangement.looks, arrangement.legend)
@@ -233,6 +241,11 @@ def _one_panel(arrangement: Arrangement) -> Arrangement:
 
 def _legend(series: Sequence[Series], arrangement: Arrangement) -> list[tuple[str, Any]]:
     return line_entries(arrangement.legend, with_marker=True) if len(series) > 1 else []
+
+
+def _missed(run: RunData) -> float | None:
+    met = _value(run, _ATTAINMENT)
+    return None if met is None else 1.0 - met
 
 
 def _at(path: str) -> _Reader:

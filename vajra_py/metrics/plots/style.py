@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
@@ -38,10 +40,18 @@ MAX_SERIES = len(COLOURS)
 WIDTH_IN = 10.0
 """Width of every figure of a report, inches."""
 _NARROW_IN = 8.0
-"""Width below which type is smaller."""
+"""Width below which type is smaller, and a figure is for a page: it is no taller than one."""
 _NARROW_TYPE = 0.8
+_NARROW_HEIGHT = 0.62
 _PANEL_IN = 2.2
-"""Least width of a panel."""
+"""Least width of a panel, where the page has room for all of them below each other."""
+_SMALL_PANEL_IN = 1.2
+"""Least width of a panel where it has not."""
+MAX_HEIGHT_IN = 9.0
+"""Height of the text of a page, inches."""
+_LEGEND_ROW_IN = 0.15
+_LABELS_IN = 0.75
+"""What the labels below the last row of panels, and a short legend, take of a figure's height."""
 
 _RC: dict[str, Any] = {
     "axes.axisbelow": True,
@@ -152,16 +162,21 @@ def _use_settings(width_in: float) -> None:
 
 
 def new_figure(num_rows: int, num_columns: int, row_height_in: float, **shared: Any) -> tuple[Figure, NDArray[Any]]:
-    """A figure of the width in force with a grid of axes (always a 2-D array); panels that a narrow figure has no room for stand below each other."""
+    """A figure of the width in force with a grid of axes (always a 2-D array).
+
+    Panels that a narrow figure has no room for stand below each other, two side by side where all of them would be taller than a page, and lower where that does not suffice.
+    """
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     width_in = float(matplotlib.rcParams["figure.figsize"][0])
-    across = min(num_columns, max(1, int(width_in / _PANEL_IN)))
-    height_in = row_height_in * (1.0 if width_in >= _NARROW_IN else _NARROW_TYPE)
+    height_in = row_height_in * (1.0 if width_in >= _NARROW_IN else _NARROW_HEIGHT)
+    across, height_in = _fitted(num_rows * num_columns, num_columns, width_in, height_in)
     rows = -(-num_rows * num_columns // across)
-    figure = Figure(figsize=(width_in, height_in * rows + 0.75), layout=ConstrainedLayoutEngine(h_pad=0.06, w_pad=0.06))
+    figure = Figure(
+        figsize=(width_in, height_in * rows + _LABELS_IN), layout=ConstrainedLayoutEngine(h_pad=0.06, w_pad=0.06)
+    )
     if across == num_columns:
         axes = figure.subplots(num_rows, num_columns, squeeze=False, **shared)
     else:
@@ -171,6 +186,77 @@ def new_figure(num_rows: int, num_columns: int, row_height_in: float, **shared: 
         # Ticks are made when the figure is drawn, outside of these settings: what they look like is told to the axes.
         own.tick_params(color=INK, labelcolor=INK, labelsize=size, width=0.7, grid_color=GRID, grid_linewidth=0.6)
     return figure, axes
+
+
+def _fitted(count: int, num_columns: int, width_in: float, height_in: float) -> tuple[int, float]:
+    """Panels side by side, and the height of each, inches."""
+    across = min(num_columns, max(1, int(width_in / _PANEL_IN)))
+    if width_in >= _NARROW_IN:
+        return across, height_in
+    most = max(across, min(num_columns, int(width_in / _SMALL_PANEL_IN)))
+    room_in = MAX_HEIGHT_IN - _LABELS_IN
+    while across < most and -(-count // across) * height_in > room_in:
+        across += 1
+    return across, min(height_in, room_in / -(-count // across))
+
+
+def label_all(axes: NDArray[Any]) -> None:
+    """Give every panel of a grid the title of its row and the labels of its row and column, shown where the panel does not stand below or beside one that shows them."""
+    geometry = axes.flat[0].get_subplotspec().get_geometry()
+    across = int(geometry[1])
+    is_wrapped = tuple(geometry[:2]) != axes.shape
+    common = {own.get_xlabel() for own in axes[-1]} - {""}
+    heads = [(own.get_title("left"), own.get_ylabel()) for own in axes[:, 0]]
+    foots = [own.get_xlabel() for own in axes[-1]]
+    for place, own in enumerate(axes.flat):
+        row, column = divmod(place, axes.shape[1])
+        is_lowest = place + across >= axes.size if is_wrapped else row == len(axes) - 1
+        title, y_label = heads[row]
+        if not own.get_title("left"):
+            own.set_title(title, visible=is_wrapped)
+        if not own.get_ylabel():
+            own.set_ylabel(y_label, visible=place % across == 0)
+        if foots[column]:
+            own.set_xlabel(foots[column], visible=is_lowest or (is_wrapped and len(common) > 1))
+        if is_wrapped:
+            own.tick_params(labelbottom=True)
+
+
+def name_panel(axes: Axes, name: str) -> None:
+    """Say what a panel shows, as it is asked for by `--panel`: `ttft_p99`."""
+    axes.set_label(name)
+
+
+def panels(figure: Figure) -> dict[str, Axes]:
+    """The panels that have a name, in reading order; those of one name have their titles behind it: `ttft_p99/interactive`."""
+    named = [own for own in figure.axes if own.get_visible() and own.get_label()]
+    names = [str(own.get_label()) for own in named]
+    found: dict[str, Axes] = {}
+    for name, own in zip(names, named, strict=True):
+        title = re.sub(r"[^\w.+-]+", "_", own.get_title("left")).strip("_")
+        found[f"{name}/{title}" if names.count(name) > 1 and title else name] = own
+    return found
+
+
+def keep_panel(figure: Figure, kept: Axes) -> None:
+    """Take every other panel out of a figure, and make it as low as one panel is."""
+    from matplotlib.gridspec import GridSpec
+
+    width_in, height_in = figure.get_size_inches()
+    for axis in (kept.xaxis, kept.yaxis):
+        name = f"{axis.axis_name}axis"
+        others = (getattr(own, name).get_label_text() for own in figure.axes)
+        axis.set_label_text(axis.get_label_text() or next(filter(None, others), ""))
+        axis.label.set_visible(True)
+    spec = kept.get_subplotspec()
+    rows = 1 if spec is None else spec.get_geometry()[0]
+    for own in list(figure.axes):
+        if own is not kept:
+            own.remove()
+    kept.set_subplotspec(GridSpec(1, 1, figure=figure)[0, 0])
+    kept.tick_params(labelbottom=True, labelleft=True)
+    lowest = (0.5 if width_in < _NARROW_IN else 0.35) * width_in
+    figure.set_size_inches(width_in, max((height_in - _LABELS_IN) / rows, lowest) + _LABELS_IN)
 
 
 def _stacked(figure: Figure, shape: tuple[int, int, int], shared: Mapping[str, Any]) -> NDArray[Any]:
@@ -186,13 +272,16 @@ def _stacked(figure: Figure, shape: tuple[int, int, int], shared: Mapping[str, A
 
     for row in range(num_rows):
         for column in range(num_columns):
-            axes[row, column] = figure.add_subplot(
+            place = row * num_columns + column
+            axes[row, column] = own = figure.add_subplot(
                 -(-num_rows * num_columns // across),
                 across,
-                row * num_columns + column + 1,
+                place + 1,
                 sharex=partner(shared.get("sharex"), row, column),
                 sharey=partner(shared.get("sharey"), row, column),
             )
+            if shared.get("sharey") and place % across:
+                own.tick_params(labelleft=False)
     return axes
 
 
@@ -201,8 +290,11 @@ def add_legend(figure: Figure, entries: Sequence[tuple[str, Any]], title: str | 
     if not entries:
         return
     longest = max(len(label) for label, _ in entries)
-    width_in, _ = figure.get_size_inches()
-    columns = max(1, min(len(entries), int(13 * width_in / (longest + 8))))
+    width_in, height_in = figure.get_size_inches()
+    columns = max(1, min(len(entries), int((13 if width_in >= _NARROW_IN else 16) * width_in / (longest + 8))))
+    if width_in < _NARROW_IN:
+        rows = -(-len(entries) // columns)
+        figure.set_size_inches(width_in, min(MAX_HEIGHT_IN, height_in + _LEGEND_ROW_IN * (rows - 1)))
     figure.legend(
         [artist for _, artist in entries],
         [label for label, _ in entries],
@@ -282,6 +374,19 @@ def big_numbers(axis: Any) -> None:
 def token_count(value: int) -> str:
     """A power of two as people say it: 64, 1k, 64k (k = 1024)."""
     return f"{value // 1024}k" if value >= 1024 else str(value)
+
+
+def misses(axis: Any, least: float) -> None:
+    """Make an axis of fractions show small ones as well: logarithmic down to the decade of `least`, linear from there to 0."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    decade = min(-1, math.floor(math.log10(least)))
+    set_scale = axis.axes.set_yscale if axis.axis_name == "y" else axis.axes.set_xscale
+    set_scale("symlog", linthresh=10.0**decade, linscale=0.5)
+    ticks = [0.0] + [step * 10.0**power for power in range(decade, 0) for step in (1, 3)] + [1.0]
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
+    axis.set_minor_locator(NullLocator())
 
 
 def percent(axis: Any) -> None:

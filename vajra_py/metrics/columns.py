@@ -1,0 +1,45 @@
+"""Columns of a run's tables as arrays, and the groups that a column of names makes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from vajra_py.metrics.definitions import Floats, Ints
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    ArrowTable: TypeAlias = pa.Table
+else:
+    ArrowTable = "pyarrow.Table"
+
+
+def group_codes(table: ArrowTable, column: str) -> tuple[Ints, list[str]]:
+    """For each row the position of its name in the sorted list of names."""
+    import pyarrow as pa
+
+    values = table.column(column).combine_chunks()
+    if not pa.types.is_dictionary(values.type):
+        values = values.dictionary_encode()
+    names = [name or "" for name in values.dictionary.to_pylist()]
+    order = sorted(range(len(names)), key=names.__getitem__)
+    if order == sorted(order):
+        return values.indices.to_numpy(zero_copy_only=False).astype(np.int64), names
+    position = np.empty(len(names), dtype=np.int64)
+    position[order] = np.arange(len(names))
+    codes = values.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    return (position[codes] if len(names) else codes), [names[i] for i in order]
+
+
+def floats_of(table: ArrowTable, column: str) -> Floats:
+    """The column as floats."""
+    values: Floats = table.column(column).to_numpy(zero_copy_only=False).astype(np.float64, copy=False)
+    return values
+
+
+def ints_of(table: ArrowTable, column: str) -> Ints:
+    """The column as integers."""
+    values: Ints = table.column(column).to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
+    return values

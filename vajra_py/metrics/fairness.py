@@ -1,0 +1,306 @@
+"""Fairness between tenants: differences of service while they were backlogged, Jain's index of it, and the worst tenant's latencies.
+
+*Service* `W_i(t)` of a tenant until `t`: its requests' prompts, each when its first token is seen, and their output tokens, evenly from the first token to the end; weighted, and
+divided by the tenant's share (`ServiceWeights`). A tenant is *backlogged* at a moment in which a request of it waits: arrived, neither admitted nor ended.
+
+* `max_service_difference` is the largest |W_i(s, t) - W_j(s, t)| of all windows [s, t] and all pairs of tenants that are both backlogged throughout the window: the quantity that the Virtual
+  Token Counter bounds (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, theorem 4.4). Windows begin and end on a grid (`grid_edges`).
+* `jain_index` is Jain's index of `x_i = s_i / f_i`: `s_i` is what the tenant got in the cells of the grid in which it, and at least one other, was backlogged throughout, and `f_i` its equal
+  part of what all tenants got that were backlogged in the same cells. A policy that serves backlogged tenants equally has 1, one that serves one of n alone 1/n. Tenants whose `f_i` is less
+  than the service of their largest request are left out: no policy divides a request.
+
+What a tenant gets while it does not wait is its demand and says nothing of the policy, and neither does the service of a run that has served everybody: that is why neither measure is
+about totals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vajra_py.metrics.definitions import (
+    Bools,
+    Floats,
+    Ints,
+    ServiceWeights,
+    attained_service,
+    jain_index,
+    nearest_ranks,
+)
+
+MOST_CELLS = 256
+"""Cells of the grid of windows, at most."""
+_MOST_WORK = 5e7
+"""Tenants times cells squared: what the search over windows takes."""
+_LEAST_CELLS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One entry per request of the run: whose it is, when it waited, and what it was served. Times in seconds, NaN = never."""
+
+    tenant: Ints
+    """Position of its tenant."""
+    arrived_at: Floats
+    admitted_at: Floats
+    first_token_at: Floats
+    ended_at: Floats
+    num_prompt_tokens: Ints
+    num_output_tokens: Ints
+
+    def waits_until(self, end_at: float) -> Floats:
+        """The end of each request's wait for its first admission; `end_at` for one that waited to the end."""
+        left_at: Floats = np.fmin(self.admitted_at, self.ended_at)
+        return np.where(np.isnan(left_at), end_at, left_at)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceGaps:
+    """Differences of service between tenants that are backlogged together."""
+
+    edges: Floats
+    """The grid, seconds."""
+    by_end: Floats
+    """For each edge the largest difference of the windows that end there; 0 where no two tenants are backlogged."""
+    largest: float
+    window: tuple[float, float]
+    tenants: tuple[int, int]
+    """The one that got most and the one that got least in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackloggedService:
+    """What tenants had been served by each edge of a grid, and the cells in which they were backlogged throughout."""
+
+    edges: Floats
+    tenants: Ints
+    """Those that are ever backlogged throughout a cell in which another one is."""
+    served: Floats
+    """Tenants by edges."""
+    backlogged: Bools
+    """Tenants by cells."""
+
+    def gaps(self) -> ServiceGaps | None:
+        """The largest difference of service over windows and pairs; None when no two tenants were backlogged together."""
+        num_cells = self.backlogged.shape[1]
+        if len(self.tenants) < 2:
+            return None
+        by_end = np.zeros(num_cells + 1)
+        largest, window, pair = 0.0, (float(self.edges[0]), float(self.edges[0])), (0, 1)
+        # A tenant stays in the windows that begin at an edge as far as it is backlogged without a break: each begin looks at its own tenants only.
+        until = _runs_of(self.backlogged)
+        for begin in range(num_cells):
+            alive = np.flatnonzero(until[:, begin] > begin)
+            if len(alive) < 2:
+                continue
+            lengths = until[alive, begin]
+            last = int(np.partition(lengths, -2)[-2])  # beyond it a single tenant is left
+            got = self.served[alive, begin + 1 : last + 1] - self.served[alive, begin, None]
+            inside = lengths[:, None] >= np.arange(begin + 1, last + 1)
+            spread = np.where(inside, got, -np.inf).max(axis=0) - np.where(inside, got, np.inf).min(axis=0)
+            np.maximum(by_end[begin + 1 : last + 1], spread, out=by_end[begin + 1 : last + 1])
+            best = int(np.argmax(spread))
+            if spread[best] > largest:
+                largest = float(spread[best])
+                window = (float(self.edges[begin]), float(self.edges[begin + 1 + best]))
+                ordered = alive[inside[:, best]]
+                own = got[inside[:, best], best]
+                pair = (int(ordered[np.argmax(own)]), int(ordered[np.argmin(own)]))
+        return ServiceGaps(
+            self.edges, by_end, largest, window, (int(self.tenants[pair[0]]), int(self.tenants[pair[1]]))
+        )
+
+    def jain(self, shares: Floats, largest_request: Floats) -> float | None:
+        """Jain's index of service while backlogged; None when fewer than two tenants can be compared. `shares` and `largest_request` are of all tenants of the run."""
+        share = shares[self.tenants]
+        got = np.where(self.backlogged, np.diff(self.served, axis=1), 0.0) * share[:, None]
+        entitled = np.where(self.backlogged, share[:, None], 0.0)
+        whole = entitled.sum(axis=0)
+        part = entitled * np.divide(got.sum(axis=0), whole, out=np.zeros_like(whole), where=whole > 0)
+        fair = part.sum(axis=1)
+        counted = (fair > 0) & (fair >= largest_request[self.tenants])
+        if counted.sum() < 2:
+            return None
+        return jain_index(got.sum(axis=1)[counted] / fair[counted])
+
+
+def backlogged_service(
+    service: Service, num_tenants: int, shares: Floats, weights: ServiceWeights, end_at: float, start_at: float
+) -> BackloggedService:
+    """Put the service of tenants that were backlogged together between two moments on a grid."""
+    begins = np.maximum(service.arrived_at, start_at)
+    ends = np.minimum(service.waits_until(end_at), end_at)
+    waited = np.isfinite(begins) & (ends > begins)
+    owner, begins, ends = _merged(service.tenant[waited], begins[waited], ends[waited])
+    span = _shared_span(begins, ends)
+    if span is None:
+        none = np.zeros(0)
+        return BackloggedService(none, np.zeros(0, np.int64), np.zeros((0, 0)), np.zeros((0, 0), np.bool_))
+    edges = grid_edges(*span, num_tenants)
+    cells = _covered_cells(owner, begins, ends, edges, num_tenants)
+    cells &= cells.sum(axis=0) > 1
+    found = np.flatnonzero(cells.any(axis=1))
+    place = np.full(num_tenants, -1)
+    place[found] = np.arange(len(found))
+    served = _served(service, place, edges, weights, end_at)[: len(found)] / shares[found, None]
+    return BackloggedService(edges, found, served, cells[found])
+
+
+def grid_edges(start_at: float, end_at: float, num_tenants: int) -> Floats:
+    """Borders of equal cells: 256 of them up to 760 tenants, fewer for more (50 for 20,000), never fewer than 16."""
+    cells = int(min(MOST_CELLS, max(_LEAST_CELLS, math.sqrt(_MOST_WORK / max(num_tenants, 1)))))
+    return np.linspace(start_at, end_at, cells + 1)
+
+
+def fairness_section(
+    service: Service, names: Sequence[str], weights: ServiceWeights, window: tuple[float, float], inside: Bools
+) -> dict[str, Any]:
+    """The section `fairness` of a summary. `inside` are the requests that arrived in the window; None stands for what is not defined, such as everything of a single tenant."""
+    present = np.flatnonzero(np.bincount(service.tenant[inside], minlength=len(names)))
+    shares = np.array([weights.tenants.get(name, 1.0) for name in names], dtype=np.float64)
+    each = attained_service(
+        service.num_prompt_tokens, service.num_output_tokens, ~np.isnan(service.first_token_at), weights
+    )
+    totals = np.bincount(service.tenant[inside], weights=each[inside], minlength=len(names))[present] / shares[present]
+    section: dict[str, Any] = {
+        "num_tenants": len(present),
+        "num_backlogged": 0,
+        "max_service_difference": None,
+        "difference_tenants": None,
+        "difference_window_s": None,
+        "jain_index": None,
+        "max_service": float(totals.max()) if totals.size else None,
+        "min_service": float(totals.min()) if totals.size else None,
+        "prompt_token_weight": weights.prompt_token,
+        "output_token_weight": weights.output_token,
+    }
+    if len(present) > 1:
+        both = backlogged_service(service, len(names), shares, weights, window[1], window[0])
+        largest = np.zeros(len(names))
+        np.maximum.at(largest, service.tenant, each)
+        gaps = both.gaps()
+        if gaps is not None:
+            section |= {
+                "num_backlogged": len(both.tenants),
+                "max_service_difference": gaps.largest,
+                "difference_tenants": [names[tenant] for tenant in gaps.tenants],
+                "difference_window_s": list(gaps.window),
+                "jain_index": both.jain(shares, largest),
+            }
+    return section
+
+
+def worst_p99(tenant: Ints, values: Floats, num_tenants: int) -> tuple[int, float] | None:
+    """The tenant with the largest P99 (nearest rank, of the requests that have a value), and that P99; None when no request has a value."""
+    known = ~np.isnan(values)
+    owner, own = tenant[known], values[known]
+    if not own.size:
+        return None
+    order = np.lexsort((own, owner))
+    counts = np.bincount(owner, minlength=num_tenants)
+    firsts = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    there = np.flatnonzero(counts)
+    p99 = own[order][firsts[there] + nearest_ranks(counts[there], 0.99)]
+    worst = int(np.argmax(p99))
+    return int(there[worst]), float(p99[worst])
+
+
+def _merged(owner: Ints, begins: Floats, ends: Floats) -> tuple[Ints, Floats, Floats]:
+    """The union of each owner's intervals, by owner and time."""
+    if not owner.size:
+        return owner, begins, ends
+    order = np.lexsort((begins, owner))
+    owner, begins, ends = owner[order], begins[order], ends[order]
+    ranked, rank = np.unique(
+        ends, return_inverse=True
+    )  # ranks are exact where sums of owners and times would be rounded
+    reach = np.maximum.accumulate(owner * len(ranked) + rank)
+    reached = ranked[reach % len(ranked)]
+    first = np.ones(len(owner), dtype=np.bool_)
+    first[1:] = (owner[1:] != owner[:-1]) | (begins[1:] > reached[:-1])
+    starts = np.flatnonzero(first)
+    return owner[starts], begins[starts], reached[np.append(starts[1:], len(owner)) - 1]
+
+
+def _shared_span(begins: Floats, ends: Floats) -> tuple[float, float] | None:
+    """From the first to the last moment that at least two intervals cover; None when there is none."""
+    moments = np.concatenate((begins, ends))
+    changes = np.concatenate((np.ones(len(begins), np.int64), -np.ones(len(ends), np.int64)))
+    order = np.lexsort((changes, moments))
+    shared = np.flatnonzero(np.cumsum(changes[order]) >= 2)
+    if not shared.size:
+        return None
+    return float(moments[order][shared[0]]), float(moments[order][shared[-1] + 1])
+
+
+def _covered_cells(owner: Ints, begins: Floats, ends: Floats, edges: Floats, num_owners: int) -> Bools:
+    """Which cells each owner's intervals cover from border to border."""
+    slack = 1e-9 * (edges[-1] - edges[0])
+    first = np.searchsorted(edges, begins - slack, side="left")
+    last = np.searchsorted(edges, ends + slack, side="right") - 1
+    whole = last > first
+    steps = np.zeros((num_owners, len(edges)), dtype=np.int64)
+    np.add.at(steps, (owner[whole], first[whole]), 1)
+    np.add.at(steps, (owner[whole], last[whole]), -1)
+    covered: Bools = np.cumsum(steps, axis=1)[:, :-1] > 0
+    return covered
+
+
+def _runs_of(backlogged: Bools) -> Ints:
+    """For each cell the edge at which the unbroken run of true cells that begins there ends (the cell's own begin where it is false)."""
+    num_cells = backlogged.shape[1]
+    until = np.empty(backlogged.shape, dtype=np.int64)
+    reach = np.full(len(backlogged), num_cells)
+    for cell in range(num_cells - 1, -1, -1):
+        reach = np.where(backlogged[:, cell], reach, cell)
+        until[:, cell] = reach
+    return until
+
+
+def _served(
+    service: Service, place: NDArray[np.int64], edges: Floats, weights: ServiceWeights, end_at: float
+) -> Floats:
+    """Weighted service until each edge of the tenants that have a place, one row each."""
+    rows = int(place.max()) + 1
+    row = place[service.tenant]
+    first_at = service.first_token_at
+    chosen = (row >= 0) & ~np.isnan(first_at)
+    row, first_at = row[chosen], first_at[chosen]
+    last_at = np.where(np.isnan(service.ended_at[chosen]), end_at, service.ended_at[chosen])
+    prompt = (weights.prompt_token * service.num_prompt_tokens[chosen]).astype(np.float64)
+    output = (weights.output_token * service.num_output_tokens[chosen]).astype(np.float64)
+    span = np.maximum(last_at - first_at, 0.0)
+    at_once = span == 0
+    rate: Floats = np.where(at_once, 0.0, output / np.where(at_once, 1.0, span))
+
+    def until(moments: Floats, amounts: Floats) -> Floats:
+        """The sum of the amounts whose moment has come, by row and edge."""
+        cell = np.searchsorted(edges, moments, side="left")
+        there = cell < len(edges)
+        flat = np.bincount(
+            (row * len(edges) + cell)[there], weights=amounts[there], minlength=rows * len(edges)
+        ).reshape(rows, len(edges))
+        sums: Floats = np.cumsum(flat, axis=1)
+        return sums
+
+    since = edges - edges[0]
+    flowing = (until(first_at, rate) - until(last_at, rate)) * since
+    flowing -= until(first_at, rate * (first_at - edges[0])) - until(last_at, rate * (last_at - edges[0]))
+    served: Floats = until(first_at, prompt + np.where(at_once, output, 0.0)) + flowing
+    return served
+
+
+__all__ = [
+    "BackloggedService",
+    "Service",
+    "ServiceGaps",
+    "backlogged_service",
+    "fairness_section",
+    "grid_edges",
+    "worst_p99",
+]
