@@ -57,10 +57,16 @@ SMALL: dict[str, Any] = {
     "attention_chunk_size": 16,
     "ffn_dim": 96,
     "word_embed_proj_dim": 64,
+    "vocab_size_per_layer_input": 128,
 }
 """What keeps a model small. A type takes those of these that its configuration has."""
 USUAL: dict[str, dict[str, Any]] = {
     name: {"layer_types": ["conv", "full_attention", "conv", "full_attention"]} for name in ("lfm2", "lfm2_moe")
+} | {
+    "phi4_multimodal": {  # encoders that its text never meets: 850 million parameters by default
+        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1, "num_attention_heads": 2},
+    }
 }
 """What published models of a type have and its defaults have not."""
 CPU_LIMIT_S = 60
