@@ -81,6 +81,17 @@ def test_an_unknown_figure_is_guessed(vajra: Vajra, swept: Path) -> None:
     assert not Path("figures").exists()
 
 
+@pytest.mark.parametrize("option", ["--panel", "--metric"])
+def test_a_single_panel_by_its_metric(option: str, vajra: Vajra, swept: Path) -> None:
+    said = vajra("figures", swept, "--out", "single", "--format", "png", "--only", "latency_ranges", option, "tpot")
+    assert said.code == 0
+    assert {Path(one).name for one in said.out.split()} >= {"latency_ranges-tpot.png", "latency_ranges-tpot.csv"}
+    unknown = vajra("figures", swept, "--only", "latency_ranges", option, "tpop")
+    assert unknown.code == 1
+    assert "Did you mean 'tpot'? Allowed: e2e, tbt, tpot, ttft" in unknown.err
+    assert not Path("figures").exists()
+
+
 # Timelines
 
 
