@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from vajra_py.metrics.comparison import OVERALL, Comparison, Versus, scope_title
 from vajra_py.metrics.comparison_metrics import Metric, error_text, metric_text, titled
 from vajra_py.metrics.comparison_tables import latex_text
+from vajra_py.metrics.copied_settings import COPIED, copied_lines, not_tested
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -33,14 +34,18 @@ def difference_rows(comparison: Comparison, baseline: str, scope: str = OVERALL)
         for metric in metrics:
             base, value = (comparison.values[scope][metric.key][at] for at in (position, i))
             if base is not None and value is not None:
-                rows.append(_row(comparison.names[i], metric, base, value, found.get((i, metric.key))))
+                untested = not_tested(comparison, position, i)
+                rows.append(_row(comparison.names[i], metric, (base, value), found.get((i, metric.key)), untested))
     return rows
 
 
-def _row(name: str, metric: Metric, base: float, value: float, versus: Versus | None) -> tuple[str, ...]:
+def _row(
+    name: str, metric: Metric, values: tuple[float, float], versus: Versus | None, untested: str
+) -> tuple[str, ...]:
+    base, value = values
     gap = value - base if versus is None else versus.difference.mean
     text = f"{'-' if gap < 0 else '+'}{error_text(metric, gap)}"
-    better, significant = "", "not tested"
+    better, significant = "", untested
     if versus is not None:
         text += f" ±{error_text(metric, versus.difference.interval.half_width)}"
         better = "" if versus.better_fraction is None else f"{versus.better_fraction:.0%}"
@@ -79,6 +84,8 @@ def terminal(comparison: Comparison, baseline: str, scope: str = OVERALL) -> Ren
 
 
 def _caption(comparison: Comparison) -> str | None:
+    if any(comparison.copied):
+        return COPIED
     if not comparison.is_replicated:
         return "one seed each: nothing is tested; `replications: 5` tests it"
     return "mean difference ± 95 % interval, in pairs of one seed; significance corrected for the number of rows (Holm)"
@@ -90,7 +97,8 @@ def markdown(comparison: Comparison, baseline: str, scope: str = OVERALL) -> str
         tuple(cell.replace("|", "\\|") for cell in row) for row in difference_rows(comparison, baseline, scope)
     )
     lines = ["| " + " | ".join(row) + " |" for row in (head, *rows)]
-    return "\n".join([lines[0], "|---|---|" + "---:|" * (len(head) - 3) + "---|", *lines[1:]]) + "\n"
+    foot = [text for line in copied_lines(comparison) for text in ("", line)]
+    return "\n".join([lines[0], "|---|---|" + "---:|" * (len(head) - 3) + "---|", *lines[1:], *foot]) + "\n"
 
 
 def latex(comparison: Comparison, baseline: str, scope: str = OVERALL) -> str:
@@ -100,7 +108,8 @@ def latex(comparison: Comparison, baseline: str, scope: str = OVERALL) -> str:
         for row in difference_rows(comparison, baseline, scope)
     )
     begin = r"\begin{tabular}{ll" + "r" * (len(_HEADER) - 3) + "l}"
-    return "\n".join([begin, r"\toprule", head, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]) + "\n"
+    foot = [rf"\par{{\footnotesize {latex_text(line)}\par}}" for line in copied_lines(comparison)]
+    return "\n".join([begin, r"\toprule", head, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}", *foot]) + "\n"
 
 
 def csv_text(comparison: Comparison, baseline: str, scope: str | None = None) -> str:

@@ -50,6 +50,8 @@ class Comparison:
     """By scope: for each setting of one run, intervals of its metrics by batch means."""
     replications: tuple[int, ...] = ()
     """Runs of each setting."""
+    copied: tuple[int, ...] = ()
+    """Of each setting whose several seeds all give one run, their number; 0 for others. Nothing is tested of such a setting, and it has no interval."""
     step_times: tuple[str, ...] = ()
     """Where each setting's step times come from, in a sentence without its stop; empty for runs that do not say. No entries: none says."""
 
@@ -85,6 +87,8 @@ class Comparison:
         """The 95 % interval of a value: over replications, of a single run by batch means; None where there is no ground for one."""
         samples = self._samples(key, scope)
         found: Interval | None = None
+        if self.is_copied(position):
+            return None
         if samples and len(samples[position]) > 1:
             make = latency_interval if BY_KEY[key].is_latency else replication_interval
             found = make(list(samples[position].values()))
@@ -94,6 +98,10 @@ class Comparison:
             return None
         most = 1.0 if BY_KEY[key].unit == "%" else found.high
         return Interval(max(found.low, 0.0), min(found.high, most))
+
+    def is_copied(self, position: int) -> bool:
+        """Whether a setting is one run for several seeds, since all of them give the same."""
+        return bool(self.copied) and self.copied[position] > 0
 
     def best(self, key: str, scope: str = OVERALL) -> frozenset[int]:
         """Positions of the settings with the best value among those of the same load, and of those that read the same as it.
@@ -273,6 +281,7 @@ def compare(runs: Sequence[RunData], *, each_run: bool = False) -> Comparison:
         samples=samples if any(len(setting.runs) > 1 for setting in settings) else {},
         within=_within(settings, list(scopes)),
         replications=tuple(len(setting.runs) for setting in settings),
+        copied=tuple(setting.num_seeds if setting.is_copied else 0 for setting in settings),
         step_times=tuple(map(_step_times, settings)),
     )
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vajra_py.metrics.comparison import OVERALL, Comparison, scope_title
 from vajra_py.metrics.comparison_metrics import BY_KEY, Metric, error_text, metric_text, titled
+from vajra_py.metrics.copied_settings import COPIED, copied_lines, has_copies_at_load, replication_counts
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
@@ -27,7 +28,8 @@ BEST = "*"
 def mark(comparison: Comparison, key: str, scope: str = OVERALL) -> dict[int, str]:
     """By position: an asterisk for the best value of its load, or `≈` for those that replications cannot tell from the best."""
     ties = comparison.ties(key, scope)
-    return {i: BEST for i in comparison.best(key, scope) if i not in ties} | dict.fromkeys(sorted(ties), TIE)
+    found = {i: BEST for i in comparison.best(key, scope) if i not in ties} | dict.fromkeys(sorted(ties), TIE)
+    return {i: sign for i, sign in found.items() if not has_copies_at_load(comparison, i)}
 
 
 def caption(comparison: Comparison) -> str | None:
@@ -37,8 +39,10 @@ def caption(comparison: Comparison) -> str | None:
         parts.append("mean of the replications ± 95 % interval")
         if len(comparison.names) > 1:
             parts.append("* significantly best (pairs of one seed, Holm), ≈ not told apart from the best")
-    elif len(comparison.names) > 1:
+    elif len(comparison.names) > 1 and not all(comparison.copied):
         parts.append("* best of its metric; one seed each, not tested")
+    if any(comparison.copied):
+        parts.append(COPIED)
     return "; ".join(parts) or None
 
 
@@ -51,6 +55,7 @@ def origins(comparison: Comparison) -> Iterator[str]:
     for sentence, names in found.items():
         whose = "" if len(names) == len(comparison.names) else f" of {', '.join(names)}"
         yield f"Step times{whose}: {sentence}."
+    yield from copied_lines(comparison)
 
 
 def plus_minus(comparison: Comparison, metric: Metric, position: int, scope: str = OVERALL) -> str:
@@ -71,6 +76,9 @@ def records(comparison: Comparison, scope: str | None = None) -> Iterator[dict[s
         for i, name in enumerate(comparison.names):
             row: dict[str, Any] = {"scope": own, "run": name, "stability": comparison.stability[i]}
             row["replications"] = comparison.replications[i] if comparison.replications else 1
+            if any(comparison.copied):
+                row["equal_seeds"] = comparison.copied[i]
+                row["not_tested_because"] = COPIED if comparison.is_copied(i) else ""
             row["step_times"] = comparison.step_times[i] if comparison.step_times else ""
             for key in BY_KEY:
                 row[key] = comparison.values[own][key][i]
@@ -85,6 +93,7 @@ def csv_text(comparison: Comparison, scope: str | None = None) -> str:
     rows = list(records(comparison, scope))
     present = {name for row in rows for name in row}
     columns = ["scope", "run", "stability", "replications", "step_times"]
+    columns += [name for name in ("equal_seeds", "not_tested_because") if name in present]
     columns += [name for key in BY_KEY for name in (key, f"{key}_low", f"{key}_high") if name in present]
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n", restval="")
@@ -169,8 +178,8 @@ def _by_metric(comparison: Comparison, scope: str) -> RichTable:
     for name in comparison.names:
         table.add_column(escape(name), justify="right", overflow="fold")
     table.add_row("stability", *comparison.stability)
-    if comparison.is_replicated:
-        table.add_row("replications", *map(str, comparison.replications))
+    if comparison.is_replicated or any(comparison.copied):
+        table.add_row("replications", *replication_counts(comparison))
     for metric in comparison.shown(scope):
         table.add_row(titled(metric), *_marked(comparison, metric, scope))
     return table

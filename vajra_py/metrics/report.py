@@ -15,6 +15,7 @@ from vajra_py.errors import RunError
 from vajra_py.metrics.comparison import OVERALL, Comparison, compare
 from vajra_py.metrics.comparison_metrics import BY_KEY, METRICS, Metric, metric_text
 from vajra_py.metrics.comparison_tables import WIDE
+from vajra_py.metrics.copied_settings import COPIED
 from vajra_py.metrics.differences import Axis, flatten
 from vajra_py.metrics.figures_svg import inline_svg
 from vajra_py.metrics.replications import Setting, group_replications, system_axes
@@ -54,7 +55,7 @@ def render_report(runs: Sequence[RunData], title: str | None = None) -> str:
     first = compare(runs)
     groups = group_replications(runs)
     settings = [groups[i] for i in first.by_load()]
-    ordered = [run for setting in settings for run in setting.runs]
+    ordered = [run for setting in settings for run in setting.every]
     comparison = compare(ordered)
     differing, num_more = difference_table([setting.first for setting in settings])
     environment = Environment(
@@ -68,6 +69,7 @@ def render_report(runs: Sequence[RunData], title: str | None = None) -> str:
         "title": title or (ordered[0].name if len(ordered) == 1 else f"Comparison of {_counted(settings)}"),
         "num_settings": len(settings),
         "is_replicated": comparison.is_replicated,
+        "copied": COPIED if any(comparison.copied) else "",
         "lead": _lead(settings),
         "verdicts": _verdicts(settings, comparison),
         "findings": _findings(comparison),

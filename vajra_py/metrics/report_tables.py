@@ -9,6 +9,7 @@ from typing import TypeAlias
 from vajra_py.metrics.comparison import OVERALL, Comparison, scope_title
 from vajra_py.metrics.comparison_metrics import BY_KEY, METRICS, Metric, error_text, metric_text, titled
 from vajra_py.metrics.comparison_tables import BEST, TIE, WIDE, mark, plus_minus
+from vajra_py.metrics.copied_settings import replication_counts
 from vajra_py.metrics.differences import differences
 from vajra_py.metrics.run_data import RunData
 
@@ -93,8 +94,8 @@ def main_table(comparison: Comparison, scope: str, level: int) -> Folded:
     rows = [TableRow(titled(metric), _cells(comparison, metric, scope)) for metric in metrics]
     if scope == OVERALL:
         rows.insert(0, TableRow("stability", tuple(Cell(label, label=label) for label in comparison.stability)))
-        if comparison.is_replicated:
-            rows.insert(1, TableRow("replications", tuple(Cell(str(count)) for count in comparison.replications)))
+        if comparison.is_replicated or any(comparison.copied):
+            rows.insert(1, TableRow("replications", tuple(map(Cell, replication_counts(comparison)))))
     return fold(Table("metric", comparison.names, tuple(rows)))
 
 

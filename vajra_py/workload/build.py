@@ -38,15 +38,18 @@ from vajra_py.workload.sessions import sessions_workload, zipf_shares
 from vajra_py.workload.synthetic import ClosedLoop, RngFor, closed_loop_workload, stream_facts, synthetic_workload
 from vajra_py.workload.workload import SloClass, Workload, distinct_names
 
-__all__ = ["build_workload"]
+__all__ = ["build_workload", "source_of"]
 
 
-def build_workload(config: WorkloadConfig, rng_for: RngFor, base_dir: Path) -> Workload:
+def build_workload(
+    config: WorkloadConfig, rng_for: RngFor, base_dir: Path, *, source: Workload | None = None
+) -> Workload:
     """The workload that `config` describes; relative paths are seen from `base_dir`.
 
     `rng_for` gives the random stream of a name: `arrivals`, `arrival_rates`, `lengths`, `turns`, `think_times`, `system_prompts`,
     `resets`, `classes`, `rows`, `dither`, `priorities`, `tenants`, `slo_classes`; for the parts of a merged workload the part's `name`
-    (else its `type`, told apart as `azure#2`) and a slash stand before it. The streams used are named in `source["streams"]`.
+    (else its `type`, told apart as `azure#2`) and a slash stand before it. The streams used are named in `source["streams"]`. What `source_of` gave
+    need not be read again when it is handed over as `source`.
 
     Raises:
         WorkloadError: a file is broken (names the line), or the configuration asks for what the source cannot give.
@@ -58,11 +61,17 @@ def build_workload(config: WorkloadConfig, rng_for: RngFor, base_dir: Path) -> W
         used[name] = rng
         return rng
 
-    workload = _with_options(_source(config, recorded, base_dir), config, recorded)
+    read = source if source is not None else _source(config, recorded, base_dir)
+    workload = _with_options(read, config, recorded)
     if not len(workload):
         raise WorkloadError(workload.name, None, "no request is left after cutting and limits", "At least one request")
-    source = {**workload.source, "streams": stream_facts(used)} if used else workload.source
-    return Workload(workload.columns, workload.name, source)
+    facts = {**workload.source, "streams": stream_facts(used)} if used else workload.source
+    return Workload(workload.columns, workload.name, facts)
+
+
+def source_of(config: WorkloadConfig, rng_for: RngFor, base_dir: Path) -> Workload:
+    """The requests before the options that all types share are applied; raises as `build_workload` does."""
+    return _source(config, rng_for, base_dir)
 
 
 def _with_options(workload: Workload, config: WorkloadOptions, rng_for: RngFor) -> Workload:
