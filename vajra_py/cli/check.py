@@ -59,8 +59,8 @@ def _what_is_run(points: list[tuple[SweepPoint, ExperimentConfig]]) -> Iterator[
     yield f"valid ({count} run{'' if count == 1 else 's'}{left})"
     whys: dict[str, int] = {}
     for one in settings:
-        if one.why:
-            whys[one.why] = whys.get(one.why, 0) + 1
+        for why in filter(None, (one.why, one.same_load)):
+            whys[why] = whys.get(why, 0) + 1
     for why, number in whys.items():
         whose = "" if len(settings) == 1 else "all settings: " if number == len(settings) else f"{number} settings: "
         yield f"{whose}{why}"

@@ -140,7 +140,9 @@ def say_warnings(runs: Sequence[RunData]) -> None:
         for label, count in labels.items():
             found.setdefault(f"{label} under {count} of {len(setting.runs)} seeds.", []).append(setting.name)
     for note, names in notes.items():
-        about = "" if len(settings) == 1 else "all settings: " if len(names) == len(settings) else f"{', '.join(names)}: "
+        about = (
+            "" if len(settings) == 1 else "all settings: " if len(names) == len(settings) else f"{', '.join(names)}: "
+        )
         click.echo(f"note: {about}{note}", err=True)
     for sentence, names in found.items():
         about = "" if len(runs) == 1 else "all runs: " if len(names) == len(runs) else f"{', '.join(names)}: "

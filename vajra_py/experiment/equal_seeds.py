@@ -16,11 +16,11 @@ from vajra_py.config.sweeps import SEED
 from vajra_py.errors import VajraError
 from vajra_py.experiment.backend import Run
 from vajra_py.experiment.simulated import SimulatedRun
-from vajra_py.metrics.copies import SECTION, copies_sentence
+from vajra_py.metrics.copies import MEASURED, SECTION, copies_sentence, same_load_sentence
 from vajra_py.metrics.run_data import MANIFEST_FILE, SUMMARY_FILE
 from vajra_py.metrics.summary import Summary
 from vajra_py.plugins import Registry
-from vajra_py.runtime.support.seeds import NotedSeeds, SeedTree
+from vajra_py.runtime.support.seeds import STEP_TIMES, NotedSeeds, SeedTree
 from vajra_py.workload import Workload
 from vajra_py.workload.draws import Draws
 
@@ -32,6 +32,8 @@ class SettingSeeds:
     points: tuple[int, ...]
     original: tuple[int, ...]
     """For each of them, the first that gives the same run; itself where none does."""
+    same_load: str = ""
+    """What differs between its runs where their requests are equal, as a sentence."""
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -65,18 +67,19 @@ class EqualSeeds:
             groups.setdefault(json.dumps(values, sort_keys=True, default=str), []).append(index)
         found = []
         for members in groups.values():
-            first = self.originals(points[members[0]][1], [points[i][1].seed for i in members])
-            found.append(SettingSeeds(tuple(members), tuple(members[i] for i in first)))
+            own = self.of_seeds(points[members[0]][1], [points[i][1].seed for i in members])
+            found.append(SettingSeeds(tuple(members), tuple(members[i] for i in own.original), own.same_load))
         return found
 
-    def originals(self, config: ExperimentConfig, seeds: Sequence[int]) -> tuple[int, ...]:
-        """For each of these seeds of an experiment the position of the first that gives the same run.
+    def of_seeds(self, config: ExperimentConfig, seeds: Sequence[int]) -> SettingSeeds:
+        """An experiment under each of these seeds, in their order.
 
         What cannot be drawn or put together counts as different: its runs say why.
         """
         every = tuple(range(len(seeds)))
-        if len(seeds) < 2 or config.backend.kind != "simulator":
-            return every
+        different = SettingSeeds(every, every)
+        if len(seeds) < 2:
+            return different
         key = f"{config.workload.model_dump_json()} {seeds}"
         try:
             if key not in self._known:
@@ -84,18 +87,21 @@ class EqualSeeds:
                 prints = self._draws.fingerprints(config.workload, streams)
                 self._known[key] = tuple(prints.index(one) for one in prints)
             found = self._known[key]
-            return every if found == every or self._draws_beside_workload(config) else found
+            drawn = [] if found == every else self._drawn_beside_workload(config)
         except VajraError:
-            return every
+            return different
+        if not drawn:
+            return SettingSeeds(every, found)
+        return SettingSeeds(every, every, "" if any(found) else same_load_sentence(drawn))
 
-    def _draws_beside_workload(self, config: ExperimentConfig) -> bool:
-        """Whether policies, predictors or step times draw by the seed, as far as that shows when they are made."""
+    def _drawn_beside_workload(self, config: ExperimentConfig) -> list[str]:
+        """What varies between runs of equal requests: draws of policies, predictors and step times, as far as they show when these are made."""
+        if config.backend.kind != "simulator":
+            return [MEASURED]
         seeds = NotedSeeds(SeedTree(config.seed))
         made = SimulatedRun(Run(config, self._registry, Workload.from_requests([]), seeds))
-        try:
-            return bool(seeds.asked) or made.varies_steps
-        finally:
-            made.close()
+        made.close()
+        return sorted({*seeds.draws(), *([STEP_TIMES] if made.varies_steps else [])})
 
 
 def drew_beside_workload(path: Path) -> bool:

@@ -19,6 +19,8 @@ from vajra_py.metrics.run_data import REQUESTS_FILE, RunData
 SECTION = "replications"
 """Of a summary: `asked` (seeds of the setting), `run` (those that differ), `why` (a sentence)."""
 HOW = "In `workload`, `window: random`, `bootstrap` and `thin` draw replications from a trace."
+MEASURED = "measured times"
+"""What varies between runs on a device."""
 _TIMES = ("arrived_at", "first_token_at", "ended_at")
 _LOAD = ("num_prompt_tokens", "num_output_tokens", "tenant", "slo_class")
 
@@ -34,11 +36,17 @@ def copies_sentence(num_seeds: int, num_runs: int) -> str:
     return f"Of its {num_seeds} seeds {left} give{'s' if left == 1 else ''} the run of another one and {'is' if left == 1 else 'are'} left out: copies are no replications."
 
 
-def same_load_sentence(runs: Sequence[RunData]) -> str:
-    """What varies between runs of equal requests."""
-    drawn = sorted({name for run in runs for name in run.manifest.get("drawn_beside_workload") or []})
-    what = f"what is drawn beside them ({', '.join(drawn)})" if drawn else "what happens beside them"
-    return f"Its seeds give equal requests, and differ by {what} alone: the intervals leave out how requests vary. {HOW}"
+def same_load_sentence(drawn: Sequence[str]) -> str:
+    """What varies between runs of equal requests, by the names of what is drawn."""
+    return f"Its seeds give equal requests: its runs differ by {' and '.join(drawn) or 'something else'} alone, and intervals leave out how requests vary. {HOW}"
+
+
+def drawn_beside_workload(runs: Sequence[RunData]) -> list[str]:
+    """What runs drew by their seeds beside requests; what was measured is not drawn, but varies too. Empty where the runs do not tell."""
+    drawn = {name for run in runs for name in run.manifest.get("drawn_beside_workload") or []}
+    backend = runs[0].config.get("backend")
+    is_measured = isinstance(backend, dict) and bool(backend) and not backend.get("simulator")
+    return sorted({*drawn, *([MEASURED] if is_measured else [])})
 
 
 def originals(runs: Sequence[RunData]) -> list[int]:

@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vajra_py.metrics.copies import copies_sentence, have_same_load, num_asked, originals, same_load_sentence
+from vajra_py.metrics.copies import (
+    copies_sentence,
+    drawn_beside_workload,
+    have_same_load,
+    num_asked,
+    originals,
+    same_load_sentence,
+)
 from vajra_py.metrics.differences import ABSENT, SEED_PATH, Axis, axes, flatten, is_workload
 from vajra_py.metrics.run_data import RunData, distinct
 
@@ -96,7 +103,9 @@ def group_replications(runs: Sequence[RunData], *, each_run: bool = False) -> li
 def _note(runs: Sequence[RunData], num_seeds: int) -> str:
     if len(runs) < num_seeds:
         return copies_sentence(num_seeds, len(runs))
-    return same_load_sentence(runs) if len(runs) > 1 and have_same_load(runs) else ""
+    if len(runs) > 1 and have_same_load(runs):
+        return same_load_sentence(drawn_beside_workload(runs))
+    return ""
 
 
 def _without_repetition(
