@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from vajra_py.workload.build import build_workload, source_of
-from vajra_py.workload.config import WorkloadConfig, WorkloadOptions
+from vajra_py.workload.config import SAMPLING_OPTIONS, WorkloadConfig, WorkloadOptions
 from vajra_py.workload.fingerprint import fingerprint
 from vajra_py.workload.synthetic import RngFor
 from vajra_py.workload.workload import Workload
@@ -37,7 +37,7 @@ class Draws:
 
     def _known(self, config: WorkloadConfig, noted: _Noted) -> Workload:
         """The requests before the options that all types share; kept where no seed has a part in them."""
-        key = config.model_dump_json(exclude=set(WorkloadOptions.model_fields))
+        key = config.model_dump_json(exclude={*WorkloadOptions.model_fields, *SAMPLING_OPTIONS})
         if self._source is not None and key == self._key:
             return self._source
         source = source_of(config, noted, self._base_dir)
