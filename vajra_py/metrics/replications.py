@@ -17,6 +17,7 @@ from vajra_py.metrics.copies import (
     same_load_sentence,
 )
 from vajra_py.metrics.differences import ABSENT, SEED_PATH, Axis, axes, flatten, is_workload
+from vajra_py.metrics.load_variation import load_note
 from vajra_py.metrics.run_data import RunData, distinct
 
 
@@ -105,7 +106,7 @@ def _note(runs: Sequence[RunData], num_seeds: int) -> str:
         return copies_sentence(num_seeds, len(runs))
     if len(runs) > 1 and have_same_load(runs):
         return same_load_sentence(drawn_beside_workload(runs))
-    return ""
+    return load_note(runs) if len(runs) > 1 else ""
 
 
 def _without_repetition(

@@ -221,9 +221,13 @@ class FileOptions(WorkloadOptions):
     @model_validator(mode="after")
     def _sampled_in_one_way(self) -> FileOptions:
         if self.window is not None and (self.first is None) == (self.window_s is None):
-            raise ValueError("window: random needs a length. Allowed: one of first (requests) and window_s (seconds)")
+            given = f"first: {self.first}, window_s: {self.window_s}".replace("None", "null")
+            raise ValueError(
+                f"window: random needs one length (got {given}). Allowed: first, in requests, or window_s, in seconds"
+            )
         if self.window is None and self.window_s is not None:
-            raise ValueError("window_s is the length of a window that is not there. Allowed: with window: random")
+            message = f"window_s is the length of a window that is not there (got {self.window_s:g})"
+            raise ValueError(f"{message}. Allowed: together with window: random")
         if self.window is not None and self.bootstrap is not None:
             raise ValueError("window and bootstrap both make another sample of the trace. Allowed: one of the two")
         if self.thin is not None and self.rate is not None:

@@ -85,4 +85,4 @@ def _drawn(config: SyntheticConfig | ProfileConfig) -> Demand | None:
     if columns.session_id is not None or not gaps.mean() > 0:
         return None
     mean_s = float(gaps.mean())
-    return Demand(1 / mean_s, float(columns.num_prompt_tokens.mean()), float(gaps.var()) / mean_s**2)
+    return Demand(config.rate or 1 / mean_s, float(columns.num_prompt_tokens.mean()), float(gaps.var()) / mean_s**2)
