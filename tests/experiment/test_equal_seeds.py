@@ -222,9 +222,14 @@ def test_windows_that_coincide_are_run_once(study: Path) -> None:
     assert "Of its 5 seeds 3 give the run of another one" in setting.note
 
 
-def test_overlapping_windows_are_said_to_be_dependent(study: Path) -> None:
-    (setting,) = group_replications(sweep(v.load(study, {"workload.window": "random", "sweep": None}), workers=1).runs)
-    assert "Its windows are 2.5 times as long as the trace together: they overlap" in setting.note
+@pytest.mark.parametrize(
+    ("length", "overlap"), [({"first": 60}, True), ({"window_s": 12.0, "first": None}, True), ({"first": 2}, False)]
+)
+def test_overlapping_windows_are_said_to_be_dependent(study: Path, length: dict[str, Any], overlap: bool) -> None:
+    changes = {f"workload.{key}": value for key, value in length.items()}
+    config = v.load(study, {"workload.window": "random", "sweep": None} | changes)
+    (setting,) = group_replications(sweep(config, workers=1).runs)
+    assert ("Its windows overlap: together they cover" in setting.note) == overlap
 
 
 def test_a_load_that_does_not_vary_is_said_so(study: Path) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 from vajra_py.metrics.run_data import RunData
 
+_MUCH = 0.9
+"""Part of windows that is in no other one, below which they count as overlapping."""
+
 
 def load_note(runs: Sequence[RunData]) -> str:
     """What does not vary between replications, or varies too little, as sentences; empty where there is nothing to say, or the manifests do not tell."""
@@ -17,13 +20,27 @@ def load_note(runs: Sequence[RunData]) -> str:
         found.append(
             "The requests of each seed are stretched to exactly the rate that is set: load does not vary between its seeds, and intervals leave that out."
         )
-    windows = [one for own in sources for one in own if one.get("op") == "window" and one.get("of")]
-    share = sum(float(one.get("num_requests") or one.get("duration_s") or 0.0) / float(one["of"]) for one in windows)
-    if share > 1:
+    held, covered = _coverage(sources)
+    if covered < _MUCH * held:
         found.append(
-            f"Its windows are {share:.1f} times as long as the trace together: they overlap, are not independent, and intervals are too narrow. A longer trace or shorter windows help."
+            f"Its windows overlap: together they cover {covered / held:.0%} of what they hold. They are not independent, and intervals are too narrow; a longer trace or shorter windows help."
         )
     return " ".join(found)
+
+
+def _coverage(sources: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[float, float]:
+    """How much the runs' windows hold, each counted by itself, and how much of the trace they cover; of the first workload with windows."""
+    windows = [next((one for one in own if one.get("op") == "window"), None) for own in sources]
+    ends = []
+    for one in windows:
+        if one is not None:
+            start = float(one.get("skip", one.get("start_s")) or 0.0)
+            ends.append((start, start + float(one.get("num_requests") or one.get("duration_s") or 0.0)))
+    held, covered, reached = sum(end - start for start, end in ends), 0.0, 0.0
+    for start, end in sorted(ends):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return held, covered
 
 
 def _operations(source: Any) -> list[Mapping[str, Any]]:

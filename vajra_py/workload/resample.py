@@ -80,7 +80,7 @@ def random_window(
         skip = int(rng.integers(0, total - num_requests + 1))
         columns = workload.slice(skip=skip, first=num_requests).columns
         columns = replace(columns, arrived_at=columns.arrived_at - columns.arrived_at[0])
-        return _noted(workload, columns, op="window", skip=skip, num_requests=num_requests, of=total)
+        return _noted(workload, columns, op="window", skip=skip, num_requests=num_requests)
     assert duration_s is not None  # the caller sees to it
     span_s = float(times[-1] - times[0]) if total else 0.0
     if duration_s >= span_s:
@@ -88,7 +88,7 @@ def random_window(
         raise WorkloadError(workload.name, None, message, f"window_s below {span_s:g}")
     start_s = float(times[0]) + float(rng.uniform(0.0, span_s - duration_s))
     kept = workload.slice(start_s=start_s, end_s=start_s + duration_s)
-    return _noted(workload, kept.columns, op="window", start_s=start_s, duration_s=duration_s, of=span_s)
+    return _noted(workload, kept.columns, op="window", start_s=start_s, duration_s=duration_s)
 
 
 def thin(
