@@ -96,12 +96,12 @@ def test_tenants_come_with_the_arena() -> None:
     assert len(shares) >= 25
 
 
-@pytest.mark.parametrize(("name", "variation"), [("azure2023_conv", 0.1), ("arxiv_summarization", 0.045)])
+@pytest.mark.parametrize(("name", "variation"), [("azure2023_conv", 0.178), ("arxiv_summarization", 0.045)])
 def test_a_rate_is_met_on_average_and_seeds_vary_about_it_as_the_source_does(name: str, variation: float) -> None:
-    """Poisson arrivals of 500 requests vary by 1 / sqrt(500); a load whose minutes have a CV of 0.21, over a bit more than a minute, by far more."""
-    rates = np.array([profile(name, named_streams(seed), 500, 7.5).rate for seed in range(60)])
-    assert 1 / np.mean(1 / rates) == pytest.approx(7.5, rel=3 * variation / 60**0.5)
-    assert rates.std() / rates.mean() == pytest.approx(variation, rel=0.35)
+    """Poisson arrivals of 500 requests vary by 1 / sqrt(500); a load whose minutes have a CV of 0.21, over one or two of them, by far more."""
+    rates = np.array([profile(name, named_streams(seed), 500, 7.5).rate for seed in range(400)])
+    assert 1 / np.mean(1 / rates) == pytest.approx(7.5, rel=3 * variation / 400**0.5)
+    assert rates.std() / rates.mean() == pytest.approx(variation, rel=0.15)
 
 
 def test_a_rate_stretches_every_seed_by_one_factor() -> None:

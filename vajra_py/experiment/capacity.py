@@ -238,18 +238,11 @@ def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
         costs, unit = _costs(asked, one)
         label = values_of_label(point.label) or one.name
         folder = config.output_dir / config.name / point.point_id if config.sweep else config.output_dir / config.name
-        seeds, note = _seeds(equal, one, asked)
+        seeds, note = equal.different(one, asked.max_replications)
         question = _Question(label, mapping, folder, seeds, asked, parse_slo(asked.slo), paths, costs, unit, note)
         _check_start(question, registry)
         found.append(question)
     return found
-
-
-def _seeds(equal: EqualSeeds, config: ExperimentConfig, asked: CapacityConfig) -> tuple[tuple[int, ...], str]:
-    """The seeds under which an experiment is run, without those that would repeat another one's runs; and why there are fewer than asked for."""
-    every = range(config.seed, config.seed + asked.max_replications)
-    own = equal.of_seeds(config, every)
-    return tuple(every[i] for i in own.kept), own.why or own.same_load
 
 
 def _costs(asked: CapacityConfig, config: ExperimentConfig) -> tuple[tuple[float, ...], str]:

@@ -94,6 +94,12 @@ class EqualSeeds:
             return SettingSeeds(every, found)
         return SettingSeeds(every, every, "" if any(found) else same_load_sentence(drawn))
 
+    def different(self, config: ExperimentConfig, count: int) -> tuple[tuple[int, ...], str]:
+        """Of the experiment's seed and those after it, so many in all, the ones that give different runs; and why there are fewer, or what alone differs."""
+        every = range(config.seed, config.seed + count)
+        own = self.of_seeds(config, every)
+        return tuple(every[i] for i in own.kept), own.why or own.same_load
+
     def _drawn_beside_workload(self, config: ExperimentConfig) -> list[str]:
         """What varies between runs of equal requests: draws of policies, predictors and step times, as far as they show when these are made."""
         if config.backend.kind != "simulator":
