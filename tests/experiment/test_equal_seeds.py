@@ -23,6 +23,7 @@ from vajra_py.metrics.comparison import compare
 from vajra_py.metrics.replications import group_replications
 from vajra_py.metrics.report import render_report
 from vajra_py.metrics.run_data import load_runs
+from vajra_py.metrics.workload_words import workload_words
 
 EQUAL = "equal requests"
 STUDY = """
@@ -162,6 +163,7 @@ def test_copies_that_lie_there_are_no_replications(study: Path) -> None:
     page = render_report(runs)
     assert "Its 5 seeds give equal requests" in page
     assert "★" not in page.partition("<body")[2]
+    assert "means of the replications" not in page
     assert len(compare(runs, each_run=True).names) == 20
 
 
@@ -210,6 +212,25 @@ def test_windows_are_replications_and_the_same_for_every_policy(study: Path) -> 
     offered = [run.summary.value("overall.offered_requests_per_s") for run in settings[0].runs]
     assert np.std(offered) > 0.2
     assert compare(result.runs).interval("ttft_mean_s", 0) is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"workload.window": "random", "workload.first": 20}, "20 in a row from a place that the seed draws"),
+        (
+            {"workload.window": "random", "workload.first": None, "workload.window_s": 9},
+            "those of 9 s from a place that",
+        ),
+        ({"workload.bootstrap": {"block_s": 2}}, "blocks of 2 s (bootstrap), the first 60"),
+        ({"workload.bootstrap": {"block_requests": 7}}, "blocks of 7 requests (bootstrap)"),
+        ({"workload.thin": {"rate": 2}, "workload.rate": None}, "thinned by the seed to 2 requests/s"),
+        ({"workload.thin": {"fraction": 0.5}, "workload.rate": None}, "thinned by the seed to 50% of them"),
+    ],
+)
+def test_reports_say_how_a_trace_was_sampled(study: Path, changes: dict[str, Any], words: str) -> None:
+    run = v.run(v.load(study, {"sweep": None, "replications": 1} | changes))
+    assert words in " ".join(workload_words([run]))
 
 
 def test_windows_that_coincide_are_run_once(study: Path) -> None:
