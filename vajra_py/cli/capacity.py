@@ -65,6 +65,9 @@ def capacity(  # noqa: PLR0913 - one argument for each option
             click.echo(f"wrote {path}")
     if not quiet:
         _show(answers)
+    for note in dict.fromkeys(answer.note for answer in answers if answer.note):
+        labels = [answer.label for answer in answers if answer.note == note]
+        click.echo(f"note: {'' if len(labels) == len(answers) else ', '.join(labels) + ': '}{note}")
     click.echo(f"SLO: {asked.slo}")
     for answer in sorted(answers, key=_worth):
         click.echo(answer.sentence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import click
 from vajra_py.cli.options import overrides_option
 
 if TYPE_CHECKING:
+    from vajra_py.config import ExperimentConfig, SweepPoint
     from vajra_py.errors import Problem
 
 
@@ -41,10 +43,28 @@ def check(files: tuple[Path, ...], overrides: tuple[str, ...], effective: bool) 
         if effective:
             click.echo(dump_effective(config), nl=False)
         elif not found:
-            runs = "1 run" if len(points) == 1 else f"{len(points)} runs"
-            click.echo(f"{file}: valid ({runs})")
+            for line in _what_is_run(points):
+                click.echo(f"{file}: {line}")
     if problems:
         raise ConfigError(problems)
+
+
+def _what_is_run(points: list[tuple[SweepPoint, ExperimentConfig]]) -> Iterator[str]:
+    """The number of runs, and why they are fewer than points and seeds."""
+    from vajra_py.experiment.equal_seeds import EqualSeeds
+    from vajra_py.plugins import load_registry
+
+    settings = EqualSeeds(load_registry()).of_points(points) if len(points) > 1 else []
+    count = sum(len(one.kept) for one in settings) or len(points)
+    left = f"; {len(points) - count} would repeat them under another seed" if count < len(points) else ""
+    yield f"valid ({count} run{'' if count == 1 else 's'}{left})"
+    whys: dict[str, int] = {}
+    for one in settings:
+        for why in filter(None, (one.why, one.same_load)):
+            whys[why] = whys.get(why, 0) + 1
+    for why, number in whys.items():
+        whose = "" if len(settings) == 1 else "all settings: " if number == len(settings) else f"{number} settings: "
+        yield f"{whose}{why}"
 
 
 @click.command()

@@ -122,7 +122,10 @@ def say_warnings(runs: Sequence[RunData]) -> None:
 
     found: dict[str, list[str]] = {}
     settings = group_replications(runs)
+    notes: dict[str, list[str]] = {}
     for setting in settings:
+        if setting.note:
+            notes.setdefault(setting.note, []).append(setting.name)
         labels: dict[str, int] = {}
         for run in setting.runs:
             sentences = list(run.summary.value("warnings") or [])
@@ -132,10 +135,15 @@ def say_warnings(runs: Sequence[RunData]) -> None:
                 if len(setting.runs) > 1 and sentence.startswith("The run is "):
                     label = str(run.summary.value("stability.label"))
                     labels[label] = labels.get(label, 0) + 1
-                else:
+                elif sentence != setting.note:
                     found.setdefault(sentence, []).append(run.name)
         for label, count in labels.items():
             found.setdefault(f"{label} under {count} of {len(setting.runs)} seeds.", []).append(setting.name)
+    for note, names in notes.items():
+        about = (
+            "" if len(settings) == 1 else "all settings: " if len(names) == len(settings) else f"{', '.join(names)}: "
+        )
+        click.echo(f"note: {about}{note}", err=True)
     for sentence, names in found.items():
         about = "" if len(runs) == 1 else "all runs: " if len(names) == len(runs) else f"{', '.join(names)}: "
         click.echo(f"note: {about}{sentence}", err=True)

@@ -86,14 +86,15 @@ def run(  # noqa: PLR0913 - one argument for each option
         report.parent.mkdir(parents=True, exist_ok=True)
     display = _Display(len(expand_sweep(config)), quiet, is_simulated=config.backend.kind == "simulator")
     failures: list[tuple[str, str]] = []
+    num_copies = 0
     with ray_cluster(on) as cluster, display:
         pool = None if cluster is None else pool_on(cluster, config, workers)
         if config.is_single:
             runs = [_run_one(config, _Asked(overwrite, quiet, workers, pool), display)]
         else:
             result = sweep(config, workers=workers, overwrite=overwrite, progress=display.point, pool=pool)
-            runs, failures = list(result.runs), list(result.failures)
-    _show(runs, report, quiet)
+            runs, failures, num_copies = list(result.runs), list(result.failures), len(result.copies)
+    _show(runs, report, quiet, num_copies)
     if validate:
         _validate(runs)
     for label, error in failures:
@@ -184,11 +185,13 @@ def _run_divided(
     return None
 
 
-def _show(runs: list[RunData], report: Path | None, quiet: bool) -> None:
+def _show(runs: list[RunData], report: Path | None, quiet: bool, num_copies: int = 0) -> None:
     if not runs:
         return
     places = sorted({str(one.path if len(runs) == 1 else one.path.parent) for one in runs})
-    click.echo(f"results: {' '.join(places)}" + ("" if len(runs) == 1 else f" ({len(runs)} runs)"))
+    counts = [] if len(runs) == 1 and not num_copies else [f"{len(runs)} run{'' if len(runs) == 1 else 's'}"]
+    counts += [f"{num_copies} would repeat them under another seed"] if num_copies else []
+    click.echo(f"results: {' '.join(places)}" + (f" ({'; '.join(counts)})" if counts else ""))
     if not quiet:
         from vajra_py.cli.options import say_step_times, say_warnings, wide_console
         from vajra_py.metrics.comparison import compare

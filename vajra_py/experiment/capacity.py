@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,6 +29,7 @@ from vajra_py.experiment.capacity_search import (
     search_replicas,
 )
 from vajra_py.experiment.device_figures import devices_of
+from vajra_py.experiment.equal_seeds import EqualSeeds, drew_beside_workload
 from vajra_py.experiment.folder import RunFolder
 from vajra_py.experiment.pool import MakePool, RunTask, local_pool
 from vajra_py.metrics.run_data import RunData
@@ -70,6 +71,8 @@ class CapacityAnswer:
     error: str | None = None
     range: tuple[float, float] = (0.0, 0.0)
     """Of the rates that were allowed."""
+    note: str = ""
+    """Why it was run under fewer seeds than asked for (without an interval where it is one), or what alone differs between them."""
 
     @property
     def sentence(self) -> str:
@@ -147,12 +150,20 @@ class _Question:
     mapping: dict[str, Any]
     """Its configuration as plain values, without the question."""
     folder: Path
-    seed: int
+    seeds: tuple[int, ...]
+    """Those that give different runs, as many as may be asked for."""
     question: CapacityConfig
     slo: Slo
     paths: tuple[str, ...]
     costs: tuple[float, ...]
     unit: str
+    note: str = ""
+    """Why there are fewer seeds than were asked for, or what alone differs between them."""
+
+    @property
+    def num_replications(self) -> int:
+        """Seeds that every decisive setting is run under."""
+        return min(self.question.replications, len(self.seeds))
 
     def config(self, setting: Setting, seed: int, registry: Registry) -> ExperimentConfig:
         """The experiment at a rate or with so many replicas, under one seed."""
@@ -180,7 +191,7 @@ class _Question:
         asked = self.question
         if asked.replicas is not None:
             ranges = [range(one.min, one.max + 1) for one in asked.replicas.values()]
-            return search_replicas(ranges, self.costs, asked.replications)
+            return search_replicas(ranges, self.costs, self.num_replications)
         rate = asked.rate
         assert rate is not None  # the schema sees to it
         given = _at(self.mapping, rate.path)
@@ -191,18 +202,18 @@ class _Question:
                 rate.max,
                 min(max(start, rate.min), rate.max),
                 asked.precision_fraction,
-                asked.replications,
-                asked.max_replications,
+                self.num_replications,
+                min(asked.max_replications, len(self.seeds)),
             )
         )
-        return _with_curve(search, asked)
+        return _with_curve(search, asked, self.num_replications)
 
 
-def _with_curve(search: Search, asked: CapacityConfig) -> Search:
+def _with_curve(search: Search, asked: CapacityConfig, replications: int) -> Search:
     answer = yield from search
     if answer.outcome == "found" and asked.curve:
         rates = [float(f"{answer.setting[0] * factor:.3g}") for factor in asked.curve]
-        yield [((rate,), asked.replications) for rate in rates]
+        yield [((rate,), replications) for rate in rates]
     return answer
 
 
@@ -218,6 +229,7 @@ def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
         raise ConfigError(Problem("replications", message, "Allowed: capacity.replications"))
     paths = (asked.rate.path,) if asked.rate is not None else tuple(asked.replicas or ())
     found = []
+    equal = EqualSeeds(registry)
     for point, one in expand_sweep(config, registry):
         clash = [path for path in (*paths, _SEED) if path in point]
         if clash:
@@ -226,7 +238,8 @@ def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
         costs, unit = _costs(asked, one)
         label = values_of_label(point.label) or one.name
         folder = config.output_dir / config.name / point.point_id if config.sweep else config.output_dir / config.name
-        question = _Question(label, mapping, folder, one.seed, asked, parse_slo(asked.slo), paths, costs, unit)
+        seeds, note = equal.different(one, asked.max_replications)
+        question = _Question(label, mapping, folder, seeds, asked, parse_slo(asked.slo), paths, costs, unit, note)
         _check_start(question, registry)
         found.append(question)
     return found
@@ -278,7 +291,7 @@ def _check_start(question: _Question, registry: Registry) -> None:
         if asked.rate is not None
         else tuple(float(max(one.min, 1)) for one in (asked.replicas or {}).values())
     )
-    question.config(first, question.seed, registry)
+    question.config(first, question.seeds[0], registry)
 
 
 def _at(mapping: Mapping[str, Any], path: str) -> Any:
@@ -305,6 +318,8 @@ class _Search:
     _answer: Answer | None = field(init=False, default=None)
     _error: str | None = field(init=False, default=None)
     _has_begun: bool = field(init=False, default=False)
+    _is_random_after_all: bool = field(init=False, default=False)
+    """A run drew something by its seed, which could not be seen before: the search begins anew with all seeds."""
 
     def __post_init__(self) -> None:
         self._generator = self.question.search()
@@ -364,10 +379,16 @@ class _Search:
         answer = CapacityAnswer(
             asked.label, self._answer, tuple(curve), asked.paths, asked.costs, asked.unit, self.num_done, self.num_new, self._error,
             (0.0, 0.0) if asked.question.rate is None else (asked.question.rate.min, asked.question.rate.max),
+            asked.note,
         )  # fmt: skip
         return answer
 
     def _advance(self) -> None:
+        if self._is_random_after_all:
+            first = self.question.seeds[0]
+            every = tuple(range(first, first + self.question.question.max_replications))
+            self.question = replace(self.question, seeds=every, note="")
+            self._generator, self._has_begun, self._is_random_after_all = self.question.search(), False, False
         try:
             if not self._has_begun:
                 self._has_begun = True
@@ -378,8 +399,8 @@ class _Search:
             self._answer = stop.value
 
     def _known(self) -> Slacks:
-        first = self.question.seed
-        return {setting: [self._slacks[setting][first + k] for k in range(count)] for setting, count in self._wanted}
+        seeds = self.question.seeds
+        return {setting: [self._slacks[setting][seed] for seed in seeds[:count]] for setting, count in self._wanted}
 
     def _missing(self) -> list[tuple[Setting, int, RunTask]]:
         """Runs that are wanted and lie neither in memory nor on disk."""
@@ -387,7 +408,7 @@ class _Search:
         if self._answer is not None:
             return found
         for setting, count in self._wanted:
-            for seed in range(self.question.seed, self.question.seed + count):
+            for seed in self.question.seeds[:count]:
                 if seed in self._slacks.get(setting, {}) or (setting, seed) in self._pending:
                     continue
                 config = self.question.config(setting, seed, self.registry)
@@ -401,7 +422,10 @@ class _Search:
         return found
 
     def _read(self, setting: Setting, seed: int) -> None:
-        summary = RunData.load(self.question.path(setting, seed)).summary
+        path = self.question.path(setting, seed)
+        summary = RunData.load(path).summary
+        if len(self.question.seeds) < self.question.question.max_replications and drew_beside_workload(path):
+            self._is_random_after_all = True
         self._slacks.setdefault(setting, {})[seed] = self.question.slo.slack(lambda one: metric_value(summary, one))
         self.num_done += 1
 
@@ -460,6 +484,7 @@ def _plain(one: CapacityAnswer) -> dict[str, Any]:
         "unit": one.unit,
         "num_seeds": None if found is None else found.num_seeds,
         "num_runs": one.num_runs,
+        "note": one.note,
         "curve": [
             {
                 "setting": list(point.setting),

@@ -15,9 +15,17 @@ from vajra_py.metrics.figure_files import save_figure
 from vajra_py.metrics.intervals import Interval
 from vajra_py.metrics.plots.capacity import CapacityCurve, Limit, capacity_figure
 
+ONE_SEED = "no interval: all seeds give equal requests and nothing else is random, so it was run under one"
+
 
 def answer_line(answer: CapacityAnswer) -> str:
-    """One sentence with the answer and its interval."""
+    """One sentence with the answer and its interval, and why there is none where all seeds give the same."""
+    text = _answer_text(answer)
+    is_single = answer.answer is not None and answer.answer.num_seeds == 1
+    return f"{text} ({ONE_SEED}; {answer.num_runs} runs)" if is_single and answer.note else text
+
+
+def _answer_text(answer: CapacityAnswer) -> str:
     found = answer.answer
     if found is None:
         return f"{answer.label}: failed: {answer.error}"
@@ -89,6 +97,8 @@ def answer_rows(answers: Sequence[CapacityAnswer]) -> list[tuple[str, ...]]:
         value = _counts(answer) if answer.costs else significant(found.setting[0])
         interval = found.interval
         bounds = "" if interval is None else _bounds(interval)
+        if found.num_seeds == 1 and answer.note:
+            bounds = "none: equal seeds"
         shown = f"{found.outcome} holds" if found.outcome != "found" else value
         rows.append((answer.label, shown, bounds, str(found.num_seeds), str(answer.num_runs), str(answer.num_new)))
     return rows
@@ -125,7 +135,8 @@ def _curve(answer: CapacityAnswer) -> CapacityCurve:
     points = sorted(((answer.cost(point.setting), point.values) for point in answer.curve), key=lambda one: one[0])
     knee = answer.cost(found.setting) if found is not None and has_knee else None
     interval = found.interval if found is not None and has_knee else None
-    return CapacityCurve(answer.label, points, knee, None if answer.costs else interval)
+    label = f"{answer.label} (one run each)" if found is not None and found.num_seeds == 1 else answer.label
+    return CapacityCurve(label, points, knee, None if answer.costs else interval)
 
 
 def _is_fraction(condition: Condition) -> bool:
@@ -135,10 +146,13 @@ def _is_fraction(condition: Condition) -> bool:
 def _write_csv(answers: Sequence[CapacityAnswer], path: Path) -> Path:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["setting", *answers[0].paths, "seed_position", "slack", *answers[0].curve[0].values])
+        notes = any(answer.note for answer in answers)
+        head = ["setting", *answers[0].paths, "seed_position", "slack", *answers[0].curve[0].values]
+        writer.writerow([*head, "note"] if notes else head)
         for answer in answers:
             for point in answer.curve:
                 for k, slack in enumerate(point.slacks):
                     values = ["" if one[k] is None else one[k] for one in point.values.values()]
-                    writer.writerow([answer.label, *point.setting, k, slack, *values])
+                    row = [answer.label, *point.setting, k, slack, *values]
+                    writer.writerow([*row, answer.note] if notes else row)
     return path

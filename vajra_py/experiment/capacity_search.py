@@ -120,6 +120,8 @@ def search_rate(question: RateQuestion) -> Search:
             edge = question.low if found == "never" else question.high
             return Answer(found, (edge,), num_seeds=seeds)
         rate = _root(*((one[0], seen.mean(one, seeds)) for one in found))
+        if question.max_replications == 1:  # every seed would say the same: nothing is known of chance
+            return Answer("found", (rate,), None, 1)
         interval = yield from _interval(seen, question, rate, found, seeds)
         wide = interval.half_width > question.precision_fraction * rate
         if not wide or seeds >= question.max_replications:
@@ -357,7 +359,7 @@ def search_replicas(ranges: Sequence[range], costs: Sequence[float], replication
     low = _cost(maybe if maybe is not None else best, costs)
     high = _cost(surely, costs) if surely is not None else math.inf
     outcome: Outcome = "always" if best == settings[0] else "found"
-    return Answer(outcome, best, Interval(low, high), replications)
+    return Answer(outcome, best, Interval(low, high) if replications > 1 else None, replications)
 
 
 def _is_other(one: Setting, failed: Setting) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from vajra_py.runtime.serving.load import LiveLoad
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.workload_adapter import facts_of
 from vajra_py.runtime.support.clock import to_seconds, to_ticks
-from vajra_py.runtime.support.seeds import SeedTree
+from vajra_py.runtime.support.seeds import NotedSeeds
 from vajra_py.workload import Workload
 from vajra_py.workload.arrays import I64
 
@@ -43,24 +42,6 @@ class Part:
 
     index: int
     count: int
-
-
-class NotedSeeds(SeedTree):
-    """Seeds that note which streams were asked for."""
-
-    def __init__(self, seeds: SeedTree, path: tuple[str, ...] = (), asked: list[str] | None = None) -> None:
-        self._seeds = seeds
-        self._names = path
-        self.asked: list[str] = [] if asked is None else asked
-
-    def child(self, *names: str) -> SeedTree:
-        """See `SeedTree`."""
-        return NotedSeeds(self._seeds.child(*names), (*self._names, *names), self.asked)
-
-    def stream(self, name: str) -> Any:
-        """See `SeedTree`."""
-        self.asked.append("/".join((*self._names, name)))
-        return self._seeds.stream(name)
 
 
 def why_whole(config: ExperimentConfig, registry: Registry) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from vajra_py.config import ExperimentConfig, run_manifest
 from vajra_py.experiment.backend import Progress, Run
-from vajra_py.experiment.divided import NotedSeeds, Part, divide, why_whole
+from vajra_py.experiment.divided import Part, divide, why_whole
 from vajra_py.experiment.folder import FINISHED, RunFolder
 from vajra_py.experiment.part_tables import take_emitted, take_notes, take_part
 from vajra_py.experiment.pool import MakePool, RunTask
@@ -24,7 +24,7 @@ from vajra_py.metrics.steps_table import StepsBuilder
 from vajra_py.metrics.tables import RequestsBuilder, TbtBuilder
 from vajra_py.plugins import Registry
 from vajra_py.runtime.records.decision_merge import merge_decision_logs
-from vajra_py.runtime.support.seeds import SeedTree
+from vajra_py.runtime.support.seeds import NotedSeeds, SeedTree
 
 
 def parts_of(config: ExperimentConfig, registry: Registry, count: int) -> list[Part] | str:
@@ -130,4 +130,5 @@ def _facts(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             reason: sum(one["num_ended"].get(reason, 0) for one in manifests) for reason in dict.fromkeys(ended)
         },
         "workload": manifests[0]["workload"],
+        "drawn_beside_workload": sorted({name for one in manifests for name in one["drawn_beside_workload"]}),
     }

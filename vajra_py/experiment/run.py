@@ -21,8 +21,9 @@ from vajra_py.metrics.run_data import DECISIONS_FILE, RunData
 from vajra_py.metrics.run_warnings import policy_notes
 from vajra_py.plugins import Registry, build_observer, load_registry
 from vajra_py.runtime.serving.controller import Controller
-from vajra_py.runtime.support.seeds import SeedTree
+from vajra_py.runtime.support.seeds import NotedSeeds, SeedTree
 from vajra_py.workload import Workload, build_workload
+from vajra_py.workload.fingerprint import fingerprint
 
 
 def run_experiment(
@@ -50,13 +51,13 @@ def run_experiment(
         return RunData.load(place.path)
     place.check(config, overwrite=overwrite)
     devices_of(config)  # a wrong name under `costs` is found before anything is run
-    seeds = SeedTree(config.seed)
+    seeds = NotedSeeds(SeedTree(config.seed))
     run = Run(config, registry, load_workload(config), seeds, progress)
     prepared = backend(run)
     try:
         place.start(config, registry, overwrite=overwrite)
         prepared.prepare(place.path)
-        _Attempt(run, prepared, place).execute()
+        _Attempt(run, prepared, place, seeds).execute()
     finally:
         prepared.close()
         place.close()
@@ -76,8 +77,9 @@ def load_workload(config: ExperimentConfig) -> Workload:
 class _Attempt:
     """One execution and its outputs."""
 
-    def __init__(self, run: Run, backend: Backend, place: RunFolder) -> None:
+    def __init__(self, run: Run, backend: Backend, place: RunFolder, seeds: NotedSeeds) -> None:
         self._run = run
+        self._seeds = seeds
         self._backend = backend
         self._place = place
         controller = backend.controller
@@ -118,7 +120,12 @@ class _Attempt:
             "num_submitted": controller.num_submitted,
             "num_ended": {reason.value: count for reason, count in sorted(controller.num_ended.items(), key=str)},
             "num_unfinished": len(controller.alive()),
-            "workload": {"num_requests": len(self._run.workload), **self._run.workload.source},
+            "workload": {
+                "num_requests": len(self._run.workload),
+                **self._run.workload.source,
+                "fingerprint": fingerprint(self._run.workload.columns),
+            },
+            "drawn_beside_workload": self._seeds.draws(),
             **self._changes.facts(),
         }
 

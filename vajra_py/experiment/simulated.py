@@ -19,6 +19,7 @@ from vajra_py.latency import (
     ReplaysDurations,
     RooflineModel,
     StepTimes,
+    VariesSteps,
     combined_step_times,
     step_times_of,
 )
@@ -87,6 +88,11 @@ class SimulatedRun:
     def step_times(self) -> StepTimes:
         """See `Backend`: the latency models', with what their fallbacks answered."""
         return combined_step_times({name: _origin(latency) for name, latency in self._latencies.items()})
+
+    @property
+    def varies_steps(self) -> bool:
+        """Whether equal steps differ by draws of the seed."""
+        return any(isinstance(one, VariesSteps) and one.variation is not None for one in self._latencies.values())
 
     def prepare(self, folder: Path) -> None:
         """Nothing of its own to record: a simulation is repeated by running it again."""

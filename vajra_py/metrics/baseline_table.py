@@ -40,7 +40,7 @@ def difference_table(
         notes.insert(
             0, "Mean difference with its 95 % interval, in pairs of one seed; secondary metrics have a p-value only"
         )
-    else:
+    elif not any(comparison.copied):
         notes.insert(0, "One seed each: nothing is tested; `replications: 5` tests it")
     title = f"{scope_title(scope)}: difference from {baseline}"
     return Table("setting", _HEADS, tuple(rows), title, tuple(notes), frozenset({0, len(_HEADS) - 1}), 1)

@@ -48,6 +48,8 @@ class Comparison:
     """The same, by seed; only of settings with several replications."""
     replications: tuple[int, ...] = ()
     """Runs of each setting."""
+    copied: tuple[int, ...] = ()
+    """Of each setting whose several seeds all give one run, their number; 0 for others. Nothing is tested of such a setting, and it has no interval."""
     step_times: tuple[str, ...] = ()
     """Where each setting's step times come from, in a sentence without its stop; empty for runs that do not say. No entries: none says."""
     primary: tuple[str, ...] = DEFAULT_PRIMARY
@@ -94,6 +96,10 @@ class Comparison:
             return None
         make = proportion_interval if BY_KEY[key].is_proportion else positive_interval
         return make(list(samples[position].values()))
+
+    def is_copied(self, position: int) -> bool:
+        """Whether a setting is one run for several seeds, since all of them give the same."""
+        return bool(self.copied) and self.copied[position] > 0
 
     def best(self, key: str, scope: str = OVERALL) -> frozenset[int]:
         """Positions of the settings with the best value among those of the same load that kept up with it.
@@ -309,8 +315,9 @@ def compare(runs: Sequence[RunData], *, each_run: bool = False, metrics: Sequenc
         stability=tuple(_label(setting) for setting in settings),
         values=values,
         loads=load_labels(firsts),
-        samples=samples if any(len(setting.observations) > 1 for setting in settings) else {},
-        replications=tuple(len(setting.observations) for setting in settings),
+        samples=samples if any(len(setting.runs) > 1 for setting in settings) else {},
+        replications=tuple(len(setting.runs) for setting in settings),
+        copied=tuple(setting.num_seeds if setting.is_copied else 0 for setting in settings),
         step_times=tuple(map(_step_times, settings)),
         primary=_primary(metrics, values[OVERALL]),
         one_sample=tuple(setting.one_sample for setting in settings),
@@ -325,7 +332,7 @@ def _primary(given: Sequence[str], values: Mapping[str, Row]) -> tuple[str, ...]
 
 
 def _sampled(setting: Setting, place: tuple[str, str | None], metric: Metric) -> Samples:
-    values = {seed: _value(run, place, metric) for seed, run in zip(setting.seeds, setting.observations, strict=False)}
+    values = {seed: _value(run, place, metric) for seed, run in zip(setting.seeds, setting.runs, strict=False)}
     return {seed: value for seed, value in values.items() if value is not None}
 
 

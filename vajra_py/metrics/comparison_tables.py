@@ -35,8 +35,8 @@ def value_table(
     stability = tuple(Cell(label, label=label) for label in comparison.stability)
     if not is_by_setting:
         rows = [Row("stability", stability)]
-        if comparison.is_replicated:
-            rows.append(Row("replications", tuple(Cell(str(count)) for count in comparison.replications)))
+        if comparison.is_replicated or any(comparison.copied):
+            rows.append(Row("replications", tuple(map(Cell, replication_counts(comparison)))))
         rows += [Row(titled(metric), cells(comparison, metric, scope)) for metric in shown]
         return Table("metric", comparison.names, tuple(rows), title, notes)
     columns = [stability, *(cells(comparison, metric, scope) for metric in shown)]
@@ -47,6 +47,14 @@ def value_table(
     )
     heads = ("stability", *map(titled, shown))
     return Table("setting", heads, found, title, notes, frozenset({0}))
+
+
+def replication_counts(comparison: Comparison) -> list[str]:
+    """The number of each setting's runs, with the number of seeds that one run stands for."""
+    return [
+        f"{count} for {comparison.copied[i]} equal seeds" if comparison.is_copied(i) else str(count)
+        for i, count in enumerate(comparison.replications)
+    ]
 
 
 def cells(comparison: Comparison, metric: Metric, scope: str) -> tuple[Cell, ...]:
@@ -125,6 +133,7 @@ def records(comparison: Comparison, scope: str | None = None) -> Iterator[dict[s
         for i, name in enumerate(comparison.names):
             row: dict[str, Any] = {"scope": own, "run": name, "stability": comparison.stability[i]}
             row["replications"] = comparison.replications[i] if comparison.replications else 1
+            row["equal_seeds"] = comparison.copied[i] if comparison.copied else 0
             row["step_times"] = comparison.step_times[i] if comparison.step_times else ""
             row["not_tested_because"] = _why_not_tested(comparison, i)
             for key in BY_KEY:
@@ -207,6 +216,7 @@ def value_csv(comparison: Comparison, scope: str | None = None) -> str:
     rows = list(records(comparison, scope))
     present = {name for row in rows for name in row}
     columns = ["scope", "run", "stability", "replications", "step_times"]
+    columns += ["equal_seeds"] if any(row["equal_seeds"] for row in rows) else []
     columns += ["not_tested_because"] if any(row["not_tested_because"] for row in rows) else []
     suffixes = ("", "_low", "_high", "_p_value", "_p_adjusted")
     columns += [name for key in BY_KEY for suffix in suffixes if (name := f"{key}{suffix}") in present]
@@ -222,6 +232,7 @@ def json_text(comparison: Comparison, scope: str | None = None, baseline: int | 
             "load": comparison.loads[i],
             "stability": comparison.stability[i],
             "replications": comparison.replications[i] if comparison.replications else 1,
+            "equal_seeds": comparison.copied[i] if comparison.copied else 0,
             "step_times": comparison.step_times[i] if comparison.step_times else "",
             "not_tested_because": _why_not_tested(comparison, i),
         }

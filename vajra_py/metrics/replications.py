@@ -1,4 +1,4 @@
-"""Groups runs into settings: runs that differ in nothing but their seed are replications of one setting.
+"""Groups runs into settings: runs that differ in nothing but their seed are replications of one setting, unless they repeat each other.
 
 A load is a part of the configuration, never a measured rate: seeds of one rate arrive at somewhat different rates and are one load all the same.
 """
@@ -8,26 +8,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vajra_py.metrics.copies import (
+    COPIED,
+    copies_sentence,
+    drawn_beside_workload,
+    have_same_load,
+    num_asked,
+    originals,
+    same_load_sentence,
+)
 from vajra_py.metrics.differences import ABSENT, SEED_PATH, Axis, axes, flatten, is_rate, is_workload
+from vajra_py.metrics.load_variation import load_note
 from vajra_py.metrics.run_data import RunData, distinct
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One configuration, and its runs: one for each seed, in the order given."""
+    """One configuration, and its runs: one for each seed that gives another run, in the order given."""
 
     name: str
     positions: tuple[int, ...]
     """Of its runs in the sequence that was grouped."""
     runs: tuple[RunData, ...]
     seeds: tuple[str, ...]
-    one_sample: str = ""
-    """Reason why these runs count as one observation, such as equal requests; empty where each is a replication. It is shown wherever an interval or a mark would be."""
+    num_seeds: int = 1
+    """Seeds that it was to be run with: those whose run would repeat another one's are left out of `runs`."""
+    every: tuple[RunData, ...] = ()
+    """All its runs, those that repeat another one included."""
+    note: str = ""
+    """What its replications are worth, where that is not what one expects: copies, or equal requests."""
 
     @property
-    def observations(self) -> tuple[RunData, ...]:
-        """Runs that count as replications: the only place that intervals, tests and figures take them from."""
-        return self.runs[:1] if self.one_sample else self.runs
+    def is_copied(self) -> bool:
+        """Whether all of its several seeds give one run: nothing can be said of chance."""
+        return self.num_seeds > 1 and len(self.runs) == 1
+
+    @property
+    def one_sample(self) -> str:
+        """Reason why its seeds count as one observation; empty where each run is a replication. It is shown wherever an interval or a mark would be."""
+        return COPIED if self.is_copied else ""
 
     @property
     def first(self) -> RunData:
@@ -77,12 +96,32 @@ def group_replications(runs: Sequence[RunData], *, each_run: bool = False) -> li
         for positions, folder in (
             [((i,), "") for i in members] if each_run else _without_repetition(runs, members, seeds)
         ):
+            every = tuple(named[i] for i in positions)
+            kept = [0] if each_run else originals(every)
+            runs_kept = tuple(every[k] for k in kept)
+            num_seeds = 1 if each_run else max(len(every), num_asked(runs_kept))
             label = "/".join(key) or named[positions[0]].path.resolve().parent.name
-            name = named[positions[0]].name if len(positions) == 1 else f"{label}{folder}"
+            name = named[positions[0]].name if num_seeds == 1 else f"{label}{folder}"
             settings.append(
-                Setting(name, positions, tuple(named[i] for i in positions), tuple(seeds[i] for i in positions))
+                Setting(
+                    name,
+                    tuple(positions[k] for k in kept),
+                    runs_kept,
+                    tuple(seeds[positions[k]] for k in kept),
+                    num_seeds,
+                    every,
+                    _note(runs_kept, num_seeds),
+                )
             )
     return sorted(settings, key=lambda setting: setting.positions)
+
+
+def _note(runs: Sequence[RunData], num_seeds: int) -> str:
+    if len(runs) < num_seeds:
+        return copies_sentence(num_seeds, len(runs))
+    if len(runs) > 1 and have_same_load(runs):
+        return same_load_sentence(drawn_beside_workload(runs))
+    return load_note(runs) if len(runs) > 1 else ""
 
 
 def _without_repetition(

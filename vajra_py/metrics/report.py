@@ -60,7 +60,7 @@ def render_report(runs: Sequence[RunData], title: str | None = None, metrics: Se
     first = compare(runs)
     groups = group_replications(runs)
     settings = [groups[i] for i in first.by_load()]
-    ordered = [run for setting in settings for run in setting.runs]
+    ordered = [run for setting in settings for run in setting.every]
     comparison = compare(ordered, metrics=metrics)
     differing, num_more = difference_table([setting.first for setting in settings])
     environment = Environment(

@@ -44,9 +44,10 @@ class FigureSpec:
         """Its caption for these runs."""
         shown = self.runs_of(runs)
         parts = [self.caption, self.slo_caption if has_slo(runs) else ""]
-        if len(shown) < len(runs):
+        is_replicated = any(len(setting.runs) > 1 for setting in group_replications(runs))
+        if not self.takes_replications and is_replicated:
             parts.append("Of each setting, the replication with the first seed.")
-        elif self.takes_replications and len(group_replications(runs)) < len(runs):
+        elif is_replicated:
             parts.append("Points are means of the replications, bars their 95 % intervals.")
         if self.most_runs is not None and len(shown) > self.most_runs:
             parts.append(

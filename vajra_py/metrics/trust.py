@@ -28,6 +28,10 @@ def warnings_of(settings: Sequence[Setting], comparison: Comparison) -> list[tup
     """Sentences, each with the settings or runs that it is about (none: all)."""
     runs = [run for setting in settings for run in setting.runs]
     found: dict[str, list[str]] = {}
+    notes: dict[str, list[str]] = {}
+    for setting in settings:
+        if setting.note:
+            notes.setdefault(setting.note, []).append(setting.name)
     for run in runs:
         if not run.is_finished:
             found.setdefault("Did not come to its end: these are the numbers up to where it stopped.", []).append(
@@ -35,11 +39,12 @@ def warnings_of(settings: Sequence[Setting], comparison: Comparison) -> list[tup
             )
         for sentence in run.summary.value("warnings") or []:
             # The verdict says why a run is not stable.
-            if not sentence.startswith("The run is "):
+            if not sentence.startswith("The run is ") and sentence not in notes:
                 found.setdefault(sentence, []).append(run.name)
     warnings = [
         (sentence, names if len(names) < len(runs) or len(runs) == 1 else []) for sentence, names in found.items()
     ]
+    warnings += [(note, names if len(names) < len(settings) else []) for note, names in notes.items()]
     versions = {str(run.manifest.get("versions")) for run in runs}
     if len(versions) > 1:
         warnings.append(("The runs were made by different versions of the software; see the manifests.", []))
@@ -52,7 +57,7 @@ def warnings_of(settings: Sequence[Setting], comparison: Comparison) -> list[tup
 def _of_chance(settings: Sequence[Setting], comparison: Comparison) -> list[tuple[str, list[str]]]:
     """What chance may have done: settings of one seed, and intervals too wide to say much."""
     warnings = []
-    single = [setting.name for setting in settings if len(setting.runs) == 1]
+    single = [setting.name for setting in settings if _is_of_one_seed(setting)]
     if single and len(settings) > 1:
         warnings.append(
             (
@@ -67,10 +72,14 @@ def _of_chance(settings: Sequence[Setting], comparison: Comparison) -> list[tupl
     ]
     if wide:
         warnings.append((_DISAGREE, wide))
-    warnings += [(sentence, names) for sentence, names in comparison.one_sample_notes().items()]
-    if single:
+    if any(len(setting.runs) == 1 for setting in settings):
         warnings += _of_length(settings)
     return warnings
+
+
+def _is_of_one_seed(setting: Setting) -> bool:
+    """Whether further seeds would tell something of chance."""
+    return len(setting.runs) == 1 and not setting.is_copied
 
 
 def _of_length(settings: Sequence[Setting]) -> list[tuple[str, list[str]]]:

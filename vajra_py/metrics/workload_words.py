@@ -45,8 +45,7 @@ def _part(workload: Mapping[str, Any]) -> str:
             f"{_count(workload, 'num_requests', 'requests')} like those of the public trace {workload.get('profile')}"
         )
     if kind in _FILES:
-        first = f", the first {workload['first']:,}" if isinstance(workload.get("first"), int) else ""
-        return f"requests of the {kind} file {workload.get('path')}{first}"
+        return f"requests of the {kind} file {workload.get('path')}{_sampled(workload)}"
     unit = "sessions" if kind == "sessions" else "requests"
     words = [_arrivals(workload, unit)]
     for key, noun in (("num_requests", "requests"), ("num_sessions", "sessions")):
@@ -58,6 +57,25 @@ def _part(workload: Mapping[str, Any]) -> str:
         if isinstance(workload.get(key), Mapping):
             words.append(f"{noun} {_distribution(workload[key])}")
     return ", ".join(word for word in words if word)
+
+
+def _sampled(workload: Mapping[str, Any]) -> str:
+    """Which requests of a file."""
+    words = []
+    blocks, kept = workload.get("bootstrap"), workload.get("thin")
+    if isinstance(blocks, Mapping):
+        of = f"{blocks['block_s']:g} s" if blocks.get("block_s") else _count(blocks, "block_requests", "requests")
+        words.append(f"put together by the seed from blocks of {of} (bootstrap)")
+    if isinstance(kept, Mapping):
+        to = f"to {kept['rate']:g} requests/s" if kept.get("rate") else f"to {kept['fraction']:.0%} of them"
+        words.append(f"thinned by the seed {to}")
+    first = f"{workload['first']:,}" if isinstance(workload.get("first"), int) else ""
+    if workload.get("window") == "random":
+        length = f"{first} in a row" if first else f"those of {workload['window_s']:g} s"
+        words.append(f"{length} from a place that the seed draws")
+    elif first:
+        words.append(f"the first {first}")
+    return "".join(f", {one}" for one in words)
 
 
 def _arrivals(workload: Mapping[str, Any], unit: str) -> str:

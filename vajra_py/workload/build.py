@@ -19,6 +19,7 @@ from vajra_py.workload.config import (
     AzureConfig,
     BurstGptConfig,
     CsvConfig,
+    FileOptions,
     JsonlConfig,
     LengthsConfig,
     MergeConfig,
@@ -29,24 +30,29 @@ from vajra_py.workload.config import (
     WorkloadConfig,
     WorkloadOptions,
 )
+from vajra_py.workload.pace import expected_rate
 from vajra_py.workload.profiles import profile
 from vajra_py.workload.read_agentic import read_agentic
 from vajra_py.workload.read_csv import CsvLayout, read_azure, read_burstgpt, read_csv, read_lengths
 from vajra_py.workload.read_jsonl import read_jsonl
 from vajra_py.workload.read_mooncake import MooncakeOptions, read_mooncake
+from vajra_py.workload.resample import block_bootstrap, random_window, thin
 from vajra_py.workload.sessions import sessions_workload, zipf_shares
 from vajra_py.workload.synthetic import ClosedLoop, RngFor, closed_loop_workload, stream_facts, synthetic_workload
 from vajra_py.workload.workload import SloClass, Workload, distinct_names
 
-__all__ = ["build_workload"]
+__all__ = ["build_workload", "source_of"]
 
 
-def build_workload(config: WorkloadConfig, rng_for: RngFor, base_dir: Path) -> Workload:
+def build_workload(
+    config: WorkloadConfig, rng_for: RngFor, base_dir: Path, *, source: Workload | None = None
+) -> Workload:
     """The workload that `config` describes; relative paths are seen from `base_dir`.
 
     `rng_for` gives the random stream of a name: `arrivals`, `arrival_rates`, `lengths`, `turns`, `think_times`, `system_prompts`,
-    `resets`, `classes`, `rows`, `dither`, `priorities`, `tenants`, `slo_classes`; for the parts of a merged workload the part's `name`
-    (else its `type`, told apart as `azure#2`) and a slash stand before it. The streams used are named in `source["streams"]`.
+    `resets`, `classes`, `rows`, `dither`, `bootstrap`, `thin`, `window`, `priorities`, `tenants`, `slo_classes`; for the parts of a merged workload the part's `name`
+    (else its `type`, told apart as `azure#2`) and a slash stand before it. The streams used are named in `source["streams"]`. What `source_of` gave
+    need not be read again when it is handed over as `source`.
 
     Raises:
         WorkloadError: a file is broken (names the line), or the configuration asks for what the source cannot give.
@@ -58,11 +64,17 @@ def build_workload(config: WorkloadConfig, rng_for: RngFor, base_dir: Path) -> W
         used[name] = rng
         return rng
 
-    workload = _with_options(_source(config, recorded, base_dir), config, recorded)
+    read = source if source is not None else _source(config, recorded, base_dir)
+    workload = _with_options(read, config, recorded)
     if not len(workload):
         raise WorkloadError(workload.name, None, "no request is left after cutting and limits", "At least one request")
-    source = {**workload.source, "streams": stream_facts(used)} if used else workload.source
-    return Workload(workload.columns, workload.name, source)
+    facts = {**workload.source, "streams": stream_facts(used)} if used else workload.source
+    return Workload(workload.columns, workload.name, facts)
+
+
+def source_of(config: WorkloadConfig, rng_for: RngFor, base_dir: Path) -> Workload:
+    """The requests before the options that all types share are applied; raises as `build_workload` does."""
+    return _source(config, rng_for, base_dir)
 
 
 def _with_options(workload: Workload, config: WorkloadOptions, rng_for: RngFor) -> Workload:
@@ -71,12 +83,20 @@ def _with_options(workload: Workload, config: WorkloadOptions, rng_for: RngFor) 
         workload = workload.renamed(config.name)
     if config.start_s is not None or config.end_s is not None or config.skip:
         workload = workload.slice(start_s=config.start_s, end_s=config.end_s, skip=config.skip)
+    num_drawn = len(workload)
     if config.max_prompt_tokens is not None or config.max_total_tokens is not None:
         workload = workload.limit_lengths(config.max_prompt_tokens, config.max_total_tokens, config.too_long)
-    if config.first is not None:
+    kept = len(workload) / num_drawn if num_drawn else 1.0
+    rate = expected_rate(config)
+    rate = None if rate is None else rate * kept
+    if isinstance(config, FileOptions):
+        if rate is None and (config.window is not None or config.bootstrap is not None):
+            rate = workload.rate or None  # of the whole trace: samples of it vary about the rate that is set
+        workload = _sampled(workload, config, rng_for)
+    if config.first is not None and getattr(config, "window", None) is None:
         workload = workload.slice(first=config.first)
-    if config.rate is not None and not _has_rate(config, workload):
-        workload = workload.at_rate(config.rate)
+    if config.rate is not None:
+        workload = _at_pace(workload, config, rate)
     if config.time_scale is not None:
         workload = workload.scale_time(config.time_scale)
     if config.max_tokens is not None:
@@ -98,11 +118,33 @@ def _with_options(workload: Workload, config: WorkloadOptions, rng_for: RngFor) 
     return workload
 
 
-def _has_rate(config: WorkloadOptions, workload: Workload) -> bool:
-    """Whether the rate was reached in drawing; profiles of sessions start their sessions accordingly."""
+def _sampled(workload: Workload, config: FileOptions, rng_for: RngFor) -> Workload:
+    """Another sample of a trace, drawn by the seed, where one is asked for."""
+    if config.bootstrap is not None:
+        blocks = config.bootstrap
+        workload = block_bootstrap(
+            workload,
+            rng_for("bootstrap"),
+            block_s=blocks.block_s,
+            block_requests=blocks.block_requests,
+            first=None if config.thin is not None else config.first,
+        )
+    if config.thin is not None:
+        workload = thin(workload, rng_for("thin"), rate=config.thin.rate, fraction=config.thin.fraction)
+    if config.window is not None:
+        workload = random_window(workload, rng_for("window"), num_requests=config.first, duration_s=config.window_s)
+    return workload
+
+
+def _at_pace(workload: Workload, config: WorkloadOptions, expected: float | None) -> Workload:
+    """The workload at `config.rate`: on average over seeds where its rate before is known so, else exactly."""
+    assert config.rate is not None  # the caller sees to it
     if isinstance(config, ProfileConfig) and workload.columns.session_id is not None:
-        return True
-    return config.rate is not None and math.isclose(workload.rate, config.rate, rel_tol=1e-12)
+        return workload  # its sessions start accordingly
+    if expected is None or workload.has_followers:
+        is_there = math.isclose(workload.rate, config.rate, rel_tol=1e-12)
+        return workload if is_there else workload.at_rate(config.rate)
+    return workload if expected == config.rate else workload.scale_time(expected / config.rate)
 
 
 def _starts(process: ArrivalProcess, rng_for: RngFor) -> Callable[[int], F64]:

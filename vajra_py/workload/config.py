@@ -1,8 +1,8 @@
 """Settings under `workload:`.
 
 Each class is one `type`. The options that all types share are applied in this order, whatever order they are written in: cut by time
-(`start_s`, `end_s`), `skip`, limit lengths, `first`, set the pace (`rate` or `time_scale`), then `max_tokens`, `priorities`, `tenants`,
-`slo_classes`. Relative paths are relative to the current folder, or to the folder given as `base_folder` in pydantic's validation
+(`start_s`, `end_s`), `skip`, limit lengths, for files `bootstrap`, `thin` and `window`, then `first`, set the pace (`rate` or `time_scale`), then
+`max_tokens`, `priorities`, `tenants`, `slo_classes`. Relative paths are relative to the current folder, or to the folder given as `base_folder` in pydantic's validation
 context.
 """
 
@@ -20,8 +20,10 @@ from vajra_py.workload.sessions import Sessions
 from vajra_py.workload.synthetic import ClosedLoop, Lengths
 
 __all__ = [
+    "SAMPLING_OPTIONS",
     "AgenticConfig",
     "AzureConfig",
+    "BootstrapConfig",
     "BurstGptConfig",
     "CsvConfig",
     "JsonlConfig",
@@ -34,6 +36,7 @@ __all__ = [
     "SloClassConfig",
     "SyntheticConfig",
     "TenantShares",
+    "ThinConfig",
     "WorkloadConfig",
     "WorkloadOptions",
 ]
@@ -127,7 +130,10 @@ class WorkloadOptions(_Config):
         "drop", description="Requests over a limit of length are left out, shortened (prompt first), or refused."
     )
     rate: Positive | None = Field(
-        None, description="Mean rate in requests per second: all arrival times are stretched by one factor to it."
+        None,
+        description=(
+            "Mean rate in requests per second: all arrival times are stretched by one factor to it. What the seed draws has this rate on average, and varies about it."
+        ),
     )
     time_scale: Positive | None = Field(
         None, description="Arrival and think times are multiplied by this (2 halves the rate); not with rate."
@@ -162,8 +168,47 @@ class WorkloadOptions(_Config):
         return self
 
 
-class _FileOptions(WorkloadOptions):
+class BootstrapConfig(_Config):
+    """Blocks of a trace that the seed puts together anew. Requests of one session stay together."""
+
+    block_s: Positive | None = Field(None, description="Length of a block, in the source's seconds.")
+    block_requests: _Count | None = Field(
+        None, description="Length of a block in requests (in sessions, where there are any)."
+    )
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> BootstrapConfig:
+        if (self.block_s is None) == (self.block_requests is None):
+            raise ValueError("needs either block_s or block_requests. Allowed: one of the two")
+        return self
+
+
+class ThinConfig(_Config):
+    """Requests of a trace that the seed keeps. Requests of one session stay together."""
+
+    rate: Positive | None = Field(
+        None, description="Requests per second (of the source's) that are left on average; below the trace's own rate."
+    )
+    fraction: float | None = Field(None, gt=0, lt=1, description="Part of the requests that is kept on average.")
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> ThinConfig:
+        if (self.rate is None) == (self.fraction is None):
+            raise ValueError("needs either rate or fraction. Allowed: one of the two")
+        return self
+
+
+class FileOptions(WorkloadOptions):
     path: str = Field(min_length=1, description="The file, plain or gzip'd.")
+    window: Literal["random"] | None = Field(
+        None,
+        description="random: what `first` or `window_s` keep begins at a place drawn by the seed; null: at the start.",
+    )
+    window_s: Positive | None = Field(None, description="Length of a random window, in the source's seconds.")
+    bootstrap: BootstrapConfig | None = Field(
+        None, description="Put blocks of the trace, drawn by the seed, together to one as long; null: as it is."
+    )
+    thin: ThinConfig | None = Field(None, description="Keep requests drawn by the seed; null: all.")
 
     @field_validator("path")
     @classmethod
@@ -173,8 +218,28 @@ class _FileOptions(WorkloadOptions):
             return str(Path(folder) / path)
         return path
 
+    @model_validator(mode="after")
+    def _sampled_in_one_way(self) -> FileOptions:
+        if self.window is not None and (self.first is None) == (self.window_s is None):
+            given = f"first: {self.first}, window_s: {self.window_s}".replace("None", "null")
+            raise ValueError(
+                f"window: random needs one length (got {given}). Allowed: first, in requests, or window_s, in seconds"
+            )
+        if self.window is None and self.window_s is not None:
+            message = f"window_s is the length of a window that is not there (got {self.window_s:g})"
+            raise ValueError(f"{message}. Allowed: together with window: random")
+        if self.window is not None and self.bootstrap is not None:
+            raise ValueError("window and bootstrap both make another sample of the trace. Allowed: one of the two")
+        if self.thin is not None and self.rate is not None:
+            raise ValueError("thin and rate both set the pace. Allowed: one of the two")
+        return self
 
-class _TraceOptions(_FileOptions):
+
+SAMPLING_OPTIONS = frozenset({"window", "window_s", "bootstrap", "thin"})
+"""Options of files that draw another sample of what was read."""
+
+
+class _TraceOptions(FileOptions):
     sort: bool = Field(False, description="Sort the file by arrival; otherwise descending times are an error.")
     drop_empty: bool = Field(
         False, description="Leave out and count requests of 0 prompt or output tokens; otherwise they are an error."
@@ -233,7 +298,7 @@ class LengthsConfig(_TraceOptions):
         return self
 
 
-class JsonlConfig(_FileOptions):
+class JsonlConfig(FileOptions):
     """A workload in this project's own format: one request a line."""
 
     type: Literal["jsonl"]
@@ -251,7 +316,7 @@ class CsvConfig(_TraceOptions):
     metadata: tuple[str, ...] = Field((), description="Columns kept as metadata of the requests.")
 
 
-class AgenticConfig(_FileOptions):
+class AgenticConfig(FileOptions):
     """Recorded sessions of coding agents (JSON lines), whose prompts share what was said before."""
 
     type: Literal["agentic"]

@@ -27,7 +27,7 @@ from vajra_py.workload.sessions import Sessions, sessions_workload
 from vajra_py.workload.synthetic import Lengths, RngFor, synthetic_workload
 from vajra_py.workload.workload import Workload
 
-__all__ = ["ProfileInfo", "RequestClass", "profile", "profile_info", "profile_names"]
+__all__ = ["ProfileInfo", "RequestClass", "own_rate", "profile", "profile_info", "profile_names"]
 
 FILE = Path(__file__).with_name("profiles.json")
 
@@ -105,10 +105,24 @@ def profile_info(name: str) -> ProfileInfo:
     )
 
 
+def own_rate(name: str) -> float | None:
+    """Requests per second of a profile on average; None for one of sessions or without arrivals. Raises as `profile_info`."""
+    entry = _entry(name)
+    return None if entry["arrivals"] is None or "sessions" in entry else float(_arrivals(entry).rate)
+
+
+def _arrivals(entry: Mapping[str, Any]) -> Any:
+    """The arrival process of a profile; one request a second where the trace has none."""
+    if entry["arrivals"] is None:
+        return Poisson(rate=1.0)
+    return TypeAdapter[Any](ArrivalProcess).validate_python(entry["arrivals"])
+
+
 def profile(name: str, rng_for: RngFor, n: int, rate: float | None = None) -> Workload:
     """`n` requests as the named trace has them.
 
-    `rate` in requests per second stretches time to exactly that mean; without it, the trace's own rate in expectation. A profile of
+    `rate` in requests per second stretches time by one factor, the same for every seed: like the trace's own rate without it, it is the mean over seeds, and what one seed draws
+    varies about it as the trace does. A profile of
     sessions holds whole sessions (the last one cut); its sessions start at `rate` over their mean number of turns, and gaps and thinking
     times stay. Streams: `arrivals`, `arrival_rates`, `lengths`, and where the profile has them `classes`, `tenants`, `turns`,
     `think_times`, `system_prompts`, `resets`.
@@ -126,9 +140,7 @@ def profile(name: str, rng_for: RngFor, n: int, rate: float | None = None) -> Wo
         )
     if entry["arrivals"] is None and rate is None:
         raise WorkloadError(place, None, "the trace has no arrivals of its own", "Give a rate in requests per second")
-    arrivals: ArrivalProcess = Poisson(rate=1.0)
-    if entry["arrivals"] is not None:
-        arrivals = TypeAdapter[Any](ArrivalProcess).validate_python(entry["arrivals"])
+    arrivals = _arrivals(entry)
     if "sessions" in entry:
         workload = _session_requests(Sessions.model_validate(entry["sessions"]), (arrivals, rate), rng_for, n)
     elif "classes" in entry:
@@ -138,8 +150,8 @@ def profile(name: str, rng_for: RngFor, n: int, rate: float | None = None) -> Wo
         workload = synthetic_workload(arrivals, Lengths.model_validate(entry["lengths"]), rng_for, num_requests=n)
     if "tenants" in entry:
         workload = workload.with_tenants(entry["tenants"], rng_for("tenants"))
-    if rate is not None and n > 1 and "sessions" not in entry:
-        workload = workload.at_rate(rate)
+    if rate is not None and "sessions" not in entry:
+        workload = workload.scale_time(arrivals.rate / rate)
     operations = workload.source.get("operations", [])
     facts = {"kind": "profile", "profile": name, "figures_from": dict(entry["source"]), "operations": operations}
     return Workload(workload.columns, name, facts)

@@ -6,6 +6,9 @@ import hashlib
 
 import numpy as np
 
+STEP_TIMES = "step times"
+"""What is drawn for the durations of steps."""
+
 
 class SeedTree:
     """A seed and the streams that hang on it by name.
@@ -26,3 +29,25 @@ class SeedTree:
         text = "/".join((*self._path, name))
         digest = hashlib.blake2b(text.encode(), digest_size=16, key=str(self._seed).encode()).digest()
         return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
+
+
+class NotedSeeds(SeedTree):
+    """Seeds that note which streams were asked for."""
+
+    def __init__(self, seeds: SeedTree, path: tuple[str, ...] = (), asked: list[str] | None = None) -> None:
+        self._seeds = seeds
+        self._names = path
+        self.asked: list[str] = [] if asked is None else asked
+
+    def child(self, *names: str) -> SeedTree:
+        """See `SeedTree`."""
+        return NotedSeeds(self._seeds.child(*names), (*self._names, *names), self.asked)
+
+    def stream(self, name: str) -> np.random.Generator:
+        """See `SeedTree`."""
+        self.asked.append("/".join((*self._names, name)))
+        return self._seeds.stream(name)
+
+    def draws(self) -> list[str]:
+        """What the streams asked for so far are of, sorted: the draws of a policy by its stream's name, and step times."""
+        return sorted({STEP_TIMES if one.startswith("steps/") else one.rpartition("/")[2] for one in self.asked})

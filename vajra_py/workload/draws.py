@@ -1,0 +1,58 @@
+"""The workloads that several seeds draw of one configuration, compared without being run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from vajra_py.workload.build import build_workload, source_of
+from vajra_py.workload.config import SAMPLING_OPTIONS, WorkloadConfig, WorkloadOptions
+from vajra_py.workload.fingerprint import fingerprint
+from vajra_py.workload.synthetic import RngFor
+from vajra_py.workload.workload import Workload
+
+__all__ = ["Draws"]
+
+
+class Draws:
+    """Fingerprints of what seeds draw. A file that several configurations or seeds read in the same way is read once."""
+
+    def __init__(self, base_dir: Path) -> None:
+        self._base_dir = base_dir
+        self._key = ""
+        self._source: Workload | None = None
+
+    def fingerprints(self, config: WorkloadConfig, seeds: Sequence[RngFor]) -> list[str]:
+        """One for each of the seeds, given by their random streams. Raises `WorkloadError` as building the workload does."""
+        found: list[str] = []
+        for rng_for in seeds:
+            noted = _Noted(rng_for)
+            workload = build_workload(config, noted, self._base_dir, source=self._known(config, noted))
+            found.append(fingerprint(workload.columns))
+            if not noted.has_drawn:  # nothing in it is the seed's
+                return found * len(seeds)
+        return found
+
+    def _known(self, config: WorkloadConfig, noted: _Noted) -> Workload:
+        """The requests before the options that all types share; kept where no seed has a part in them."""
+        key = config.model_dump_json(exclude={*WorkloadOptions.model_fields, *SAMPLING_OPTIONS})
+        if self._source is not None and key == self._key:
+            return self._source
+        source = source_of(config, noted, self._base_dir)
+        if not noted.has_drawn:
+            self._key, self._source = key, source
+        return source
+
+
+class _Noted:
+    """Streams, and whether one was asked for."""
+
+    def __init__(self, rng_for: RngFor) -> None:
+        self._rng_for = rng_for
+        self.has_drawn = False
+
+    def __call__(self, name: str) -> np.random.Generator:
+        self.has_drawn = True
+        return self._rng_for(name)

@@ -1,0 +1,53 @@
+"""Fingerprints of workloads: equal for equal requests."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from vajra_py.workload.arrays import StringColumn
+from vajra_py.workload.columns import Columns
+from vajra_py.workload.content import ContentColumn
+
+__all__ = ["fingerprint"]
+
+_SIZE = 16
+
+
+def fingerprint(columns: Columns) -> str:
+    """A digest of everything that these requests say, in hexadecimal; equal requests have equal ones.
+
+    Requests drawn or read in the same way are meant: the same prompts put together otherwise have another one.
+    """
+    digest = hashlib.blake2b(digest_size=_SIZE)
+    for column in fields(columns):
+        value = getattr(columns, column.name)
+        if value is None:
+            continue
+        for part in _parts(value):
+            data = part if isinstance(part, bytes) else _bytes(part)
+            digest.update(f"{column.name} {len(data)} ".encode())
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, StringColumn):
+        numbers = [] if value.numbers is None else [value.numbers]
+        return [repr(value.labels).encode(), value.codes, *numbers]
+    if isinstance(value, ContentColumn):
+        store = value.store
+        return [repr(store.spaces).encode(), store.parent, store.space, store.number, store.tokens, value.nodes]
+    return [value]
+
+
+def _bytes(array: Any) -> bytes:
+    """An array's bytes; of one of objects, what they read like."""
+    if array.dtype != np.object_:
+        return np.ascontiguousarray(array).tobytes()
+    known = {id(one): one for one in array}  # rows of equal values often share one object
+    texts = {key: repr(one) for key, one in known.items()}
+    return "\n".join(texts[id(one)] for one in array).encode()
