@@ -89,7 +89,7 @@ def test_the_fewest_replicas(tmp_path: Path) -> None:
     assert found.answer.outcome == "found"
     best = int(found.answer.setting[0])
     assert found.unit == "replicas"
-    slacks = {point.setting[0]: sum(point.slacks) for point in found.curve}
+    slacks = {point.setting[0]: sum(point.slack) for point in found.curve}
     assert slacks[best] >= 0
     assert slacks.get(best - 1, -1) < 0
 
@@ -134,7 +134,7 @@ def test_the_cheapest_mix_of_devices_follows_their_prices(tmp_path: Path, price:
     short, rest = found.answer.setting
     assert (short > 0) == uses_both  # an H100 for less than an L40S takes all requests
     assert rest >= 1
-    held = {point.setting: sum(point.slacks) >= 0 for point in found.curve}
+    held = {point.setting: sum(point.slack) >= 0 for point in found.curve}
     assert held[found.answer.setting]
     assert not any(holds and found.cost(one) < found.cost(found.answer.setting) for one, holds in held.items())
     line = found.sentence
