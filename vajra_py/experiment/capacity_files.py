@@ -202,8 +202,10 @@ def _difference_line(one: CapacityDifference) -> str:
 
 
 def _bounds(interval: Interval) -> str:
-    low = significant(interval.low)
-    return f"{low} or more" if math.isinf(interval.high) else f"{low} to {significant(interval.high)}"
+    low, high = significant(interval.low), significant(interval.high)
+    if math.isinf(interval.high):
+        return f"{low} or more" if interval.low > 0 else "all rates"
+    return f"{low} to {high}" if interval.low > 0 else f"{high} or less"
 
 
 def write_capacity_files(

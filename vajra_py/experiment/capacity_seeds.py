@@ -7,6 +7,7 @@ passes zero, so that a slack which turns its sign more than once by chance has o
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,20 +69,27 @@ def crossing(rates: Sequence[float], slacks: Sequence[float]) -> Crossing:
 
     The fit begins at the largest slack: a goodput is too low at low rates as well as at high ones, and its capacity is the upper end.
     """
+    best = max(slacks)
+    first = len(slacks) - 1 - slacks[::-1].index(best)
+    if best < 0:
+        return Crossing(None, (rates[0], slacks[0]))
+    rises_at = max((rate for rate, slack in zip(rates[:first], slacks[:first], strict=True) if slack < 0), default=0.0)
+    fit = _falling(slacks[first:])
+    last = max(k for k, slack in enumerate(fit) if slack >= 0)
+    low = rates[first + last], fit[last]
+    if last + 1 == len(fit):
+        return Crossing(low, None, rises_at)
+    return Crossing(low, (rates[first + last + 1], fit[last + 1]), rises_at)
+
+
+def _falling(slacks: Sequence[float]) -> Sequence[float]:
+    """The non-increasing least-squares fit."""
+    if all(a >= b for a, b in itertools.pairwise(slacks)):
+        return slacks
     from scipy.optimize import isotonic_regression
 
-    values = np.asarray(slacks, dtype=np.float64)
-    first = len(values) - 1 - int(np.argmax(values[::-1]))
-    if values[first] < 0:
-        return Crossing(None, (rates[0], float(values[0])))
-    failing = np.flatnonzero(values[:first] < 0)
-    rises_at = rates[failing[-1]] if failing.size else 0.0
-    fit = isotonic_regression(values[first:], increasing=False).x
-    last = first + int(np.flatnonzero(fit >= 0)[-1])
-    low = rates[last], float(fit[last - first])
-    if last + 1 == len(values):
-        return Crossing(low, None, rises_at)
-    return Crossing(low, (rates[last + 1], float(fit[last + 1 - first])), rises_at)
+    fit: list[float] = isotonic_regression(slacks, increasing=False).x.tolist()
+    return fit
 
 
 def root(low: tuple[float, float], high: tuple[float, float]) -> float:
@@ -162,7 +170,7 @@ def _seeds_interval(seeds: Sequence[SeedCapacity], *, may_go_on: bool) -> tuple[
     found = replication_interval(logs)
     assert found is not None  # there are two at least
     mean, half = float(np.mean(logs)), found.half_width * (1 + 1 / count if may_go_on else 1.0)
-    return Interval(math.exp(mean - half), min(math.exp(mean + half), high)), CONFIDENCE
+    return Interval(math.exp(mean - half), max(math.exp(mean), min(math.exp(mean + half), high))), CONFIDENCE
 
 
 def typical_curve(
