@@ -102,7 +102,7 @@ def test_an_slo_of_two_conditions_is_as_high_as_the_lower_of_both(tmp_path: Path
 
 
 def test_the_search_finds_what_a_grid_of_rates_finds(tmp_path: Path) -> None:
-    """Of the mean latency of M/D/8 under 6 seeds, at rates 2 % apart around the answer."""
+    """Of the mean latency of a replica under 6 seeds, at rates 2 % apart around the answer."""
     config = load_config(
         write(tmp_path), ["capacity.replications=6", "capacity.max_replications=6", "capacity.curve=[]"]
     )
@@ -122,7 +122,7 @@ def e2e_s(config: ExperimentConfig, rate: float, seed: int) -> float:
     """The mean latency of one run."""
     one = config.model_copy(update={"capacity": None, "name": f"grid-{rate}-{seed}"})
     mapping = one.model_dump(mode="json", by_alias=True, exclude_none=True)
-    run = run_experiment(config_from_mapping(mapping, [f"workload.arrivals.rate={rate}", f"seed={seed}"]))
+    run = run_experiment(config_from_mapping(mapping, [f"workload.rate={rate}", f"seed={seed}"]))
     return float(run.summary.value("overall.e2e_s.mean"))
 
 
