@@ -2,7 +2,8 @@
 
 python benchmarks/capacity.py [--requests 400] [--seeds 5] [--step 0.02]
 
-The grid runs every rate from 0.6 to 1.6 times the first policy's answer under the same seeds; its answer is where the mean slack passes zero between two of its rates.
+The grid runs every rate from 0.6 to 1.6 times the first policy's answer under the same seeds. Its answer is the least over the conditions of the geometric mean over seeds of the rate at
+which the condition ends to hold.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from vajra_py.config import config_from_mapping
 from vajra_py.config.slo import parse_slo
 from vajra_py.experiment.capacity import find_capacity, metric_value
+from vajra_py.experiment.capacity_seeds import crossing
 from vajra_py.experiment.run import run_experiment
 
 POLICIES: list[dict[str, Any]] = [
@@ -50,23 +52,22 @@ def experiment(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def grid_answer(mapping: dict[str, Any], policy: dict[str, Any], rates: list[float], seeds: int) -> float:
-    """The highest rate of a line between the grid's points at which the mean slack is zero."""
+    """The least over conditions of the geometric mean of the seeds' capacities, each between two of the grid's rates."""
     slo = parse_slo(SLO)
-    means = []
-    for rate in rates:
+    logs = []
+    for seed in range(1, seeds + 1):
         slacks = []
-        for seed in range(1, seeds + 1):
+        for rate in rates:
             one = {**mapping, "name": f"grid-{policy['policy']}-{rate:.4g}-{seed}", "seed": seed}
             one["scheduling"] = {**mapping["scheduling"], "replica_scheduler": policy}
             one["workload"] = {**mapping["workload"], "rate": rate}
             summary = run_experiment(config_from_mapping(one)).summary
-            slacks.append(slo.slack(lambda metric, summary=summary: metric_value(summary, metric)))
-        means.append(sum(slacks) / seeds)
-    last = max((k for k, mean in enumerate(means) if mean >= 0), default=0)
-    if last + 1 == len(rates):
-        return math.nan
-    above, below = means[last], means[last + 1]
-    return rates[last] + (rates[last + 1] - rates[last]) * above / (above - below)
+            slacks.append(slo.slacks(lambda metric, summary=summary: metric_value(summary, metric)))
+        found = [crossing(rates, list(own)) for own in zip(*slacks, strict=True)]
+        if any(one.capacity.side != "exact" for one in found):
+            return math.nan  # a seed's capacity lies outside the grid
+        logs.append([math.log(one.rate) for one in found])
+    return math.exp(min(sum(own) / seeds for own in zip(*logs, strict=True)))
 
 
 def main() -> None:

@@ -33,7 +33,8 @@ from vajra_py.plugins import Registry, load_registry
 
 if TYPE_CHECKING:
     from vajra_py.experiment.accuracy import Accuracy
-    from vajra_py.experiment.capacity import CapacityAnswer, SearchProgress
+    from vajra_py.experiment.capacity import SearchProgress
+    from vajra_py.experiment.capacity_answers import CapacityAnswer
     from vajra_py.metrics import plots
 
 __all__ = [
@@ -235,7 +236,7 @@ def figures(
 def __getattr__(name: str) -> Any:
     """`plots` loads matplotlib when it is first used, `CapacityAnswer` the search for it."""
     if name == "CapacityAnswer":
-        from vajra_py.experiment.capacity import CapacityAnswer
+        from vajra_py.experiment.capacity_answers import CapacityAnswer
 
         return CapacityAnswer
     if name == "plots":

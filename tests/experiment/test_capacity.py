@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from vajra_py.cli.main import vajra
-from vajra_py.config import load_config
+from vajra_py.config import ExperimentConfig, config_from_mapping, load_config
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.capacity import find_capacity
+from vajra_py.experiment.run import run_experiment
 
 FILE = """
 version: 1
@@ -54,9 +57,11 @@ def answer(folder: Path, *overrides: str, slo: str = "mean(e2e) <= 0.2", more: s
 
 
 def test_the_answer_comes_last_with_its_interval_and_a_second_search_runs_nothing(tmp_path: Path) -> None:
-    code, output = answer(tmp_path)
+    seeds = ["capacity.replications=5", "capacity.max_replications=5"]
+    code, output = answer(tmp_path, *seeds)
     assert code == 0
     assert "requests/s (95 % interval " in output.splitlines()[-1]
+    assert "the 2 % of precision_fraction" in output.splitlines()[-1]
     folder = tmp_path / "runs" / "cap"
     first = json.loads((folder / "capacity.json").read_text())["answers"][0]
     low, high = first["interval"]
@@ -64,7 +69,7 @@ def test_the_answer_comes_last_with_its_interval_and_a_second_search_runs_nothin
     assert low <= first["setting"][0] <= high
     assert (folder / "capacity.csv").exists()
     assert "<svg" in (folder / "capacity.svg").read_text()
-    again = find_capacity(load_config(tmp_path / "cap.yaml"), workers=1)
+    again = find_capacity(load_config(tmp_path / "cap.yaml", seeds), workers=1)
     assert (again[0].num_new, again[0].num_runs) == (0, first["num_runs"])
     assert json.loads((folder / "capacity.json").read_text())["answers"][0]["interval"] == [low, high]
 
@@ -73,9 +78,52 @@ def test_a_grid_of_policies_gets_an_answer_each(tmp_path: Path) -> None:
     more = "sweep: {replica.max_batch_size: [2, 8]}"
     code, output = answer(tmp_path, more=more)
     assert code == 0
+    assert "Highest, told apart from all others: 8" in output.splitlines()
+    (pair,) = json.loads((tmp_path / "runs" / "cap" / "capacity.json").read_text())["differences"]
+    assert (pair["first"], pair["second"], pair["is_paired"], pair["num_seeds"]) == ("8", "2", True, 3)
+    assert pair["interval"][0] < pair["fraction"] < pair["interval"][1]
+    assert pair["p_value"] == pair["corrected_p"] < 0.05
     small, large = (float(line.split()[1]) for line in output.splitlines()[-2:])
     assert [line.partition(":")[0] for line in output.splitlines()[-2:]] == ["2", "8"]  # the best one last
     assert large > 1.5 * small
+
+
+def test_an_slo_of_two_conditions_is_as_high_as_the_lower_of_both(tmp_path: Path) -> None:
+    found = {}
+    for slo in ("mean(e2e) <= 0.2", "attainment >= 0.9", "mean(e2e) <= 0.2 and attainment >= 0.9"):
+        config = load_config(write(tmp_path, slo), ["capacity.curve=[]"])
+        (one,) = find_capacity(config, workers=1)
+        assert one.answer is not None
+        found[slo] = one.answer
+    first, second, both = found.values()
+    assert both.setting[0] == pytest.approx(min(first.setting[0], second.setting[0]), rel=0.015)
+    assert both.deciding is not None
+    assert both.deciding.text == min(found, key=lambda slo: found[slo].setting[0] if " and " not in slo else math.inf)
+
+
+def test_the_search_finds_what_a_grid_of_rates_finds(tmp_path: Path) -> None:
+    """Of the mean latency of a replica under 6 seeds, at rates 2 % apart around the answer."""
+    config = load_config(
+        write(tmp_path), ["capacity.replications=6", "capacity.max_replications=6", "capacity.curve=[]"]
+    )
+    (found,) = find_capacity(config, workers=1)
+    assert found.by_seed is not None
+    rates = [found.answer.setting[0] * 1.02**k for k in range(-17, 18)] if found.answer is not None else []
+    capacities = []
+    for seed in range(3, 9):
+        held = [rate for rate in rates if e2e_s(config, rate, seed) <= 0.2]
+        capacities.append(held[-1] * 1.01)
+    assert found.answer is not None
+    assert found.answer.setting[0] == pytest.approx(statistics.geometric_mean(capacities), rel=0.01)
+    assert list(found.by_seed.values()) == pytest.approx(capacities, rel=0.03)
+
+
+def e2e_s(config: ExperimentConfig, rate: float, seed: int) -> float:
+    """The mean latency of one run."""
+    one = config.model_copy(update={"capacity": None, "name": f"grid-{rate}-{seed}"})
+    mapping = one.model_dump(mode="json", by_alias=True, exclude_none=True)
+    run = run_experiment(config_from_mapping(mapping, [f"workload.rate={rate}", f"seed={seed}"]))
+    return float(run.summary.value("overall.e2e_s.mean"))
 
 
 def test_the_fewest_replicas(tmp_path: Path) -> None:
@@ -89,7 +137,7 @@ def test_the_fewest_replicas(tmp_path: Path) -> None:
     assert found.answer.outcome == "found"
     best = int(found.answer.setting[0])
     assert found.unit == "replicas"
-    slacks = {point.setting[0]: sum(point.slacks) for point in found.curve}
+    slacks = {point.setting[0]: sum(point.slack) for point in found.curve}
     assert slacks[best] >= 0
     assert slacks.get(best - 1, -1) < 0
 
@@ -134,7 +182,7 @@ def test_the_cheapest_mix_of_devices_follows_their_prices(tmp_path: Path, price:
     short, rest = found.answer.setting
     assert (short > 0) == uses_both  # an H100 for less than an L40S takes all requests
     assert rest >= 1
-    held = {point.setting: sum(point.slacks) >= 0 for point in found.curve}
+    held = {point.setting: sum(point.slack) >= 0 for point in found.curve}
     assert held[found.answer.setting]
     assert not any(holds and found.cost(one) < found.cost(found.answer.setting) for one, holds in held.items())
     line = found.sentence

@@ -13,7 +13,7 @@ from vajra_py.cli.options import new_progress, on_option, overrides_option
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from vajra_py.experiment.capacity import CapacityAnswer
+    from vajra_py.experiment.capacity_answers import CapacityAnswer
 
 
 @click.command(no_args_is_help=True)
@@ -58,7 +58,7 @@ def capacity(  # noqa: PLR0913 - one argument for each option
     folder = config.output_dir / config.name
     asked = config.capacity
     assert asked is not None  # else there was no answer
-    from vajra_py.experiment.capacity_files import write_capacity_files
+    from vajra_py.experiment.capacity_files import difference_lines, write_capacity_files
 
     for path in write_capacity_files(answers, asked, folder, formats):
         if not quiet:
@@ -68,6 +68,8 @@ def capacity(  # noqa: PLR0913 - one argument for each option
     for note in dict.fromkeys(answer.note for answer in answers if answer.note):
         labels = [answer.label for answer in answers if answer.note == note]
         click.echo(f"note: {'' if len(labels) == len(answers) else ', '.join(labels) + ': '}{note}")
+    for line in difference_lines(answers):
+        click.echo(line)
     click.echo(f"SLO: {asked.slo}")
     for answer in sorted(answers, key=_worth):
         click.echo(answer.sentence)
@@ -75,7 +77,7 @@ def capacity(  # noqa: PLR0913 - one argument for each option
 
 
 def _worth(answer: CapacityAnswer) -> float:
-    """The best answer comes last, where one looks first."""
+    """The highest rate and the lowest cost come last, where one looks first."""
     found = answer.answer
     if found is None or found.outcome == "never":
         return -math.inf

@@ -68,10 +68,14 @@ class CapacityConfig(_Section):
         0.02, description="How exact a rate has to be, as a part of it: half of the interval's width."
     )
     replications: Annotated[int, Field(strict=True, ge=2, le=1000)] = Field(
-        5, description="Seeds under which every decisive setting is run: `seed`, `seed` + 1, …"
+        5,
+        description=(
+            "Seeds under which every decisive setting is run: `seed`, `seed` + 1, …; for a rate five at least, which an interval takes, "
+            "unless `max_replications` is less."
+        ),
     )
     max_replications: Annotated[int, Field(strict=True, ge=2, le=1000)] = Field(
-        20, description="Seeds that a rate's interval may take while it is wider than asked for."
+        20, description="Seeds that a rate's interval may take while it is wider than `precision_fraction`."
     )
     curve: tuple[_Positive, ...] = Field(
         (0.5, 0.75, 0.9, 1.1, 1.25), description="Further points of the curve, as multiples of the capacity found."

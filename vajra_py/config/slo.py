@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -57,6 +57,11 @@ class Condition:
     """The metric is to be at most the limit; else at least."""
     limit: float
 
+    @property
+    def text(self) -> str:
+        """The condition as it is written."""
+        return f"{self.metric.text} {'<=' if self.at_most else '>='} {self.limit:g}"
+
     def slack(self, value: float | None) -> float:
         """How far inside the limit a value is, negative outside: the logarithm of the ratio, so that 0.1 is about a tenth of the limit.
 
@@ -67,6 +72,11 @@ class Condition:
         inner, outer = (value, self.limit) if self.at_most else (self.limit, value)
         found = outer - inner if inner <= 0 or outer <= 0 else math.log(outer / inner)
         return max(-WORST, min(WORST, found))
+
+    def value_at(self, slack: float) -> float:
+        """The value that is so far inside the limit."""
+        inwards = -slack if self.at_most else slack
+        return self.limit * math.exp(inwards) if self.limit > 0 else self.limit + inwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +102,26 @@ class Slo:
         """Its conditions, from left to right."""
         return tuple(_conditions(self.expression))
 
+    def slacks(self, value: Callable[[SloMetric], float | None]) -> tuple[float, ...]:
+        """The slack of each condition."""
+        return tuple(one.slack(value(one.metric)) for one in self.conditions)
+
     def slack(self, value: Callable[[SloMetric], float | None]) -> float:
         """The least slack of conditions joined by `and`, the most of those joined by `or`; at least zero where the SLO holds."""
-        return _slack(self.expression, value)
+        return self.combined(self.slacks(value))
+
+    @property
+    def has_alternatives(self) -> bool:
+        """Whether one of several conditions is enough somewhere."""
+        return _has_or(self.expression)
+
+    def decided(self, values: Sequence[float]) -> tuple[float, int]:
+        """Of a value for each condition, the least of those joined by `and`, the most of those joined by `or`, and the position of the condition that has it."""
+        return _decided(self.expression, iter(enumerate(values)))
+
+    def combined(self, values: Sequence[float]) -> float:
+        """Of a value for each condition, the one that decides: of slacks, at least zero where the SLO holds."""
+        return self.decided(values)[0]
 
 
 def parse_slo(text: str) -> Slo:
@@ -177,8 +204,15 @@ def _conditions(expression: Expression) -> list[Condition]:
     return [condition for part in expression.parts for condition in _conditions(part)]
 
 
-def _slack(expression: Expression, value: Callable[[SloMetric], float | None]) -> float:
+def _has_or(expression: Expression) -> bool:
     if isinstance(expression, Condition):
-        return expression.slack(value(expression.metric))
-    found = [_slack(part, value) for part in expression.parts]
-    return min(found) if expression.kind == "and" else max(found)
+        return False
+    return expression.kind == "or" or any(_has_or(part) for part in expression.parts)
+
+
+def _decided(expression: Expression, values: Iterator[tuple[int, float]]) -> tuple[float, int]:
+    if isinstance(expression, Condition):
+        position, value = next(values)
+        return value, position
+    found = [_decided(part, values) for part in expression.parts]
+    return (min if expression.kind == "and" else max)(found, key=lambda one: one[0])

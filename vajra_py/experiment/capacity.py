@@ -18,16 +18,9 @@ from vajra_py.config.capacity import CapacityConfig
 from vajra_py.config.slo import GROUPS, Slo, SloMetric, parse_slo
 from vajra_py.config.sweeps import values_of_label
 from vajra_py.errors import ConfigError, Problem, RunError, VajraError, did_you_mean
-from vajra_py.experiment.capacity_search import (
-    Answer,
-    Probe,
-    RateQuestion,
-    Search,
-    Setting,
-    Slacks,
-    search_rate,
-    search_replicas,
-)
+from vajra_py.experiment.capacity_answers import CapacityAnswer, CurvePoint, plain_values
+from vajra_py.experiment.capacity_rate import RateQuestion, search_rate
+from vajra_py.experiment.capacity_search import Answer, Probe, Search, Setting, Slacks, search_replicas
 from vajra_py.experiment.device_figures import devices_of
 from vajra_py.experiment.equal_seeds import EqualSeeds, drew_beside_workload
 from vajra_py.experiment.folder import RunFolder
@@ -39,51 +32,6 @@ from vajra_py.plugins import Registry, load_registry
 _SEED = "seed"
 _MANY = 1 << 30
 """Runs that a search may ask for: as many as there are workers at least."""
-
-
-@dataclass(frozen=True, slots=True)
-class CurvePoint:
-    """What the runs at one rate, or with some numbers of replicas, measured."""
-
-    setting: Setting
-    values: Mapping[str, tuple[float | None, ...]]
-    """By the text of a metric of the SLO: a value for each seed."""
-    slacks: tuple[float, ...]
-    num_overloaded: int
-
-
-@dataclass(frozen=True, slots=True)
-class CapacityAnswer:
-    """The answer for one setting of the sweep."""
-
-    label: str
-    answer: Answer | None
-    curve: tuple[CurvePoint, ...] = ()
-    """By rising rate or cost."""
-    paths: tuple[str, ...] = ()
-    """What was searched."""
-    costs: tuple[float, ...] = ()
-    """Of a replica of each kind; empty for a rate."""
-    unit: str = "requests/s"
-    num_runs: int = 0
-    num_new: int = 0
-    """Of the runs, those that were not there before."""
-    error: str | None = None
-    range: tuple[float, float] = (0.0, 0.0)
-    """Of the rates that were allowed."""
-    note: str = ""
-    """Why it was run under fewer seeds than asked for (without an interval where it is one), or what alone differs between them."""
-
-    @property
-    def sentence(self) -> str:
-        """The answer with its interval in one line."""
-        from vajra_py.experiment.capacity_files import answer_line
-
-        return answer_line(self)
-
-    def cost(self, setting: Setting) -> float:
-        """Of numbers of replicas; a rate stands for itself."""
-        return sum(a * b for a, b in zip(setting, self.costs, strict=True)) if self.costs else setting[0]
 
 
 SearchProgress: TypeAlias = Callable[[str, int, int, str], None]
@@ -151,7 +99,7 @@ class _Question:
     """Its configuration as plain values, without the question."""
     folder: Path
     seeds: tuple[int, ...]
-    """Those that give different runs, as many as may be asked for."""
+    """Those that give different runs, as many as may be asked for: common to all settings of the sweep but for those."""
     question: CapacityConfig
     slo: Slo
     paths: tuple[str, ...]
@@ -159,11 +107,6 @@ class _Question:
     unit: str
     note: str = ""
     """Why there are fewer seeds than were asked for, or what alone differs between them."""
-
-    @property
-    def num_replications(self) -> int:
-        """Seeds that every decisive setting is run under."""
-        return min(self.question.replications, len(self.seeds))
 
     def config(self, setting: Setting, seed: int, registry: Registry) -> ExperimentConfig:
         """The experiment at a rate or with so many replicas, under one seed."""
@@ -186,34 +129,37 @@ class _Question:
         """Of numbers of replicas; a rate stands for itself."""
         return sum(a * b for a, b in zip(setting, self.costs, strict=True)) if self.costs else setting[0]
 
+    def seed_at(self, position: int) -> int:
+        """The seed at a position of the search's seeds."""
+        return self.seeds[position]
+
+    @property
+    def num_seeds(self) -> tuple[int, int]:
+        """Seeds that are run in any case, and at most."""
+        asked = self.question
+        return min(asked.replications, len(self.seeds)), min(asked.max_replications, len(self.seeds))
+
     def search(self) -> Search:
         """The search that answers it, with the further points of its curve."""
-        asked = self.question
+        asked, (fewest, most) = self.question, self.num_seeds
         if asked.replicas is not None:
             ranges = [range(one.min, one.max + 1) for one in asked.replicas.values()]
-            return search_replicas(ranges, self.costs, self.num_replications)
+            return search_replicas(self.slo, ranges, self.costs, fewest)
         rate = asked.rate
         assert rate is not None  # the schema sees to it
         given = _at(self.mapping, rate.path)
         start = float(given) if isinstance(given, int | float) else math.sqrt(rate.min * rate.max)
-        search = search_rate(
-            RateQuestion(
-                rate.min,
-                rate.max,
-                min(max(start, rate.min), rate.max),
-                asked.precision_fraction,
-                self.num_replications,
-                min(asked.max_replications, len(self.seeds)),
-            )
+        question = RateQuestion(
+            self.slo, rate.min, rate.max, min(max(start, rate.min), rate.max), asked.precision_fraction, fewest, most
         )
-        return _with_curve(search, asked, self.num_replications)
+        return _with_curve(search_rate(question), asked.curve, fewest)
 
 
-def _with_curve(search: Search, asked: CapacityConfig, replications: int) -> Search:
+def _with_curve(search: Search, factors: Sequence[float], num_seeds: int) -> Search:
     answer = yield from search
-    if answer.outcome == "found" and asked.curve:
-        rates = [float(f"{answer.setting[0] * factor:.3g}") for factor in asked.curve]
-        yield [((rate,), replications) for rate in rates]
+    if answer.outcome == "found" and factors:
+        rates = [float(f"{answer.setting[0] * factor:.3g}") for factor in factors]
+        yield [((rate,), seed) for rate in rates for seed in range(num_seeds)]
     return answer
 
 
@@ -314,7 +260,8 @@ class _Search:
     _generator: Search = field(init=False)
     _wanted: Sequence[Probe] = field(init=False, default=())
     _pending: set[tuple[Setting, int]] = field(init=False, default_factory=set)
-    _slacks: dict[Setting, dict[int, float]] = field(init=False, default_factory=dict)
+    _slacks: dict[Setting, dict[int, tuple[float, ...]]] = field(init=False, default_factory=dict)
+    """By setting and seed, of each condition."""
     _answer: Answer | None = field(init=False, default=None)
     _error: str | None = field(init=False, default=None)
     _has_begun: bool = field(init=False, default=False)
@@ -376,12 +323,12 @@ class _Search:
                 curve += [self._point(one) for one in sorted(self._slacks, key=lambda one: (asked.cost(one), one))]
             except VajraError as error:
                 self._error = str(error)
-        answer = CapacityAnswer(
+        rate, num_seeds = asked.question.rate, 0 if self._answer is None else self._answer.num_seeds
+        return CapacityAnswer(
             asked.label, self._answer, tuple(curve), asked.paths, asked.costs, asked.unit, self.num_done, self.num_new, self._error,
-            (0.0, 0.0) if asked.question.rate is None else (asked.question.rate.min, asked.question.rate.max),
-            asked.note,
+            (0.0, 0.0) if rate is None else (rate.min, rate.max), tuple(asked.seed_at(k) for k in range(num_seeds)),
+            0.0 if rate is None else asked.question.precision_fraction, asked.note,
         )  # fmt: skip
-        return answer
 
     def _advance(self) -> None:
         if self._is_random_after_all:
@@ -399,26 +346,28 @@ class _Search:
             self._answer = stop.value
 
     def _known(self) -> Slacks:
-        seeds = self.question.seeds
-        return {setting: [self._slacks[setting][seed] for seed in seeds[:count]] for setting, count in self._wanted}
+        return {
+            (setting, position): self._slacks[setting][self.question.seed_at(position)]
+            for setting, position in self._wanted
+        }
 
     def _missing(self) -> list[tuple[Setting, int, RunTask]]:
         """Runs that are wanted and lie neither in memory nor on disk."""
         found: list[tuple[Setting, int, RunTask]] = []
         if self._answer is not None:
             return found
-        for setting, count in self._wanted:
-            for seed in self.question.seeds[:count]:
-                if seed in self._slacks.get(setting, {}) or (setting, seed) in self._pending:
-                    continue
-                config = self.question.config(setting, seed, self.registry)
-                path = self.question.path(setting, seed)
-                self.num_asked += 1
-                if RunFolder(path).is_finished(config) and not self.overwrite:
-                    self._read(setting, seed)
-                else:
-                    self._pending.add((setting, seed))
-                    found.append((setting, seed, RunTask(config, path, self.overwrite)))
+        for setting, position in self._wanted:
+            seed = self.question.seed_at(position)
+            if seed in self._slacks.get(setting, {}) or (setting, seed) in self._pending:
+                continue
+            config = self.question.config(setting, seed, self.registry)
+            path = self.question.path(setting, seed)
+            self.num_asked += 1
+            if RunFolder(path).is_finished(config) and not self.overwrite:
+                self._read(setting, seed)
+            else:
+                self._pending.add((setting, seed))
+                found.append((setting, seed, RunTask(config, path, self.overwrite)))
         return found
 
     def _read(self, setting: Setting, seed: int) -> None:
@@ -426,7 +375,8 @@ class _Search:
         summary = RunData.load(path).summary
         if len(self.question.seeds) < self.question.question.max_replications and drew_beside_workload(path):
             self._is_random_after_all = True
-        self._slacks.setdefault(setting, {})[seed] = self.question.slo.slack(lambda one: metric_value(summary, one))
+        slacks = self.question.slo.slacks(lambda one: metric_value(summary, one))
+        self._slacks.setdefault(setting, {})[seed] = slacks
         self.num_done += 1
 
     def _point(self, setting: Setting) -> CurvePoint:
@@ -436,8 +386,10 @@ class _Search:
         metrics = {condition.metric.text: condition.metric for condition in self.question.slo.conditions}
         return CurvePoint(
             setting,
+            tuple(seeds),
             {text: tuple(metric_value(one, metric) for one in summaries) for text, metric in metrics.items()},
             tuple(slacks[seed] for seed in seeds),
+            tuple(self.question.slo.combined(slacks[seed]) for seed in seeds),
             sum(one.value("stability.label") == "overloaded" for one in summaries),
         )
 
@@ -467,31 +419,5 @@ def _write_json(answers: Sequence[CapacityAnswer], config: ExperimentConfig) -> 
     """`capacity.json` beside the runs: answers and curves as plain values."""
     folder = config.output_dir / config.name
     folder.mkdir(parents=True, exist_ok=True)
-    data = {"slo": config.capacity.slo if config.capacity else None, "answers": [_plain(one) for one in answers]}
-    (folder / "capacity.json").write_text(json.dumps(data, indent=1) + "\n")
-
-
-def _plain(one: CapacityAnswer) -> dict[str, Any]:
-    found = one.answer
-    interval = None if found is None or found.interval is None else [found.interval.low, found.interval.high]
-    return {
-        "label": one.label,
-        "outcome": None if found is None else found.outcome,
-        "error": one.error,
-        "searched": list(one.paths),
-        "setting": None if found is None else list(found.setting),
-        "interval": interval if interval is None else [value if math.isfinite(value) else None for value in interval],
-        "unit": one.unit,
-        "num_seeds": None if found is None else found.num_seeds,
-        "num_runs": one.num_runs,
-        "note": one.note,
-        "curve": [
-            {
-                "setting": list(point.setting),
-                "values": {key: list(values) for key, values in point.values.items()},
-                "slacks": list(point.slacks),
-                "num_overloaded": point.num_overloaded,
-            }
-            for point in one.curve
-        ],
-    }
+    slo = config.capacity.slo if config.capacity else ""
+    (folder / "capacity.json").write_text(json.dumps(plain_values(slo, answers), indent=1) + "\n")

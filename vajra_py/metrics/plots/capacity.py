@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A metric of the SLO and its limit."""
+    """A condition of the SLO."""
 
+    condition: str
     metric: str
     limit: float
     is_fraction: bool
@@ -32,27 +33,34 @@ class CapacityCurve:
     points: Sequence[tuple[float, Mapping[str, tuple[float | None, ...]]]]
     """Rate or cost, rising; by metric the values of the seeds."""
     knee: float | None
-    interval: Interval | None
+    interval: Interval | None = None
+    lines: Mapping[str, Sequence[tuple[float, float]]] | None = None
+    """Of rates, by condition: the curve of a typical seed, which crosses the limit at the condition's own capacity. None: a line through the means."""
+    ends: Mapping[str, tuple[float, Interval | None]] = field(default_factory=dict)
+    """By condition, its own capacity and the interval of that."""
 
 
 @styled
 def capacity_figure(curves: Sequence[CapacityCurve], limits: Sequence[Limit], x_label: str) -> Figure:
-    """One panel for each condition of the SLO: a line for each setting, its knee (the capacity) as a vertical line with its interval as a band; the limit is dashed.
+    """One panel for each condition of the SLO: a line for each setting, its capacity as a vertical line with its interval as a band; the limit is dashed.
 
-    The rate is linear and a latency logarithmic; a bar at a point is the 95 % interval over its seeds.
+    Of rates, every run is a point, and a ring on the limit is the condition's own capacity with its interval: the vertical line passes through that of the condition that decides. Of
+    numbers of replicas, points are means over seeds with 95 % intervals. The rate is linear and a latency logarithmic.
     """
     figure, axes = new_figure(1, len(limits), 3.0)
     looks = [Look(k % 8, k // 8) for k in range(len(curves))]
+    reach = _range(curves)
     for own, limit in zip(axes.flat, limits, strict=False):
         for curve, look in zip(curves, looks, strict=True):
-            _draw(own, curve, look, limit)
+            (_draw_means if curve.lines is None else _draw_runs)(own, curve, look, limit, reach)
+            _draw_knee(own, curve, look)
         own.axhline(limit.limit, color=INK, linewidth=0.9, linestyle=(0, (3, 2)), zorder=1)
         own.set_xlabel(x_label)
         own.set_ylabel(limit.metric if limit.is_fraction else f"{limit.metric}, s")
-        own.set_xlim(*_range(curves))
+        own.set_xlim(*reach)
         if limit.is_fraction:
             percent(own.yaxis)
-        else:
+        elif limit.limit > 0:
             plain_log(own.yaxis)
     add_legend(
         figure, line_entries([(one.label, look) for one, look in zip(curves, looks, strict=True)], with_marker=True)
@@ -60,8 +68,26 @@ def capacity_figure(curves: Sequence[CapacityCurve], limits: Sequence[Limit], x_
     return figure
 
 
-def _draw(axes: Any, curve: CapacityCurve, look: Look, limit: Limit) -> None:
-    points = [(x, floats(list(values[limit.metric]))) for x, values in curve.points]
+def _draw_runs(axes: Any, curve: CapacityCurve, look: Look, limit: Limit, reach: tuple[float, float]) -> None:
+    runs = [
+        (x, value)
+        for x, values in curve.points
+        if x <= reach[1]
+        for value in floats(list(values[limit.metric])).tolist()
+        if limit.is_fraction or limit.limit <= 0 or value > 0
+    ]
+    axes.plot([x for x, _ in runs], [y for _, y in runs], look.marker, color=look.hue, markersize=2.5, alpha=0.35, markeredgewidth=0)  # fmt: skip
+    line = [point for point in (curve.lines or {}).get(limit.condition, ()) if point[0] <= reach[1]]
+    axes.plot([x for x, _ in line], [y for _, y in line], **look.line)
+    if limit.condition in curve.ends:
+        rate, interval = curve.ends[limit.condition]
+        axes.plot([rate], [limit.limit], marker="o", markersize=8, markerfacecolor="none", color=look.hue, zorder=3)
+        if interval is not None:
+            axes.hlines([limit.limit], [interval.low], [min(interval.high, reach[1])], color=look.hue, linewidth=1.4, alpha=0.6)  # fmt: skip
+
+
+def _draw_means(axes: Any, curve: CapacityCurve, look: Look, limit: Limit, reach: tuple[float, float]) -> None:
+    points = [(x, floats(list(values[limit.metric]))) for x, values in curve.points if x <= reach[1]]
     points = [(x, values) for x, values in points if values.size > 1 and (limit.is_fraction or values.min() > 0)]
     axes.plot(
         [x for x, _ in points], [float(values.mean()) for _, values in points], marker=look.marker, markersize=4, **look.line
@@ -73,10 +99,14 @@ def _draw(axes: Any, curve: CapacityCurve, look: Look, limit: Limit) -> None:
             high = min(interval.high, 1.0) if limit.is_fraction else interval.high
             axes.vlines([x], [low], [high], color=look.hue, linewidth=1.4, alpha=0.6)
     if curve.knee is not None and points:
-        axes.axvline(curve.knee, color=look.hue, linewidth=1.0, alpha=0.8, zorder=1.2)
         height = float(np.interp(curve.knee, [x for x, _ in points], [float(values.mean()) for _, values in points]))
         axes.plot([curve.knee], [height], marker="o", markersize=8, markerfacecolor="none", color=look.hue)
-    if curve.interval is not None:
+
+
+def _draw_knee(axes: Any, curve: CapacityCurve, look: Look) -> None:
+    if curve.knee is not None:
+        axes.axvline(curve.knee, color=look.hue, linewidth=1.0, alpha=0.8, zorder=1.2)
+    if curve.interval is not None and np.isfinite(curve.interval.high):
         axes.axvspan(curve.interval.low, curve.interval.high, color=look.hue, alpha=0.12, linewidth=0)
 
 
