@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -238,6 +239,55 @@ def test_unequal_contexts_take_as_much_longer_as_was_measured(bundle: Path) -> N
     )
     alone = BatchFeatures().with_chunk(512, 0)
     assert unequal.batch_time_s(alone) == equal.batch_time_s(alone)
+
+
+def test_what_unequal_contexts_cost_beside_a_chunk_depends_on_the_chunk_and_on_the_contexts(bundle: Path) -> None:
+    header = "regime,n,nb,ratio,skew,pc,kp,kvs,kv_big,kv_mean,t_mean_us,t_max_us,t_skew_us,alpha"
+    rows = [
+        f"mixed,64,32,0.5,3,{chunk},0,{mean // 2},{mean * 3 // 2},{mean},100,150,{longer},0.2"
+        for chunk, mean, longer in ((64, 1024, 140), (64, 4096, 160), (1024, 1024, 104), (1024, 4096, 108))
+    ]
+    (bundle / "tp1" / "skew.csv").write_text("\n".join([header, *rows, ""]))
+    equal, unequal = (of(bundle, context_variation=one) for one in (0.0, 0.5))
+    for chunk, context, factor in ((1024, 1024, 0.04), (1024, 8192, 0.08), (2048, 8192, 0.08), (16, 1024, 0.4)):
+        shape = BatchFeatures(64, 64 * context).with_chunk(chunk, 0)
+        longer_s = unequal.batch_time_s(shape) - equal.batch_time_s(shape)
+        assert longer_s == pytest.approx(MICRO * NUM_LAYERS * factor * attention_us(chunk, 0, 64, context))
+    # Half way between two measured chunks in their logarithms, on a point of the grid of times.
+    shape = BatchFeatures(64, 64 * 1024).with_chunk(256, 0)
+    longer_s = unequal.batch_time_s(shape) - equal.batch_time_s(shape)
+    assert longer_s == pytest.approx(MICRO * NUM_LAYERS * 0.22 * attention_us(256, 0, 64, 1024))
+    # A decode beside a chunk has no other decode to differ from.
+    alone = BatchFeatures(1, 1024).with_chunk(64, 0)
+    assert unequal.batch_time_s(alone) == equal.batch_time_s(alone)
+
+
+@pytest.mark.parametrize("device", ["rtx-pro-6000", "a100", "h100"])
+def test_a_card_whose_operators_take_twice_as_long_takes_twice_as_long_for_every_step(
+    bundle: Path, tmp_path: Path, device: str
+) -> None:
+    # Nothing that other cards were seen to add is in a step that outlasts the host: every term scales with the card's own profile.
+    header = "regime,n,nb,ratio,skew,pc,kp,kvs,kv_big,kv_mean,t_mean_us,t_max_us,t_skew_us,alpha"
+    skew = [f"pure,{n},{n // 8},0.1,4,0,0,512,2048,704,100,150,{100 + n / 8},0.2" for n in (32, 64, 128)]
+    skew.append("mixed,64,8,0.1,4,512,0,512,2048,704,100,150,110,0.2")
+    (bundle / "tp1" / "skew.csv").write_text("\n".join([header, *skew, ""]))
+    slow = tmp_path / "slow" / bundle.name
+    shutil.copytree(bundle, slow)
+    for name in ("dense", "per_sequence", "attention"):
+        file = slow / "tp1" / f"{name}.csv"
+        first, *rows = file.read_text().splitlines()
+        doubled = [",".join([*row.split(",")[:-1], str(2 * float(row.split(",")[-1]))]) for row in rows]
+        file.write_text("\n".join([first, *doubled, ""]))
+    given = {"context_variation": 0.5, "device": device, "host": "vllm-0.19-async"}
+    one, twice = of(bundle, **given), of(slow, **given)
+    for shape in (
+        BatchFeatures(64, 64 * 1000),
+        BatchFeatures(3, 3 * 100),
+        BatchFeatures(64, 64 * 1000).with_chunk(512, 0),
+        BatchFeatures(40, 40 * 3000).with_chunk(300, 0).with_chunk(900, 128),
+        BatchFeatures().with_chunk(2048, 4096),
+    ):
+        assert twice.batch_time_s(shape) == pytest.approx(2 * one.batch_time_s(shape))
 
 
 def test_a_calibration_scales_parts_and_fits_one_bundle(bundle: Path, tmp_path: Path) -> None:

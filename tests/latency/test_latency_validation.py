@@ -202,7 +202,7 @@ def test_gaps_between_tokens_and_the_engines_log_are_compared_where_they_are_kno
     run_folder: Path, bundle: Path, tmp_path: Path
 ) -> None:
     run = read_measured_run(run_folder)
-    simulated = simulate_measured(run, bundle_latency(run, bundle), tmp_path / "sim")
+    simulated = simulate_measured(run, bundle_latency(run, bundle, host_exposed_us=500.0), tmp_path / "sim")
     as_measured(run_folder, simulated)
     served = requests_of(simulated)
     assert served.scheduled_at is not None

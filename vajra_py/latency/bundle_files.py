@@ -56,6 +56,10 @@ class SkewSample(NamedTuple):
     num_long: float = 0.0
     """Decodes with the longer of the two contexts; they are the first ones."""
     long_over_short: float = 1.0
+    prefill_context: float = 0.0
+    """Cached tokens before the chunk."""
+    mean_context: float = 0.0
+    """Mean context of the decodes."""
 
 
 NO_SKEW: Array = np.empty((0, len(SkewSample._fields)))
@@ -289,19 +293,19 @@ def _check_attention(folder: Path, attention: Array) -> None:
 
 
 def _skew_samples(path: Path) -> Array:
-    columns = ("n", "nb", "pc", "kvs", "kv_big", "kv_mean", "t_mean_us", "t_skew_us")
+    columns = ("n", "nb", "pc", "kp", "kvs", "kv_big", "kv_mean", "t_mean_us", "t_skew_us")
     rows = _quick_table(path, columns)
     if rows is None or not _are_skewed(rows):
         rows = np.array([_skew_row(path, line, texts) for line, texts in _rows(path, columns)], dtype=np.float64)
         rows = rows.reshape(-1, len(columns))
-    total, big, chunk, small, large, mean, t_mean, t_skew = rows.T
+    total, big, chunk, behind, small, large, mean, t_mean, t_skew = rows.T
     share = big / total
     variation = (large - small) * np.sqrt(share * (1.0 - share)) / mean
-    return np.column_stack([total, chunk, variation, t_skew / t_mean, big, large / small])
+    return np.column_stack([total, chunk, variation, t_skew / t_mean, big, large / small, behind, mean])
 
 
 def _are_skewed(rows: Array) -> bool:
-    total, big, _, small, _, mean, t_mean, t_skew = rows.T
+    total, big, _, _, small, _, mean, t_mean, t_skew = rows.T
     return bool(((t_mean > 0) & (t_skew > 0) & (mean > 0) & (small > 0) & (big > 0) & (big <= total)).all())
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import sqrt
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from vajra_py.contract.latency import BatchFeatures
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.latency.attention_grid import AttentionGrid, DecodeRow
-from vajra_py.latency.bundle_files import Bundle
+from vajra_py.latency.bundle_files import Array, Bundle
 from vajra_py.latency.calibration_file import Calibration
 from vajra_py.latency.collectives import Collectives, Link
 from vajra_py.latency.dense_times import DenseTimes, interpolated, summed
@@ -27,15 +28,12 @@ from vajra_py.latency.devices import DeviceSpec
 from vajra_py.latency.expert_times import ExpertTimes, Routing
 from vajra_py.latency.flash_decoding import DecodeKernel, UnequalContexts, fitted_peak_share
 from vajra_py.latency.host_overhead import HostOverhead
+from vajra_py.latency.measured_skew import skew_factors
 from vajra_py.latency.model_spec import ModelSpec
 from vajra_py.latency.roofline import RooflineModel
 
 CAPTURE_LIMIT = 512
 """Largest batch for which vLLM captures a CUDA graph, in tokens."""
-SKEW_WINDOW = 0.2
-"""Measured batches count towards the skew of one variation when theirs is within this."""
-MOST_DECODES = 1024
-"""Batches of more decodes have the skew of this many."""
 FEW_STEPS = 48
 """Up to here plain numbers are faster than arrays."""
 
@@ -75,26 +73,6 @@ def capture_sizes(limit: int) -> tuple[int, ...]:
     """Batch sizes for which vLLM captures CUDA graphs: 1, 2, 4, then every 8 up to 256 and every 16 up to `limit`."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, limit + 1, 16)]
     return tuple(size for size in sizes if size <= limit)
-
-
-def skew_ratio(
-    samples: npt.NDArray[np.float64], variation: float, counts: Sequence[float], *, mixed: bool
-) -> list[float]:
-    """How much longer attention takes for decode contexts of this variation than for equal ones, by number of decodes.
-
-    The median of the measured batches of that number whose variation is near; numbers that were not measured take their neighbours'
-    mean. No batches: 1.
-    """
-    near = (samples[:, 1] > 0) == mixed
-    near &= np.abs(samples[:, 2] - variation) <= SKEW_WINDOW
-    if not near.any() or variation <= 0:
-        return [1.0] * len(counts)
-    num_decodes, ratios = samples[near, 0], samples[near, 3]
-    known = np.unique(num_decodes)
-    medians = [max(1.0, float(np.median(ratios[num_decodes == count]))) for count in known]
-    found = np.interp(counts, known, medians)
-    found[np.asarray(counts) <= 1] = 1.0
-    return list(map(float, found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,19 +131,14 @@ class ProfileBundleModel:
         self.options = options
         self.device = device
         self._scale = {name: options.scales.get(name, 1.0) for name in SCALES}
-        self._attention = AttentionGrid(bundle.attention)
+        self._attention = self._attention_grid()
+        self._unequal = self._unequal_contexts()
         self._mixed_us_s = 1e-6 * model.num_layers * self._scale["mixed_attention"]
         """Seconds of a step with prompts for each microsecond of one layer's attention."""
         self._experts = None if bundle.experts is None else ExpertTimes(bundle.experts, model, options.routing)
         limit = options.capture_limit if options.cuda_graphs else 0
         self._captured = capture_sizes(limit)
         self._ranks = options.data_parallel
-        counts = range(MOST_DECODES + 1)
-        self._mixed_skew = skew_ratio(bundle.skew, options.context_variation, counts, mixed=True)
-        self._unequal = self._unequal_contexts()
-        self._decode_skew = (
-            skew_ratio(bundle.skew, options.context_variation, counts, mixed=False) if self._unequal is None else []
-        )
         self._decode_batches: dict[int, _DecodeBatch] = {}
         self._dense = DenseTimes(bundle.dense, model.num_layers)
         self._collectives = Collectives(
@@ -285,10 +258,7 @@ class ProfileBundleModel:
             rank, reach, largest = self._per_rank(num_decodes), self.options.reach, self._attention.largest
             parts = self._token_parts(rank, num_decodes)
             added, least = self._host_s(num_decodes)
-            if self._unequal is None:
-                skew = self._decode_skew[min(rank, MOST_DECODES)]
-            else:
-                skew = self._unequal.factor(self._padded(rank))
+            skew = 1.0 if self._unequal is None else self._unequal.factor(self._padded(rank))
             scale = self._scale["decode_attention"] * skew
             batch = self._decode_batches[num_decodes] = _DecodeBatch(
                 fixed_s=sum(parts.values()) + self._head_s(rank) + self._gathered_s(rank) + added,
@@ -313,7 +283,6 @@ class ProfileBundleModel:
         chunk, behind = one_chunk(tokens, pairs)
         if decodes:
             microseconds = self._attention.mixed(decodes).at(chunk, behind, context / decodes)
-            microseconds *= self._mixed_skew[decodes] if decodes < MOST_DECODES else self._mixed_skew[-1]
         else:
             microseconds = self._attention.prefill_us(chunk, behind)
         return max(self._mixed_us_s * microseconds + of_tokens + of_sequences, least)
@@ -364,8 +333,7 @@ class ProfileBundleModel:
         one = self._attention.prefill_us(part, middle)
         if not decodes:
             return number * one, number * one
-        skew = self._mixed_skew[min(decodes, MOST_DECODES)]
-        return number * one, (number - 1) * one + skew * self._attention.mixed(decodes).at(part, middle, mean)
+        return number * one, (number - 1) * one + self._attention.mixed(decodes).at(part, middle, mean)
 
     def _token_parts(self, rank_tokens: int, all_tokens: int) -> dict[str, float]:
         """Seconds of everything but attention and head, for so many tokens on the fullest rank and on all of them."""
@@ -388,14 +356,29 @@ class ProfileBundleModel:
     def _gathered_s(self, sequences: int) -> float:
         return self._collectives.scores_s(sequences) * self._scale["all_reduce"]
 
+    def _attention_grid(self) -> AttentionGrid:
+        """Attention times of batches whose contexts vary as the options say."""
+
+        def factors(axes: tuple[Array, ...], *, mixed: bool) -> Array | None:
+            return skew_factors(self.bundle.skew, self.options.context_variation, axes, mixed=mixed)
+
+        rows, beside_chunks = self.bundle.attention, partial(factors, mixed=True)
+        if self._has_flash_attention_2:
+            return AttentionGrid(rows, mixed_factor=beside_chunks)
+        return AttentionGrid(rows, partial(factors, mixed=False), beside_chunks)
+
+    @property
+    def _has_flash_attention_2(self) -> bool:
+        return self.device is not None and self.device.uses_flash_attention_2 and self.model.latent is None
+
     def _unequal_contexts(self) -> UnequalContexts | None:
-        """How unequal contexts of decodes tell on this GPU; None: as the bundle's own batches of them say, where it has any."""
-        device, model = self.device, self.model
-        if device is None or not device.uses_flash_attention_2 or model.latent is not None:
+        """How the kernel spreads decodes of unequal contexts; None: as the bundle's own batches of them say, where it has any."""
+        device = self.device
+        if device is None or not self._has_flash_attention_2:
             return None
-        kv_heads = max(1, model.num_kv_heads // self.bundle.tensor_parallel)
-        share = fitted_peak_share(self.bundle.skew, kv_heads, device.num_sms)
-        kernel = DecodeKernel(kv_heads, device.num_sms, share)
+        kv_heads = max(1, self.model.num_kv_heads // self.bundle.tensor_parallel)
+        kernel = DecodeKernel.of(device, kv_heads, self.model.head_dim)
+        kernel = replace(kernel, peak_share=fitted_peak_share(self.bundle.skew, kernel))
         return UnequalContexts(kernel, self.options.context_variation, self._attention.decode_counts.tolist())
 
     def _padded(self, tokens: int) -> int:
