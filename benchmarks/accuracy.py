@@ -65,7 +65,10 @@ def table(found: Sequence[Accuracy]) -> Iterator[str]:
     yield "|---" * (1 + 2 * len(found)) + "|"
     for name in (f"{latency}_{part}_ms" for latency in LATENCIES for part in ("mean", *QUANTILES)):
         errors = [next(error for error in one.errors if error.name == name) for one in found]
-        cells = [f"{one.measured:,.4g} | {one.relative:+.1%}".replace("-", "−") for one in errors]
+        cells = [
+            f"{one.measured:,.{0 if one.measured >= 1e3 else 1}f} | {100 * one.relative:+.1f} %".replace("-", "−")
+            for one in errors
+        ]
         yield f"| `{name}` | " + " | ".join(cells) + " |"
 
 

@@ -13,7 +13,7 @@ class HostOverhead:
     """What scheduling, input preparation, sampling and output processing add to steps and requests; seconds.
 
     Without asynchronous scheduling the GPU waits for the host in every step. With it the host prepares the next step while the GPU
-    computes this one, so that only `exposed_s` is added, unless the host takes longer than the GPU.
+    computes this one: nothing is added unless the host takes longer than the GPU, or a calibration found an `exposed_s`.
     """
 
     step_base_s: float = 0.0
