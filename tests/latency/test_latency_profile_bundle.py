@@ -24,11 +24,12 @@ from vajra_py.latency import (
     load_model,
     read_bundle,
 )
-from vajra_py.latency.bundle_files import Samples
+from vajra_py.latency.bundle_files import Samples, SkewSample
 from vajra_py.latency.collectives import Collectives
 from vajra_py.latency.dense_times import DenseTimes
 from vajra_py.latency.expert_times import ExpertTimes, Routing
 from vajra_py.latency.host_overhead import HostOverhead
+from vajra_py.latency.measured_skew import skew_factors
 from vajra_py.latency.profile_bundle import capture_sizes
 
 NUM_LAYERS = 32
@@ -262,6 +263,22 @@ def test_what_unequal_contexts_cost_beside_a_chunk_depends_on_the_chunk_and_on_t
     assert unequal.batch_time_s(alone) == equal.batch_time_s(alone)
 
 
+def test_few_contexts_vary_less_than_those_that_they_are_drawn_from_and_none_are_faster_than_equal_ones(
+    bundle: Path,
+) -> None:
+    # Contexts that vary by 0.5 leave 0.35 in a pair of them, and 0.5 in 64.
+    def sample(count: float, variation: float, ratio: float) -> SkewSample:
+        return SkewSample(count, 512, variation, ratio, 1, 4.0, 0.0, 1024)
+
+    samples = np.array([sample(2, 0.3, 1.3), sample(2, 0.6, 1.9), sample(64, 0.6, 1.2), sample(128, 0.5, 0.7)])
+    axes = tuple(np.array(one, dtype=np.float64) for one in ((1, 2, 64, 128), (512,), (0,), (1024,)))
+    factors = skew_factors(samples, 0.5, axes, mixed=True)
+    assert factors is not None
+    assert factors.ravel() == pytest.approx([1.0, 1.3, 1.2, 1.0])
+    assert skew_factors(samples, 0.0, axes, mixed=True) is None
+    assert skew_factors(samples, 0.5, axes[::3], mixed=False) is None
+
+
 @pytest.mark.parametrize("device", ["rtx-pro-6000", "a100", "h100"])
 def test_a_card_whose_operators_take_twice_as_long_takes_twice_as_long_for_every_step(
     bundle: Path, tmp_path: Path, device: str
@@ -288,6 +305,15 @@ def test_a_card_whose_operators_take_twice_as_long_takes_twice_as_long_for_every
         BatchFeatures().with_chunk(2048, 4096),
     ):
         assert twice.batch_time_s(shape) == pytest.approx(2 * one.batch_time_s(shape))
+
+
+def test_no_host_time_is_exposed_unless_somebody_says_so(bundle: Path) -> None:
+    shape = BatchFeatures(64, 64 * 1000)
+    plain, asynchronous = of(bundle), of(bundle, host="vllm-0.19-async")
+    assert asynchronous.batch_time_s(shape) == plain.batch_time_s(shape)
+    assert asynchronous.breakdown_s(shape)["host"] == 0.0
+    given = of(bundle, host="vllm-0.19-async", host_exposed_us=300.0)
+    assert given.batch_time_s(shape) == pytest.approx(plain.batch_time_s(shape) + 0.3e-3)
 
 
 def test_a_calibration_scales_parts_and_fits_one_bundle(bundle: Path, tmp_path: Path) -> None:

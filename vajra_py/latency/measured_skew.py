@@ -28,17 +28,20 @@ def skew_factors(samples: Array, variation: float, axes: Sequence[Array], *, mix
 
     `axes` are those of `DECODES_ALONE` or, beside chunks (`mixed`), of `BESIDE_CHUNKS`. A factor is the median of the measured ratios of a cell, cells
     being powers of two apart as profiles measure them; between cells it is linear in the sizes' logarithms, and sizes beyond have that of the
-    nearest cell. One decode has no other to differ from.
+    nearest cell. Unequal contexts cannot be read faster than equal ones of the same sum: a factor below 1 is noise. One decode has no other to differ from.
     """
     near = (samples[:, _PLACES["prefill_chunk"]] > 0) == mixed
-    near &= np.abs(samples[:, _PLACES["variation"]] - variation) <= WINDOW
+    decodes = samples[:, _PLACES["num_decodes"]]
+    # A few contexts drawn from many vary less around their own mean than the many do.
+    expected = variation * np.sqrt((decodes - 1.0) / decodes)
+    near &= np.abs(samples[:, _PLACES["variation"]] - expected) <= WINDOW
     if variation <= 0 or not near.any():
         return None
     names = BESIDE_CHUNKS if mixed else DECODES_ALONE
     cells = np.rint(_log2(samples[near][:, [_PLACES[name] for name in names]]))
     knots, table = _medians(cells, samples[near][:, _PLACES["ratio"]])
     places = [np.clip(_log2(axis), knot[0], knot[-1]) for axis, knot in zip(axes, knots, strict=True)]
-    found = _interpolated(knots, table, places)
+    found = np.maximum(_interpolated(knots, table, places), 1.0)
     found[np.asarray(axes[0]) <= 1] = 1.0
     return found
 
