@@ -178,7 +178,7 @@ def test_measured_all_reduces_time_the_gathering_of_scores(bundle: Path) -> None
     measured = Samples(np.array([0.0, 2e9]), np.array([10.0, 2e6 + 10.0]))  # 10 us, and 1 ns a byte
     collectives = Collectives(model, 4, 1, None, measured)
     assert collectives.scores_s(64) == pytest.approx(10e-6 + 64 * 128256 * 1e-9)  # half of 16-bit scores
-    assert collectives.layers_s(100) == pytest.approx(65 * (10e-6 + 100 * 4096 * 2e-9))
+    assert collectives.layers_s(100, 100) == pytest.approx(65 * (10e-6 + 100 * 4096 * 2e-9))
     assert Collectives(model, 1, 1, None, measured).scores_s(64) == 0.0
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from vajra_py.contract.latency import BatchFeatures
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.latency.attention_grid import AttentionGrid, DecodeRow
-from vajra_py.latency.bundle_files import Array, Bundle
+from vajra_py.latency.bundle_files import MLP_LAYERS, Array, Bundle
 from vajra_py.latency.calibration_file import Calibration
 from vajra_py.latency.collectives import Collectives, Link
 from vajra_py.latency.dense_times import DenseTimes, interpolated, summed
@@ -140,7 +140,7 @@ class ProfileBundleModel:
         self._captured = capture_sizes(limit)
         self._ranks = options.data_parallel
         self._decode_batches: dict[int, _DecodeBatch] = {}
-        self._dense = DenseTimes(bundle.dense, model.num_layers)
+        self._dense = DenseTimes(bundle.dense, model.num_layers, model.num_dense_layers)
         self._collectives = Collectives(
             model, bundle.tensor_parallel, options.data_parallel, options.link, bundle.all_reduce
         )
@@ -155,7 +155,13 @@ class ProfileBundleModel:
     def source(self) -> str:
         """Where the step times come from, in a few words."""
         degree = f", TP {self.bundle.tensor_parallel}" if self.bundle.tensor_parallel > 1 else ""
-        return f"operators measured on {self.bundle.gpu} inside {self.bundle.engine} ({self.bundle.model}{degree})"
+        measured = f"operators measured on {self.bundle.gpu} inside {self.bundle.engine} ({self.bundle.model}{degree})"
+        cut = self.options.routing.cut
+        return (
+            measured
+            if cut == 1
+            else f"{measured}; experts were not measured in this split, 1/{cut} of what was is assumed"
+        )
 
     @property
     def host(self) -> HostOverhead:
@@ -225,7 +231,7 @@ class ProfileBundleModel:
         if self.device is None:
             message = "cannot be worked out: nothing says how much memory the GPU has"
             raise ConfigError(Problem("replica.memory.num_blocks", message, "Give it, or name a device"))
-        split = Parallelism(tensor=self.bundle.tensor_parallel)
+        split = Parallelism(tensor=self.bundle.tensor_parallel, data=self._ranks)
         return self._ranks * Deployment(self.model, self.device, split).kv_blocks(block_size, memory_fraction)
 
     # Parts
@@ -339,12 +345,12 @@ class ProfileBundleModel:
         """Seconds of everything but attention and head, for so many tokens on the fullest rank and on all of them."""
         padded = self._padded(rank_tokens)
         parts = {"dense": 1e-6 * self._dense.at(padded) * self._scale["dense"]}
+        # Ranks replay one CUDA graph, or each computes what it has.
+        is_captured = bool(self._captured) and rank_tokens <= self._captured[-1]
+        tokens = padded * self._ranks if is_captured else all_tokens
         if self._experts is not None:
-            # Ranks replay one CUDA graph, or each computes what it has.
-            is_captured = bool(self._captured) and rank_tokens <= self._captured[-1]
-            tokens = padded * self._ranks if is_captured else all_tokens
             parts["experts"] = 1e-6 * self._experts.num_layers * self._experts.layer_us(tokens) * self._scale["experts"]
-        exchanged = self._collectives.layers_s(padded)
+        exchanged = self._collectives.layers_s(padded, tokens)
         if exchanged:
             parts["all_reduce"] = exchanged * self._scale["all_reduce"]
         return parts
@@ -413,6 +419,10 @@ def _check(bundle: Bundle, model: ModelSpec, options: BundleOptions) -> None:
         has = "has" if bundle.experts is not None else "has no"
         message = f"{bundle.folder} {has} times of experts, which does not fit the model {model.name}"
         problems.append(Problem("model", message))
+    missing = [name for name in MLP_LAYERS if name not in bundle.dense]
+    if bundle.experts is not None and model.num_dense_layers and missing:
+        message = f"has no times of {', '.join(missing)}, and {model.name} has {model.num_dense_layers} layers without experts"
+        problems.append(Problem(f"{bundle.folder}/dense.csv", message))
     if options.data_parallel > 1 and model.experts is None:
         message = f"ranks share experts, and {model.name} has none (got {options.data_parallel})"
         problems.append(Problem("data_parallel", message, "Allowed: 1; simulate replicas instead (num_replicas)"))
