@@ -54,6 +54,24 @@ def test_a_gpu_takes_the_time_of_its_part_of_the_experts(
     assert experts_us(model) == pytest.approx(whole_experts_us(1024 / count, 128 / count), rel=1e-6)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_rows_as_the_profiler_takes_them_give_the_times_between_and_beyond_them(mixture: Path, ranks: int) -> None:
+    """Powers of two up to 2,048 tokens, and no more experts than the tokens draw; a prompt of 6,000 tokens is beyond them."""
+
+    def true_us(tokens: float, activated: float) -> float:
+        return 20.0 + 3.0 * activated + 0.4 * tokens
+
+    grid = [(2**i, 2**j) for i in range(12) for j in range(3, 8) if 2**j <= 8 * 2**i]
+    rows = "".join(f"{tokens},{activated},{true_us(tokens, activated)}\n" for tokens, activated in grid)
+    (mixture / "tp1" / "moe.csv").write_text(f"tokens,activated_experts,time_us\n{rows}")
+    model = of(mixture, data_parallel=ranks, expert_parallel=True, cuda_graphs=False)
+    for tokens in (3, 40, 700, 1500, 6000):
+        reached = 128 * (1 - (1 - 8 / 128) ** tokens) / ranks
+        step = model.breakdown_s(BatchFeatures().with_chunk(tokens, 0))["experts"] / MICRO / NUM_LAYERS
+        expected = true_us(max(1.0, tokens / ranks), reached)
+        assert step == pytest.approx(expected, rel=0.01 if tokens > 3 else 0.2)
+
+
 def test_experts_that_were_not_measured_in_the_split_are_said_to_be_estimated(mixture: Path) -> None:
     estimated = step_times_of(of(mixture, data_parallel=2)).sentence
     assert "experts were not measured in this split, 1/2 of what was is assumed" in estimated
