@@ -9,6 +9,7 @@ WORKERS ?= 2
 WORKLOAD ?=
 REPLICAS ?= 4
 DIR ?= ../shared/golden
+MEASURED ?= ../shared/measured
 RUN ?=
 VLLM_PYTHON ?= .venv-vllm/bin/python
 PROFILE ?=
@@ -30,7 +31,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_NEXT := $(VLLM_VENV)/vllm-0.33
 VLLM_NEEDS := $(if $(filter $(VLLM_VENV)/bin/python,$(VLLM_PYTHON)),$(VLLM_STAMP))
 
-.PHONY: test-vllm vllm vllm-prediction help install demo lint format test test-fast test-random bench validate-run bench-silicon vllm-cpu bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs clean
+.PHONY: test-vllm vllm vllm-prediction help install demo lint format test test-fast test-random bench validate-run accuracy bench-silicon vllm-cpu bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +83,9 @@ bench-engine: install ## tokens per second of the engine on this CPU, against tr
 validate-run: install ## compare a measured run with its simulation: RUN=folder PROFILE=folder [CALIBRATION=file]
 	@test -n "$(RUN)" -a -n "$(PROFILE)" || { echo 'make validate-run: needs RUN=folder (a measured run) and PROFILE=folder (a profile bundle).' >&2; exit 2; }
 	$(BIN)/vajra validate "$(RUN)" --profile "$(PROFILE)" $(if $(CALIBRATION),--calibration "$(CALIBRATION)")
+
+accuracy: install ## simulate every measured run with the bundle of its card, nothing fitted, and print the errors: MEASURED=folder with runs/ and profiles/
+	$(PY) benchmarks/accuracy.py "$(MEASURED)"
 
 bench-silicon: install ## compare closed loops with the measured points of aiconfigurator-core (half an hour or more)
 	$(PIP) install --quiet -c constraints.txt aiconfigurator-core

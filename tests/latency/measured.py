@@ -73,3 +73,9 @@ def as_shared_prompt(run: Path) -> None:
     with gzip.open(run / "workload.jsonl.gz", "wt") as file:
         file.writelines(json.dumps({**row, "input_toks": len(ids), "input_tok_ids": ids}) + "\n" for row in sent)
     (run / "requests.jsonl").write_text("".join(json.dumps({**row, "input_toks": len(ids)}) + "\n" for row in got))
+
+
+def whole_experts_us(tokens: float, activated: float) -> float:
+    """Between the rows of `as_mixture`."""
+    few, many = 50 + 30 * (tokens - 1) / 2047, 800 + 200 * (tokens - 1) / 2047
+    return few + (many - few) * (activated - 8) / 120

@@ -14,7 +14,6 @@ from vajra_py.contract import BatchFeatures
 from vajra_py.latency import ProfileBundleConfig, ProfileBundleModel, load_device
 from vajra_py.latency.bundle_files import NO_SKEW, SkewSample
 from vajra_py.latency.flash_decoding import (
-    PEAK_SHARE,
     DecodeKernel,
     UnequalContexts,
     fitted_peak_share,
@@ -22,15 +21,17 @@ from vajra_py.latency.flash_decoding import (
     spread_orders,
 )
 
+PEAK = 0.02
+"""Part of the bandwidth that one block draws in these tests."""
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def test_contexts_are_split_while_the_batch_fills_less_than_four_fifths_of_the_slots() -> None:
-    kernel = DecodeKernel(kv_heads=8, num_sms=188)  # 0.8 x 2 x 188 = 300.8 blocks
+    kernel = DecodeKernel(kv_heads=8, num_sms=188, peak_share=PEAK)  # 0.8 x 2 x 188 = 300.8 blocks
     assert kernel.splits(37)
     assert not kernel.splits(38)
-    assert DecodeKernel(kv_heads=4, num_sms=188).splits(75)
-    assert not DecodeKernel(kv_heads=4, num_sms=188).splits(76)
+    assert DecodeKernel(kv_heads=4, num_sms=188, peak_share=PEAK).splits(75)
+    assert not DecodeKernel(kv_heads=4, num_sms=188, peak_share=PEAK).splits(76)
 
 
 def test_blocks_start_in_order_and_share_the_bandwidth() -> None:
@@ -77,17 +78,17 @@ def test_contexts_of_the_stated_spread_stand_for_the_batch() -> None:
 
 
 def test_unequal_contexts_cost_nothing_while_split_and_less_the_more_blocks_hide_the_longest() -> None:
-    unequal = UnequalContexts(DecodeKernel(8, 188), 0.5, COUNTS)
+    unequal = UnequalContexts(DecodeKernel(8, 188, PEAK), 0.5, COUNTS)
     assert [unequal.factor(count) for count in (1, 16, 32)] == [1.0, 1.0, 1.0]
     above = [unequal.factor(count) for count in (40, 64, 96, 128, 256)]
     assert above == sorted(above, reverse=True)
     assert 1.1 < above[0] < 1.35
     assert above[-1] > 1.0
     assert unequal.factor(5000) == above[-1]
-    assert UnequalContexts(DecodeKernel(8, 188), 0.2, COUNTS).factor(64) < above[1]
-    assert UnequalContexts(DecodeKernel(8, 188), 0.0, COUNTS).factor(64) == 1.0
+    assert UnequalContexts(DecodeKernel(8, 188, PEAK), 0.2, COUNTS).factor(64) < above[1]
+    assert UnequalContexts(DecodeKernel(8, 188, PEAK), 0.0, COUNTS).factor(64) == 1.0
     # A grid that ends while contexts are still split has no time without splits to stretch.
-    assert UnequalContexts(DecodeKernel(8, 188), 0.5, (1, 2, 4, 8)).factor(64) == 1.0
+    assert UnequalContexts(DecodeKernel(8, 188, PEAK), 0.5, (1, 2, 4, 8)).factor(64) == 1.0
 
 
 def sample(kernel: DecodeKernel, count: int, long: int, chunk: int = 0) -> SkewSample:
@@ -102,11 +103,33 @@ def test_what_one_block_draws_follows_from_the_bundle_s_own_batches() -> None:
         sample(real, count, long) for count in (2, 32, 64, 128, 256) for long in (count // 16, count // 2) if long
     ]
     mixed = [sample(DecodeKernel(8, 188, 0.01), 64, 4, chunk=512)]
-    assert fitted_peak_share(np.array([*samples, *mixed]), 8, 188) == pytest.approx(0.031, rel=0.02)
-    assert fitted_peak_share(NO_SKEW, 8, 188) == PEAK_SHARE
-    assert (
-        fitted_peak_share(np.array(samples[:2]), 8, 188) == PEAK_SHARE
-    )  # batches whose contexts are split say nothing of it
+    first = DecodeKernel(8, 188, PEAK)
+    assert fitted_peak_share(np.array([*samples, *mixed]), first) == pytest.approx(0.031, rel=0.02)
+    assert fitted_peak_share(NO_SKEW, first) == PEAK
+    # Batches whose contexts are split say nothing of it.
+    assert fitted_peak_share(np.array(samples[:2]), first) == PEAK
+
+
+def test_what_one_block_draws_on_a_small_gpu_is_found_as_well() -> None:
+    # A GPU of 58 multiprocessors and 0.3 TB/s, of whose bandwidth a block draws far more than of a large one's.
+    real = DecodeKernel(8, 58, peak_share=0.11)
+    samples = [sample(real, count, 1) for count in (16, 32, 64)]
+    assert fitted_peak_share(np.array(samples), DecodeKernel(8, 58, PEAK)) == pytest.approx(0.11, rel=0.05)
+
+
+def test_without_batches_of_its_own_a_gpu_has_what_its_memory_and_multiprocessors_say() -> None:
+    kernels = {name: DecodeKernel.of(load_device(name), 8, 128) for name in ("a100", "l4", "rtx-pro-6000")}
+    # A block has 32 KiB on their way and waits a microsecond for them, on whichever memory.
+    for name, kernel in kernels.items():
+        device = load_device(name)
+        assert kernel.peak_share * device.attainable_bandwidth == pytest.approx(32 * 1024 / 1e-6)
+        assert kernel.num_sms == device.num_sms
+    # 80 KiB of queries, keys and values: twice into the 164 KiB of an A100's multiprocessor, once into the 100 KiB of the others'.
+    assert [one.num_slots for one in kernels.values()] == [2 * 108, 58, 188]
+    assert DecodeKernel.of(load_device("rtx-pro-6000"), 8, 64).num_slots == 188
+    # The rule for splitting counts two blocks a multiprocessor wherever it runs.
+    assert kernels["a100"].splits(21)
+    assert not kernels["a100"].splits(22)
 
 
 def of(path: Path, **given: object) -> ProfileBundleModel:
@@ -116,7 +139,8 @@ def of(path: Path, **given: object) -> ProfileBundleModel:
 
 def test_a_bundle_s_decodes_are_stretched_on_gpus_with_flash_attention_2_alone(bundle: Path) -> None:
     plain, spread = of(bundle, context_variation=0.0), of(bundle)
-    factor = UnequalContexts(DecodeKernel(8, 188), 0.5, (1, 8, 64, 128)).factor
+    kernel = DecodeKernel.of(load_device("rtx-pro-6000"), 8, 128)
+    factor = UnequalContexts(kernel, 0.5, (1, 8, 64, 128)).factor
     for count, padded in ((30, 32), (41, 48), (64, 64), (200, 200)):
         shape = BatchFeatures(count, count * 1000)
         longer_s = spread.batch_time_s(shape) - plain.batch_time_s(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,11 +24,12 @@ from vajra_py.latency import (
     load_model,
     read_bundle,
 )
-from vajra_py.latency.bundle_files import Samples
+from vajra_py.latency.bundle_files import Samples, SkewSample
 from vajra_py.latency.collectives import Collectives
 from vajra_py.latency.dense_times import DenseTimes
 from vajra_py.latency.expert_times import ExpertTimes, Routing
 from vajra_py.latency.host_overhead import HostOverhead
+from vajra_py.latency.measured_skew import skew_factors
 from vajra_py.latency.profile_bundle import capture_sizes
 
 NUM_LAYERS = 32
@@ -176,7 +178,7 @@ def test_measured_all_reduces_time_the_gathering_of_scores(bundle: Path) -> None
     measured = Samples(np.array([0.0, 2e9]), np.array([10.0, 2e6 + 10.0]))  # 10 us, and 1 ns a byte
     collectives = Collectives(model, 4, 1, None, measured)
     assert collectives.scores_s(64) == pytest.approx(10e-6 + 64 * 128256 * 1e-9)  # half of 16-bit scores
-    assert collectives.layers_s(100) == pytest.approx(65 * (10e-6 + 100 * 4096 * 2e-9))
+    assert collectives.layers_s(100, 100) == pytest.approx(65 * (10e-6 + 100 * 4096 * 2e-9))
     assert Collectives(model, 1, 1, None, measured).scores_s(64) == 0.0
 
 
@@ -238,6 +240,80 @@ def test_unequal_contexts_take_as_much_longer_as_was_measured(bundle: Path) -> N
     )
     alone = BatchFeatures().with_chunk(512, 0)
     assert unequal.batch_time_s(alone) == equal.batch_time_s(alone)
+
+
+def test_what_unequal_contexts_cost_beside_a_chunk_depends_on_the_chunk_and_on_the_contexts(bundle: Path) -> None:
+    header = "regime,n,nb,ratio,skew,pc,kp,kvs,kv_big,kv_mean,t_mean_us,t_max_us,t_skew_us,alpha"
+    rows = [
+        f"mixed,64,32,0.5,3,{chunk},0,{mean // 2},{mean * 3 // 2},{mean},100,150,{longer},0.2"
+        for chunk, mean, longer in ((64, 1024, 140), (64, 4096, 160), (1024, 1024, 104), (1024, 4096, 108))
+    ]
+    (bundle / "tp1" / "skew.csv").write_text("\n".join([header, *rows, ""]))
+    equal, unequal = (of(bundle, context_variation=one) for one in (0.0, 0.5))
+    for chunk, context, factor in ((1024, 1024, 0.04), (1024, 8192, 0.08), (2048, 8192, 0.08), (16, 1024, 0.4)):
+        shape = BatchFeatures(64, 64 * context).with_chunk(chunk, 0)
+        longer_s = unequal.batch_time_s(shape) - equal.batch_time_s(shape)
+        assert longer_s == pytest.approx(MICRO * NUM_LAYERS * factor * attention_us(chunk, 0, 64, context))
+    # Half way between two measured chunks in their logarithms, on a point of the grid of times.
+    shape = BatchFeatures(64, 64 * 1024).with_chunk(256, 0)
+    longer_s = unequal.batch_time_s(shape) - equal.batch_time_s(shape)
+    assert longer_s == pytest.approx(MICRO * NUM_LAYERS * 0.22 * attention_us(256, 0, 64, 1024))
+    # A decode beside a chunk has no other decode to differ from.
+    alone = BatchFeatures(1, 1024).with_chunk(64, 0)
+    assert unequal.batch_time_s(alone) == equal.batch_time_s(alone)
+
+
+def test_few_contexts_vary_less_than_those_that_they_are_drawn_from_and_none_are_faster_than_equal_ones(
+    bundle: Path,
+) -> None:
+    # Contexts that vary by 0.5 leave 0.35 in a pair of them, and 0.5 in 64.
+    def sample(count: float, variation: float, ratio: float) -> SkewSample:
+        return SkewSample(count, 512, variation, ratio, 1, 4.0, 0.0, 1024)
+
+    samples = np.array([sample(2, 0.3, 1.3), sample(2, 0.6, 1.9), sample(64, 0.6, 1.2), sample(128, 0.5, 0.7)])
+    axes = tuple(np.array(one, dtype=np.float64) for one in ((1, 2, 64, 128), (512,), (0,), (1024,)))
+    factors = skew_factors(samples, 0.5, axes, mixed=True)
+    assert factors is not None
+    assert factors.ravel() == pytest.approx([1.0, 1.3, 1.2, 1.0])
+    assert skew_factors(samples, 0.0, axes, mixed=True) is None
+    assert skew_factors(samples, 0.5, axes[::3], mixed=False) is None
+
+
+@pytest.mark.parametrize("device", ["rtx-pro-6000", "a100", "h100"])
+def test_a_card_whose_operators_take_twice_as_long_takes_twice_as_long_for_every_step(
+    bundle: Path, tmp_path: Path, device: str
+) -> None:
+    # Nothing that other cards were seen to add is in a step that outlasts the host: every term scales with the card's own profile.
+    header = "regime,n,nb,ratio,skew,pc,kp,kvs,kv_big,kv_mean,t_mean_us,t_max_us,t_skew_us,alpha"
+    skew = [f"pure,{n},{n // 8},0.1,4,0,0,512,2048,704,100,150,{100 + n / 8},0.2" for n in (32, 64, 128)]
+    skew.append("mixed,64,8,0.1,4,512,0,512,2048,704,100,150,110,0.2")
+    (bundle / "tp1" / "skew.csv").write_text("\n".join([header, *skew, ""]))
+    slow = tmp_path / "slow" / bundle.name
+    shutil.copytree(bundle, slow)
+    for name in ("dense", "per_sequence", "attention"):
+        file = slow / "tp1" / f"{name}.csv"
+        first, *rows = file.read_text().splitlines()
+        doubled = [",".join([*row.split(",")[:-1], str(2 * float(row.split(",")[-1]))]) for row in rows]
+        file.write_text("\n".join([first, *doubled, ""]))
+    given = {"context_variation": 0.5, "device": device, "host": "vllm-0.19-async"}
+    one, twice = of(bundle, **given), of(slow, **given)
+    for shape in (
+        BatchFeatures(64, 64 * 1000),
+        BatchFeatures(3, 3 * 100),
+        BatchFeatures(64, 64 * 1000).with_chunk(512, 0),
+        BatchFeatures(40, 40 * 3000).with_chunk(300, 0).with_chunk(900, 128),
+        BatchFeatures().with_chunk(2048, 4096),
+    ):
+        assert twice.batch_time_s(shape) == pytest.approx(2 * one.batch_time_s(shape))
+
+
+def test_no_host_time_is_exposed_unless_somebody_says_so(bundle: Path) -> None:
+    shape = BatchFeatures(64, 64 * 1000)
+    plain, asynchronous = of(bundle), of(bundle, host="vllm-0.19-async")
+    assert asynchronous.batch_time_s(shape) == plain.batch_time_s(shape)
+    assert asynchronous.breakdown_s(shape)["host"] == 0.0
+    given = of(bundle, host="vllm-0.19-async", host_exposed_us=300.0)
+    assert given.batch_time_s(shape) == pytest.approx(plain.batch_time_s(shape) + 0.3e-3)
 
 
 def test_a_calibration_scales_parts_and_fits_one_bundle(bundle: Path, tmp_path: Path) -> None:

@@ -48,6 +48,15 @@ def test_a_run_is_read_on_one_clock(run_folder: Path) -> None:
     assert 0.1 < run.context_variation < 2 * contexts.std() / contexts.mean()
 
 
+def test_tokens_take_no_time_to_a_client_where_the_engine_noted_when_they_came(run_folder: Path, bundle: Path) -> None:
+    run = read_measured_run(run_folder)
+    assert measured_config(bundle_latency(run, bundle)).build().host.first_token_s == 0.0
+    lines = [json.loads(line) for line in (run_folder / "requests.jsonl").read_text().splitlines()]
+    kept = [{name: value for name, value in row.items() if name != "scheduled_ts"} for row in lines]
+    (run_folder / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    assert measured_config(bundle_latency(read_measured_run(run_folder), bundle)).build().host.first_token_s > 0.0
+
+
 def test_settings_come_from_the_arguments_and_from_what_the_engine_made_of_them(tmp_path: Path) -> None:
     resolved = {
         "scheduler_config": {"async_scheduling": False},
@@ -202,7 +211,7 @@ def test_gaps_between_tokens_and_the_engines_log_are_compared_where_they_are_kno
     run_folder: Path, bundle: Path, tmp_path: Path
 ) -> None:
     run = read_measured_run(run_folder)
-    simulated = simulate_measured(run, bundle_latency(run, bundle), tmp_path / "sim")
+    simulated = simulate_measured(run, bundle_latency(run, bundle, host_exposed_us=500.0), tmp_path / "sim")
     as_measured(run_folder, simulated)
     served = requests_of(simulated)
     assert served.scheduled_at is not None

@@ -72,11 +72,12 @@ class Fit:
 def figures_of(run: MeasuredRun, latency: Mapping[str, Any]) -> tuple[Figure, ...]:
     """What is fitted: scales of the parts that the run's deployment has, and its engine's kind of overhead."""
     config = measured_config(latency)
-    host = config.build().host
+    latency_model = config.build()
+    host = latency_model.host
     scales = [("dense", 0.05), ("decode_attention", 0.1), ("mixed_attention", 0.1)]
     if config.tensor_parallel > 1 or config.data_parallel > 1:
         scales.append(("all_reduce", 0.3))
-    if config.expert_parallel or config.data_parallel > 1:
+    if latency_model.model.experts is not None:
         scales.append(("experts", 0.1))
     step = ("exposed_s", host.exposed_s) if host.asynchronous else ("step_base_s", host.step_base_s)
     figures = [Figure(name, 1.0, width, 0.3, is_scale=True) for name, width in scales]

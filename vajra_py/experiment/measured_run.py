@@ -113,6 +113,11 @@ class MeasuredRun:
     """Columns of `timeseries.csv`; None without the file."""
 
     @property
+    def has_engine_times(self) -> bool:
+        """Whether the engine itself noted the times, as only it knows when it scheduled; a client's hold the tokens' way to it, too."""
+        return self.requests.scheduled_at is not None
+
+    @property
     def context_variation(self) -> float:
         """Standard deviation over mean of the contexts of decodes, had all requests' tokens been computed at equal rates."""
         prompt = self.requests.num_prompt_tokens.astype(np.float64)

@@ -27,7 +27,8 @@ def bundle_latency(
 ) -> dict[str, Any]:
     """What stands under `latency:` to simulate a measured run with a profile bundle; `changes` win.
 
-    Parallelism, CUDA graphs and asynchronous scheduling are the run's; the contexts vary as much as its requests' do.
+    Parallelism, CUDA graphs and asynchronous scheduling are the run's; the contexts vary as much as its requests' do. Tokens take no time
+    to a client where the engine noted when they came.
 
     Raises:
         ConfigError: the bundle is of another model.
@@ -64,6 +65,8 @@ def _deployed(run: MeasuredRun) -> dict[str, Any]:
         "host": "vllm-0.19-async" if settings.asynchronous else "vllm-0.19-sync",
         "context_variation": round(run.context_variation, 4),
     }
+    if run.has_engine_times:
+        latency["first_token_us"] = 0.0
     if settings.capture_limit == 0:
         latency["cuda_graphs"] = False
     else:

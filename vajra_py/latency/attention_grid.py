@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 Grid = npt.NDArray[np.float64]
+Factor = Callable[[tuple[Array, ...]], Grid | None]
+"""What the times at the points of a grid with these axes are multiplied by; None: nothing."""
 
 
 class DecodeRow:
@@ -85,20 +87,30 @@ def _blend(times: array[float], at: int, stride: int, y: float, z: float) -> flo
     return low + y * (high - low)
 
 
-class AttentionGrid:
-    """Attention times of one layer, microseconds, from rows of (chunk, context, decodes, decode context, time)."""
+def _equal(_axes: tuple[Array, ...]) -> Grid | None:
+    return None
 
-    def __init__(self, rows: Array) -> None:
+
+class AttentionGrid:
+    """Attention times of one layer, microseconds, from rows of (chunk, context, decodes, decode context, time).
+
+    Rows are of equal contexts; `decode_factor` and `mixed_factor` give what times at the grid's points are multiplied by where contexts are
+    not, from the axes (decodes, context) and (decodes, chunk, context behind it, decodes' context).
+    """
+
+    def __init__(self, rows: Array, decode_factor: Factor = _equal, mixed_factor: Factor = _equal) -> None:
         chunk, _, decodes, _ = rows[:, :4].T
         alone = rows[(chunk == 0) & (decodes > 0)]
         self.decode_counts, self.decode_contexts, decode = _grid(alone[:, 2], alone[:, 3], alone[:, 4])
-        self._decode = filled(decode, (self.decode_counts, self.decode_contexts))
+        axes = (self.decode_counts, self.decode_contexts)
+        self._decode = _times(filled(decode, axes), decode_factor(axes))
         first = rows[(chunk > 0) & (decodes == 0)]
         chunks, contexts, prefill = _grid(first[:, 0], first[:, 1], first[:, 4])
         self._prefill = MixedSlice(
             chunks, contexts, np.array([0.0, 1.0]), np.repeat(filled(prefill, (chunks, contexts))[..., None], 2, axis=2)
         )
-        self._mixed_axes, self._mixed = _mixed_grid(rows[(chunk > 0) & (decodes > 0)])
+        self._mixed_axes, mixed = _mixed_grid(rows[(chunk > 0) & (decodes > 0)])
+        self._mixed = _times(mixed, mixed_factor(self._mixed_axes))
         self.largest: Mapping[str, float] = {
             "prefill_chunk": float(chunks[-1]),
             "kv_prefill": float(contexts[-1]),
@@ -128,6 +140,10 @@ class AttentionGrid:
             values = _along_first(counts, self._mixed, float(count))
             found = self._slices[count] = MixedSlice(chunks, contexts, decode_contexts, values)
         return found
+
+
+def _times(grid: Grid, factors: Grid | None) -> Grid:
+    return grid if factors is None else grid * factors
 
 
 def _grid(first: Array, second: Array, times: Array) -> tuple[Array, Array, Grid]:

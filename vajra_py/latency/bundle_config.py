@@ -55,10 +55,10 @@ class ProfileBundleConfig(MeasuredOperatorsConfig):
         Raises:
             ConfigError: the bundle is missing or broken, does not have this model or parallelism, or nothing describes the link.
         """
-        bundle = read_bundle(self.path, self.tensor_parallel)
+        bundle = read_bundle(self.path, self.tensor_parallel, whole_experts=self.expert_parallel)
         model = self.model_spec(bundle)
         device = self.device_spec(bundle)
-        options = self.options(bundle, model, device, self._link(device), self._routing())
+        options = self.options(bundle, model, device, self._link(device), self._routing(bundle))
         return ProfileBundleModel(bundle, model, options, device)
 
     @property
@@ -100,6 +100,7 @@ class ProfileBundleConfig(MeasuredOperatorsConfig):
             latency = 1e-6 * self.link_latency_us
         return None if bandwidth is None or latency is None else Link(bandwidth, latency)
 
-    def _routing(self) -> Routing:
-        ranks = self.data_parallel * self.tensor_parallel if self.expert_parallel else 1
-        return Routing(self.expert_routing, ranks, self.expert_imbalance)
+    def _routing(self, bundle: Bundle) -> Routing:
+        gpus = self.data_parallel * self.tensor_parallel
+        ranks, cut = (gpus, 1) if self.expert_parallel else (1, gpus // bundle.experts_cut)
+        return Routing(self.expert_routing, ranks, self.expert_imbalance, cut)

@@ -56,6 +56,10 @@ class SkewSample(NamedTuple):
     num_long: float = 0.0
     """Decodes with the longer of the two contexts; they are the first ones."""
     long_over_short: float = 1.0
+    prefill_context: float = 0.0
+    """Cached tokens before the chunk."""
+    mean_context: float = 0.0
+    """Mean context of the decodes."""
 
 
 NO_SKEW: Array = np.empty((0, len(SkewSample._fields)))
@@ -83,10 +87,14 @@ class Bundle:
     """Rows of `SkewSample`; none where no batches of unequal contexts were measured."""
     all_reduce: Samples | None = None
     """One sum over the tensor-parallel GPUs, by bytes; None where it was not measured and a link describes it."""
+    experts_cut: int = 1
+    """GPUs over which every measured expert was split; 1: whole ones were measured."""
 
 
-def read_bundle(path: str | Path, tensor_parallel: int = 1) -> Bundle:
+def read_bundle(path: str | Path, tensor_parallel: int = 1, *, whole_experts: bool = False) -> Bundle:
     """The bundle at `path` (the folder with `meta.yaml`) for one tensor-parallel degree.
+
+    Experts are those of that degree's `moe.csv`, each split over its GPUs, else whole ones of `tp1/moe.csv`; `whole_experts`: only those.
 
     Raises:
         ConfigError: a file or column is missing, a layer is unknown, a time is not positive or in an impossible unit, or the degree
@@ -100,7 +108,7 @@ def read_bundle(path: str | Path, tensor_parallel: int = 1) -> Bundle:
         allowed = f"Measured degrees: {', '.join(map(str, there)) or 'none'}"
         raise ConfigError(Problem(str(root), f"has no times for tensor_parallel {tensor_parallel}", allowed))
     dense = _layers(folder, "dense", "tokens", DENSE_LAYERS)
-    moe = _file(folder, "moe", optional=True) or _file(root / "tp1", "moe", optional=True)
+    moe, experts_cut = _experts_file(root, tensor_parallel, whole=whole_experts)
     experts = None if moe is None else _table(moe, ("tokens", "activated_experts", "time_us"))
     _check_layers(folder, dense, has_experts=experts is not None)
     per_sequence = _layers(folder, "per_sequence", "sequences", SEQUENCE_LAYERS)
@@ -123,7 +131,20 @@ def read_bundle(path: str | Path, tensor_parallel: int = 1) -> Bundle:
         attention=attention,
         experts=experts,
         skew=NO_SKEW if skew is None else _skew_samples(skew),
+        experts_cut=experts_cut,
     )
+
+
+def _experts_file(root: Path, tensor_parallel: int, *, whole: bool) -> tuple[Path | None, int]:
+    """(times of experts, GPUs over which each of them was split)."""
+    split = _file(root / f"tp{tensor_parallel}", "moe", optional=True)
+    one = _file(root / "tp1", "moe", optional=True)
+    if split is None or tensor_parallel == 1 or (whole and one is not None):
+        return one, 1
+    if whole:
+        message = f"is missing, and {split} has times of experts that are split over {tensor_parallel} GPUs each"
+        raise ConfigError(Problem(f"{root}/tp1/moe.csv", message, "expert_parallel needs times of whole experts"))
+    return split, tensor_parallel
 
 
 def bundle_hardware(path: str | Path) -> str | None:
@@ -289,19 +310,19 @@ def _check_attention(folder: Path, attention: Array) -> None:
 
 
 def _skew_samples(path: Path) -> Array:
-    columns = ("n", "nb", "pc", "kvs", "kv_big", "kv_mean", "t_mean_us", "t_skew_us")
+    columns = ("n", "nb", "pc", "kp", "kvs", "kv_big", "kv_mean", "t_mean_us", "t_skew_us")
     rows = _quick_table(path, columns)
     if rows is None or not _are_skewed(rows):
         rows = np.array([_skew_row(path, line, texts) for line, texts in _rows(path, columns)], dtype=np.float64)
         rows = rows.reshape(-1, len(columns))
-    total, big, chunk, small, large, mean, t_mean, t_skew = rows.T
+    total, big, chunk, behind, small, large, mean, t_mean, t_skew = rows.T
     share = big / total
     variation = (large - small) * np.sqrt(share * (1.0 - share)) / mean
-    return np.column_stack([total, chunk, variation, t_skew / t_mean, big, large / small])
+    return np.column_stack([total, chunk, variation, t_skew / t_mean, big, large / small, behind, mean])
 
 
 def _are_skewed(rows: Array) -> bool:
-    total, big, _, small, _, mean, t_mean, t_skew = rows.T
+    total, big, _, _, small, _, mean, t_mean, t_skew = rows.T
     return bool(((t_mean > 0) & (t_skew > 0) & (mean > 0) & (small > 0) & (big > 0) & (big <= total)).all())
 
 

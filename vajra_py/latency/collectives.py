@@ -30,15 +30,16 @@ class Collectives:
         self._link, self._measured = link, measured
         self._bytes_each = 2 if model.dtype == "fp8" else DTYPE_BYTES[model.dtype]
 
-    def layers_s(self, tokens: int) -> float:
-        """Seconds of all that is exchanged for so many tokens of one rank, but for the scores."""
+    def layers_s(self, tokens: int, all_tokens: int) -> float:
+        """Seconds of all that is exchanged but for the scores, for so many tokens of the fullest rank and of all of them."""
         state, seconds = tokens * self._model.hidden_size * self._bytes_each, 0.0
         if self._tensor > 1:
             # After attention and after the feed-forward part of every layer, and once for the embedding.
             seconds += (2 * self._model.num_layers + 1) * self._reduced_s(state)
         if self._ranks > 1 and self._model.experts is not None and self._link is not None:
-            # An all-gather before the experts and a reduce-scatter behind them, over the tokens of all ranks.
-            moved = (self._ranks - 1) * state / self._link.bytes_per_s
+            # An all-gather before the experts and a reduce-scatter behind them: each sends those of all other ranks once.
+            others = min((self._ranks - 1) * tokens, all_tokens)
+            moved = others * self._model.hidden_size * self._bytes_each / self._link.bytes_per_s
             seconds += 2 * self._model.experts.num_layers * (self._link.latency_s + moved)
         return seconds
 

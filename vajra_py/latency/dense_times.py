@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.latency.bundle_files import ONCE_A_STEP, TWICE_A_LAYER, Samples
+from vajra_py.latency.bundle_files import MLP_LAYERS, ONCE_A_STEP, TWICE_A_LAYER, Samples
 
 MATRIX_PRODUCTS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 TILE = 16
@@ -19,12 +19,13 @@ TILE = 16
 
 
 class DenseTimes:
-    """Microseconds of the dense layers of one step."""
+    """Microseconds of the dense layers of one step; `num_mlp_layers` of the layers have no experts (None: all)."""
 
-    def __init__(self, operators: Mapping[str, Samples], num_layers: int) -> None:
+    def __init__(self, operators: Mapping[str, Samples], num_layers: int, num_mlp_layers: int | None = None) -> None:
         products = {name: one for name, one in operators.items() if name in MATRIX_PRODUCTS}
-        self._products = summed(products, num_layers)
-        self._others = summed({name: one for name, one in operators.items() if name not in products}, num_layers)
+        others = {name: one for name, one in operators.items() if name not in products}
+        self._products = summed(products, num_layers, num_mlp_layers)
+        self._others = summed(others, num_layers, num_mlp_layers)
 
     def at(self, tokens: int) -> float:
         """Time of so many tokens."""
@@ -48,11 +49,13 @@ def interpolated(sizes: npt.NDArray[np.float64], times: npt.NDArray[np.float64],
     return float(times[-1] + slope * (size - sizes[-1]))
 
 
-def summed(operators: Mapping[str, Samples], num_layers: int) -> Samples:
+def summed(operators: Mapping[str, Samples], num_layers: int, num_mlp_layers: int | None = None) -> Samples:
     """One curve of all operators of a step, each as often as it runs."""
     sizes = np.unique(np.concatenate([one.sizes for one in operators.values()]))
     total = np.zeros(len(sizes))
     for name, samples in operators.items():
         often = 1 if name in ONCE_A_STEP else 2 * num_layers if name in TWICE_A_LAYER else num_layers
+        if name in MLP_LAYERS and num_mlp_layers is not None:
+            often = num_mlp_layers
         total += often * np.array([interpolated(samples.sizes, samples.times_us, size) for size in sizes])
     return Samples(sizes, total)

@@ -22,6 +22,8 @@ class Parallelism:
     pipeline: int = 1
     kv: int = 1
     """KV-parallel groups, each with all of the tensor and pipeline ranks."""
+    data: int = 1
+    """Data-parallel ranks that hold the routed experts together, each a part of them; of effect on memory alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,8 @@ class Deployment:
         With one stage it holds its part of the embeddings and of the head, otherwise of one of the two.
         """
         model = self.model
-        layers = (model.parameters - model.embedding_parameters) * num_layers / model.num_layers
+        elsewhere = model.routed_weights * (self.parallelism.data - 1) // self.parallelism.data
+        layers = (model.parameters - model.embedding_parameters - elsewhere) * num_layers / model.num_layers
         tables = model.embedding_parameters if self.parallelism.pipeline == 1 else model.head_weights
         return (layers + tables) / self.parallelism.tensor * DTYPE_BYTES[model.dtype]
 

@@ -24,6 +24,8 @@ class Routing:
     """Ranks that hold equal parts of the experts (expert parallelism)."""
     imbalance: float = 1.0
     """Tokens of the fullest rank over the mean of the ranks."""
+    cut: int = 1
+    """GPUs over which every expert is split, beyond the split that the measured ones had."""
 
 
 class ExpertTimes:
@@ -36,6 +38,11 @@ class ExpertTimes:
         if experts.num_experts % routing.ranks:
             message = f"does not divide the {experts.num_experts} experts of {model.name} ({routing.ranks})"
             raise ConfigError(Problem("expert_parallel", message))
+        if experts.intermediate_size % routing.cut:
+            message = (
+                f"experts of {model.name} are {experts.intermediate_size} wide, which {routing.cut} does not divide"
+            )
+            raise ConfigError(Problem("tensor_parallel", message))
         self.num_layers = experts.num_layers
         self._routing = routing
         self._num_experts, self._per_token = experts.num_experts, experts.experts_per_token
@@ -54,13 +61,21 @@ class ExpertTimes:
         return max(fewest, local * (1.0 - missed))
 
     def layer_us(self, tokens: float) -> float:
-        """Microseconds of one layer's experts on the fullest rank, for so many tokens over all ranks."""
+        """Microseconds of one layer's experts on the fullest rank, for so many tokens over all ranks.
+
+        A GPU with a part of every expert reads and multiplies as much as one with that part of the experts, whole, and as many tokens each.
+        """
         routing = self._routing
         share = tokens / routing.ranks * (routing.imbalance if routing.ranks > 1 else 1.0)
-        return self._at(max(share, 1.0), self.activated(tokens))
+        return self._at(max(share / routing.cut, 1.0), self.activated(tokens) / routing.cut)
 
     def _at(self, tokens: float, activated: float) -> float:
         columns = [_line(self._tokens, self._grid[:, column], tokens) for column in range(len(self._activated))]
+        fewest = float(self._activated[0])
+        if activated < fewest and len(columns) > 1:
+            # Rows begin at the experts of one token; a rank may hold fewer of them.
+            slope = max(0.0, (columns[1] - columns[0]) / (float(self._activated[1]) - fewest))
+            return max(columns[0] - slope * (fewest - activated), columns[0] * activated / fewest)
         return _line(self._activated, np.array(columns), activated)
 
 

@@ -1,6 +1,6 @@
 """Model how FlashAttention 2 spreads a batch of decodes over a GPU, and what unequal contexts cost there.
 
-One thread block computes one sequence of one KV head, and a multiprocessor holds one of them. FlashAttention 2 splits contexts over several
+One thread block computes one sequence of one KV head, and a multiprocessor holds as many of them as its shared memory does. FlashAttention 2 splits contexts over several
 blocks only while sequences times KV heads fill less than 0.8 of two blocks a multiprocessor (`num_splits_heuristic` of its
 flash_api.cpp): splits are small and spread evenly, so that only the sum of the contexts counts. Without splits, blocks start in order,
 all sequences of the first KV head, then those of the next; they share the memory's bandwidth, and a block that outlasts the others draws no
@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import exp, log, sqrt
 from statistics import NormalDist
@@ -20,14 +20,19 @@ from statistics import NormalDist
 import numpy as np
 
 from vajra_py.latency.bundle_files import Array, SkewSample
+from vajra_py.latency.devices import DeviceSpec
 
 FILL_WITHOUT_SPLITS = 0.8
 """Contexts are split below this part of all block slots, which `num_splits_heuristic` counts as two a multiprocessor."""
 SLOTS_PER_SM = 2
-PEAK_SHARE = 0.02
-"""Part of the GPU's bandwidth that one block draws at most, unless a bundle's own measurements say it: 32 KiB on their way, 1 us a trip, of 1.6 TB/s."""
-PEAK_SHARES = (0.008, 0.05)
-"""Between which it is looked for."""
+BLOCK_BYTES_PER_S = 32 * 1024 / 1e-6
+"""What one block draws at most, unless a bundle's own measurements say it: it has 32 KiB on their way, and a trip to memory takes 1 us."""
+MOST_SHARE = 0.3
+"""Largest share of the bandwidth that one block is supposed to draw: that of a small GPU with twenty multiprocessors."""
+BLOCK_ROWS = 64
+"""Query rows of a block of the split kernel (flash_fwd_launch_template.h)."""
+SHARED_KIB = {80: 164, 86: 100, 87: 164, 89: 100, 120: 100, 121: 100}
+"""Shared memory of a multiprocessor by compute capability (CUDA C++ programming guide, technical specifications)."""
 NUM_ORDERS = 4
 """Orders of the sequences in the batch, which is known to the engine alone, over which times are averaged."""
 GOLDEN = 0.6180339887498949
@@ -42,7 +47,24 @@ class DecodeKernel:
     kv_heads: int
     """Of one GPU."""
     num_sms: int
-    peak_share: float = PEAK_SHARE
+    peak_share: float
+    """Part of the GPU's bandwidth that one block draws at most."""
+    blocks_per_sm: int = 1
+    """Blocks that a multiprocessor holds at once."""
+
+    @classmethod
+    def of(cls, device: DeviceSpec, kv_heads: int, head_dim: int) -> DecodeKernel:
+        """The kernel on a described device, in 16 bits."""
+        share = min(1.0, BLOCK_BYTES_PER_S / device.attainable_bandwidth)
+        # A block holds its queries and one block of keys and values in shared memory.
+        held_kib = 2 * head_dim * (BLOCK_ROWS + 2 * key_block(head_dim)) / 1024
+        resident = int(SHARED_KIB.get(device.sm_version, 100) // held_kib)
+        return cls(kv_heads, device.num_sms, share, max(1, resident))
+
+    @property
+    def num_slots(self) -> int:
+        """Blocks that run at once."""
+        return self.num_sms * self.blocks_per_sm
 
     def splits(self, num_sequences: int) -> bool:
         """Whether contexts are split over several blocks in a batch of this (padded) size."""
@@ -53,13 +75,14 @@ class DecodeKernel:
         total = float(sum(contexts))
         blocks = [context / total for context in contexts] * self.kv_heads
         # All running blocks have received as much since the last one started: `served` is the sum of those shares.
-        running = blocks[: self.num_sms]
+        slots = self.num_slots
+        running = blocks[:slots]
         heapq.heapify(running)
-        # While blocks wait, as many run as there are multiprocessors.
-        for block in islice(blocks, self.num_sms, None):
+        # While blocks wait, every slot has one.
+        for block in islice(blocks, slots, None):
             heapq.heapreplace(running, running[0] + block)
-        served = running[0] if len(blocks) > self.num_sms else 0.0
-        clock = served / min(self.peak_share, 1.0 / self.num_sms)
+        served = running[0] if len(blocks) > slots else 0.0
+        clock = served / min(self.peak_share, 1.0 / slots)
         left = len(running)
         for end in sorted(running):
             clock += (end - served) / min(self.peak_share, 1.0 / left)
@@ -137,22 +160,29 @@ def spread_orders(values: Sequence[float]) -> list[list[float]]:
     return found
 
 
-def fitted_peak_share(samples: Array, kv_heads: int, num_sms: int) -> float:
-    """The share at which the model meets a bundle's own measurements of decodes with few long contexts; `PEAK_SHARE` without any.
+def key_block(head_dim: int) -> int:
+    """Keys of a block of the split kernel (`set_params_splitkv` of flash_api.cpp)."""
+    return 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
 
-    The measured batches have their long contexts first.
+
+def fitted_peak_share(samples: Array, kernel: DecodeKernel) -> float:
+    """The share at which the kernel meets a bundle's own measurements of decodes with few long contexts; the kernel's own without any.
+
+    It is looked for from what each block has when all slots are filled and share the bandwidth equally (no block can draw less and the GPU still
+    reach its bandwidth) to `MOST_SHARE`. The measured batches have their long contexts first.
     """
     from scipy.optimize import minimize_scalar
 
-    chosen = _few_long(samples, DecodeKernel(kv_heads, num_sms))
+    chosen = _few_long(samples, kernel)
     if not chosen:
-        return PEAK_SHARE
+        return kernel.peak_share
 
     def cost(share: float) -> float:
-        kernel = DecodeKernel(kv_heads, num_sms, share)
-        return sum((kernel.ratio(one) - one.ratio) ** 2 for one in chosen)
+        trial = replace(kernel, peak_share=share)
+        return sum((trial.ratio(one) - one.ratio) ** 2 for one in chosen)
 
-    return float(minimize_scalar(cost, bounds=PEAK_SHARES, method="bounded", options={"xatol": 5e-4}).x)
+    bounds = (1.0 / kernel.num_slots, MOST_SHARE)
+    return float(minimize_scalar(cost, bounds=bounds, method="bounded", options={"xatol": 5e-4}).x)
 
 
 def _few_long(samples: Array, kernel: DecodeKernel) -> list[SkewSample]:

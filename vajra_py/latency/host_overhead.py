@@ -13,7 +13,7 @@ class HostOverhead:
     """What scheduling, input preparation, sampling and output processing add to steps and requests; seconds.
 
     Without asynchronous scheduling the GPU waits for the host in every step. With it the host prepares the next step while the GPU
-    computes this one, so that only `exposed_s` is added, unless the host takes longer than the GPU.
+    computes this one: nothing is added unless the host takes longer than the GPU, or a calibration found an `exposed_s`.
     """
 
     step_base_s: float = 0.0
@@ -21,7 +21,7 @@ class HostOverhead:
     step_per_request_s: float = 0.0
     """Host time for each request in the step."""
     exposed_s: float = 0.0
-    """Time that the GPU waits in every step although scheduling is asynchronous: launch, sampling, copy of the tokens."""
+    """Time that the GPU waits in every step although scheduling is asynchronous; no profile of operators says any, so that none is named here."""
     asynchronous: bool = False
     """Whether the host's work overlaps the step before."""
     arrival_s: float = 0.0
@@ -44,7 +44,6 @@ HOST_OVERHEADS = MappingProxyType(
         "vllm-0.19-async": HostOverhead(
             step_base_s=2.0e-3,
             step_per_request_s=12e-6,
-            exposed_s=0.5e-3,
             asynchronous=True,
             arrival_s=1.0e-3,
             first_token_s=0.5e-3,

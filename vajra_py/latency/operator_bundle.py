@@ -128,11 +128,10 @@ def _dense(
         matrices["qkv_proj"] = (queries + 2 * keys, hidden, 1.0)
         matrices["o_proj"] = (hidden, queries, 1.0)
     width, gates = model.intermediate_size / tensor, model.mlp_matrices - 1
-    share = model.num_dense_layers / model.num_layers
     if model.num_dense_layers:
-        matrices["gate_up_proj"] = (gates * width, hidden, share)
-        matrices["down_proj"] = (hidden, width, share)
-        moved["act_fn"] = share * (gates + 1) * width
+        matrices["gate_up_proj"] = (gates * width, hidden, 1.0)
+        matrices["down_proj"] = (hidden, width, 1.0)
+        moved["act_fn"] = (gates + 1) * width
     if model.experts is not None:
         of_experts = model.experts.num_layers / model.num_layers
         matrices["router"] = (model.experts.num_experts, hidden, of_experts)

@@ -23,7 +23,8 @@ class OperatorTablesModel(ProfileBundleModel):
     ) -> None:
         super().__init__(operators.bundle, model, options, device)
         dense = operators.bundle.dense
-        self._filled = summed({name: dense[name] for name in operators.filled}, model.num_layers)
+        filled = {name: dense[name] for name in operators.filled}
+        self._filled = summed(filled, model.num_layers, model.num_dense_layers)
         self._filled_dense: dict[int, float] = {}
         self._taken_s = 0.0
         self._filled_time_s = 0.0

@@ -129,4 +129,7 @@ class MeasuredOperatorsConfig(SettingsModel):
         if device is None:
             message = f"needs a described device, and {self.device_name} is not one"
             raise ConfigError(Problem("fallback", message, "Allowed: null"))
+        if self.data_parallel > 1:
+            message = f"the roofline has no data-parallel ranks that share experts (data_parallel {self.data_parallel})"
+            raise ConfigError(Problem("fallback", message, "Allowed: null"))
         return RooflineModel(model, device, Parallelism(tensor=self.tensor_parallel))

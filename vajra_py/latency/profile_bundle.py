@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import sqrt
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from vajra_py.contract.latency import BatchFeatures
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.latency.attention_grid import AttentionGrid, DecodeRow
-from vajra_py.latency.bundle_files import Bundle
+from vajra_py.latency.bundle_files import MLP_LAYERS, Array, Bundle
 from vajra_py.latency.calibration_file import Calibration
 from vajra_py.latency.collectives import Collectives, Link
 from vajra_py.latency.dense_times import DenseTimes, interpolated, summed
@@ -27,15 +28,12 @@ from vajra_py.latency.devices import DeviceSpec
 from vajra_py.latency.expert_times import ExpertTimes, Routing
 from vajra_py.latency.flash_decoding import DecodeKernel, UnequalContexts, fitted_peak_share
 from vajra_py.latency.host_overhead import HostOverhead
+from vajra_py.latency.measured_skew import skew_factors
 from vajra_py.latency.model_spec import ModelSpec
 from vajra_py.latency.roofline import RooflineModel
 
 CAPTURE_LIMIT = 512
 """Largest batch for which vLLM captures a CUDA graph, in tokens."""
-SKEW_WINDOW = 0.2
-"""Measured batches count towards the skew of one variation when theirs is within this."""
-MOST_DECODES = 1024
-"""Batches of more decodes have the skew of this many."""
 FEW_STEPS = 48
 """Up to here plain numbers are faster than arrays."""
 
@@ -75,26 +73,6 @@ def capture_sizes(limit: int) -> tuple[int, ...]:
     """Batch sizes for which vLLM captures CUDA graphs: 1, 2, 4, then every 8 up to 256 and every 16 up to `limit`."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, limit + 1, 16)]
     return tuple(size for size in sizes if size <= limit)
-
-
-def skew_ratio(
-    samples: npt.NDArray[np.float64], variation: float, counts: Sequence[float], *, mixed: bool
-) -> list[float]:
-    """How much longer attention takes for decode contexts of this variation than for equal ones, by number of decodes.
-
-    The median of the measured batches of that number whose variation is near; numbers that were not measured take their neighbours'
-    mean. No batches: 1.
-    """
-    near = (samples[:, 1] > 0) == mixed
-    near &= np.abs(samples[:, 2] - variation) <= SKEW_WINDOW
-    if not near.any() or variation <= 0:
-        return [1.0] * len(counts)
-    num_decodes, ratios = samples[near, 0], samples[near, 3]
-    known = np.unique(num_decodes)
-    medians = [max(1.0, float(np.median(ratios[num_decodes == count]))) for count in known]
-    found = np.interp(counts, known, medians)
-    found[np.asarray(counts) <= 1] = 1.0
-    return list(map(float, found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,21 +131,16 @@ class ProfileBundleModel:
         self.options = options
         self.device = device
         self._scale = {name: options.scales.get(name, 1.0) for name in SCALES}
-        self._attention = AttentionGrid(bundle.attention)
+        self._attention = self._attention_grid()
+        self._unequal = self._unequal_contexts()
         self._mixed_us_s = 1e-6 * model.num_layers * self._scale["mixed_attention"]
         """Seconds of a step with prompts for each microsecond of one layer's attention."""
         self._experts = None if bundle.experts is None else ExpertTimes(bundle.experts, model, options.routing)
         limit = options.capture_limit if options.cuda_graphs else 0
         self._captured = capture_sizes(limit)
         self._ranks = options.data_parallel
-        counts = range(MOST_DECODES + 1)
-        self._mixed_skew = skew_ratio(bundle.skew, options.context_variation, counts, mixed=True)
-        self._unequal = self._unequal_contexts()
-        self._decode_skew = (
-            skew_ratio(bundle.skew, options.context_variation, counts, mixed=False) if self._unequal is None else []
-        )
         self._decode_batches: dict[int, _DecodeBatch] = {}
-        self._dense = DenseTimes(bundle.dense, model.num_layers)
+        self._dense = DenseTimes(bundle.dense, model.num_layers, model.num_dense_layers)
         self._collectives = Collectives(
             model, bundle.tensor_parallel, options.data_parallel, options.link, bundle.all_reduce
         )
@@ -182,7 +155,13 @@ class ProfileBundleModel:
     def source(self) -> str:
         """Where the step times come from, in a few words."""
         degree = f", TP {self.bundle.tensor_parallel}" if self.bundle.tensor_parallel > 1 else ""
-        return f"operators measured on {self.bundle.gpu} inside {self.bundle.engine} ({self.bundle.model}{degree})"
+        measured = f"operators measured on {self.bundle.gpu} inside {self.bundle.engine} ({self.bundle.model}{degree})"
+        cut = self.options.routing.cut
+        return (
+            measured
+            if cut == 1
+            else f"{measured}; experts were not measured in this split, 1/{cut} of what was is assumed"
+        )
 
     @property
     def host(self) -> HostOverhead:
@@ -252,7 +231,7 @@ class ProfileBundleModel:
         if self.device is None:
             message = "cannot be worked out: nothing says how much memory the GPU has"
             raise ConfigError(Problem("replica.memory.num_blocks", message, "Give it, or name a device"))
-        split = Parallelism(tensor=self.bundle.tensor_parallel)
+        split = Parallelism(tensor=self.bundle.tensor_parallel, data=self._ranks)
         return self._ranks * Deployment(self.model, self.device, split).kv_blocks(block_size, memory_fraction)
 
     # Parts
@@ -285,10 +264,7 @@ class ProfileBundleModel:
             rank, reach, largest = self._per_rank(num_decodes), self.options.reach, self._attention.largest
             parts = self._token_parts(rank, num_decodes)
             added, least = self._host_s(num_decodes)
-            if self._unequal is None:
-                skew = self._decode_skew[min(rank, MOST_DECODES)]
-            else:
-                skew = self._unequal.factor(self._padded(rank))
+            skew = 1.0 if self._unequal is None else self._unequal.factor(self._padded(rank))
             scale = self._scale["decode_attention"] * skew
             batch = self._decode_batches[num_decodes] = _DecodeBatch(
                 fixed_s=sum(parts.values()) + self._head_s(rank) + self._gathered_s(rank) + added,
@@ -313,7 +289,6 @@ class ProfileBundleModel:
         chunk, behind = one_chunk(tokens, pairs)
         if decodes:
             microseconds = self._attention.mixed(decodes).at(chunk, behind, context / decodes)
-            microseconds *= self._mixed_skew[decodes] if decodes < MOST_DECODES else self._mixed_skew[-1]
         else:
             microseconds = self._attention.prefill_us(chunk, behind)
         return max(self._mixed_us_s * microseconds + of_tokens + of_sequences, least)
@@ -364,19 +339,18 @@ class ProfileBundleModel:
         one = self._attention.prefill_us(part, middle)
         if not decodes:
             return number * one, number * one
-        skew = self._mixed_skew[min(decodes, MOST_DECODES)]
-        return number * one, (number - 1) * one + skew * self._attention.mixed(decodes).at(part, middle, mean)
+        return number * one, (number - 1) * one + self._attention.mixed(decodes).at(part, middle, mean)
 
     def _token_parts(self, rank_tokens: int, all_tokens: int) -> dict[str, float]:
         """Seconds of everything but attention and head, for so many tokens on the fullest rank and on all of them."""
         padded = self._padded(rank_tokens)
         parts = {"dense": 1e-6 * self._dense.at(padded) * self._scale["dense"]}
+        # Ranks replay one CUDA graph, or each computes what it has.
+        is_captured = bool(self._captured) and rank_tokens <= self._captured[-1]
+        tokens = padded * self._ranks if is_captured else all_tokens
         if self._experts is not None:
-            # Ranks replay one CUDA graph, or each computes what it has.
-            is_captured = bool(self._captured) and rank_tokens <= self._captured[-1]
-            tokens = padded * self._ranks if is_captured else all_tokens
             parts["experts"] = 1e-6 * self._experts.num_layers * self._experts.layer_us(tokens) * self._scale["experts"]
-        exchanged = self._collectives.layers_s(padded)
+        exchanged = self._collectives.layers_s(padded, tokens)
         if exchanged:
             parts["all_reduce"] = exchanged * self._scale["all_reduce"]
         return parts
@@ -388,14 +362,29 @@ class ProfileBundleModel:
     def _gathered_s(self, sequences: int) -> float:
         return self._collectives.scores_s(sequences) * self._scale["all_reduce"]
 
+    def _attention_grid(self) -> AttentionGrid:
+        """Attention times of batches whose contexts vary as the options say."""
+
+        def factors(axes: tuple[Array, ...], *, mixed: bool) -> Array | None:
+            return skew_factors(self.bundle.skew, self.options.context_variation, axes, mixed=mixed)
+
+        rows, beside_chunks = self.bundle.attention, partial(factors, mixed=True)
+        if self._has_flash_attention_2:
+            return AttentionGrid(rows, mixed_factor=beside_chunks)
+        return AttentionGrid(rows, partial(factors, mixed=False), beside_chunks)
+
+    @property
+    def _has_flash_attention_2(self) -> bool:
+        return self.device is not None and self.device.uses_flash_attention_2 and self.model.latent is None
+
     def _unequal_contexts(self) -> UnequalContexts | None:
-        """How unequal contexts of decodes tell on this GPU; None: as the bundle's own batches of them say, where it has any."""
-        device, model = self.device, self.model
-        if device is None or not device.uses_flash_attention_2 or model.latent is not None:
+        """How the kernel spreads decodes of unequal contexts; None: as the bundle's own batches of them say, where it has any."""
+        device = self.device
+        if device is None or not self._has_flash_attention_2:
             return None
-        kv_heads = max(1, model.num_kv_heads // self.bundle.tensor_parallel)
-        share = fitted_peak_share(self.bundle.skew, kv_heads, device.num_sms)
-        kernel = DecodeKernel(kv_heads, device.num_sms, share)
+        kv_heads = max(1, self.model.num_kv_heads // self.bundle.tensor_parallel)
+        kernel = DecodeKernel.of(device, kv_heads, self.model.head_dim)
+        kernel = replace(kernel, peak_share=fitted_peak_share(self.bundle.skew, kernel))
         return UnequalContexts(kernel, self.options.context_variation, self._attention.decode_counts.tolist())
 
     def _padded(self, tokens: int) -> int:
@@ -430,6 +419,10 @@ def _check(bundle: Bundle, model: ModelSpec, options: BundleOptions) -> None:
         has = "has" if bundle.experts is not None else "has no"
         message = f"{bundle.folder} {has} times of experts, which does not fit the model {model.name}"
         problems.append(Problem("model", message))
+    missing = [name for name in MLP_LAYERS if name not in bundle.dense]
+    if bundle.experts is not None and model.num_dense_layers and missing:
+        message = f"has no times of {', '.join(missing)}, and {model.name} has {model.num_dense_layers} layers without experts"
+        problems.append(Problem(f"{bundle.folder}/dense.csv", message))
     if options.data_parallel > 1 and model.experts is None:
         message = f"ranks share experts, and {model.name} has none (got {options.data_parallel})"
         problems.append(Problem("data_parallel", message, "Allowed: 1; simulate replicas instead (num_replicas)"))
