@@ -23,6 +23,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
+from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, VajraError
 from vajra_py.plugins import load_registry
 from vajra_py.plugins.watchdog import no_endless_calls
@@ -32,7 +33,7 @@ from vajra_py.vllm.mechanism import EndReason, Mechanism, Request, StepPlan, mak
 from vajra_py.vllm.messages import Messages
 from vajra_py.vllm.plugin import abort_at_once, end_before_workers
 from vajra_py.vllm.recording import SessionRecording, facts_of
-from vajra_py.vllm.records import Record, RecordRules, record_of
+from vajra_py.vllm.records import Arrivals, Record, RecordRules, record_of
 from vajra_py.vllm.settings import experiment_of, fallback_of, sizes_of, wishes_of
 from vajra_py.vllm.support import check_cache, check_options, check_version, installed_version
 
@@ -87,6 +88,8 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         self.mechanism: Mechanism = make_mechanism(
             self.config, registry, self._clock, self._max_model_len, bytes_per_token
         )
+        if self._is_async:
+            self.mechanism.set_gate(bars_preempted=True)
         if self._fallback is not None:
             self.mechanism.check_policies(self._fallback)
         self._recording: SessionRecording | None = None
@@ -99,7 +102,10 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         """Interrupts policies that do not return, in the thread that schedules."""
         self._thread_id: int | None = None
         memory = next(iter(self.config.effective_replicasets.values())).replica.memory
-        self._rules = RecordRules(self._max_model_len, self._caches, memory.tenant_salt, time.time(), self._on_ended)
+        prioritizer = self.mechanism.controller.replicasets[self.mechanism.replica.replicaset].policies
+        by_priority = prioritizer is not None and prioritizer.choices[Layer.REQUEST_PRIORITIZER].policy == "priority"
+        arrivals = Arrivals(self._clock, as_said=by_priority)
+        self._rules = RecordRules(self._max_model_len, self._caches, memory.tenant_salt, arrivals, self._on_ended)
         self._records: dict[str, Record] = {}
         self._messages = Messages(
             self.mechanism.replica,
@@ -112,9 +118,9 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         self._compiling: list[Record] = []
         """Requests whose grammar is not there yet."""
         self._held: list[Record] = []
-        """Requests that the mechanism is to get with the next step, once all their tokens are known, unless new ones are paused."""
-        self._withdrawn: set[Record] = set()
-        """Requests that are on their way out of the mechanism, to be held."""
+        """Requests that the mechanism is to get with the next step, once all their tokens are known."""
+        self._num_idle = 0
+        """How many times in a row nothing was scheduled although somebody waited."""
         self._endings = Endings(lists_finished=include_finished_set)
         self._fault: VajraError | None = None
         """The last violation of the contract that was logged."""
@@ -147,13 +153,8 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             self._compiling.append(record)
         else:
-            self._hand_in(record)
-
-    def _hand_in(self, record: Record) -> None:
-        if self._pause is PauseState.UNPAUSED:
             self.mechanism.arrive(record.intake)
-        else:
-            self._held.append(record)
+            self._settle()
 
     def _take_compiled(self) -> None:
         waiting, self._compiling = self._compiling, []
@@ -168,7 +169,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
                 self._drop(record, FinishReason.ERROR, f"its grammar cannot be compiled: {grammar}")
             else:
                 record.request.status = RequestStatus.WAITING
-                self._hand_in(record)
+                self.mechanism.arrive(record.intake)
 
     def _fail(self, request: VllmRequest, reason: FinishReason, why: str) -> None:
         self._constrained.pop(request.request_id, None)
@@ -183,8 +184,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
             self._forget_at_workers(record)
             return
         is_violation = self.mechanism.fault is not None and reason in _BY_BREACH
-        if record in self._withdrawn or (is_violation and self._fallback is not None):
-            self._withdrawn.discard(record)
+        if is_violation and self._fallback is not None:
             self._held.append(record)
             return
         self._drop(record, FinishReason.ERROR if is_violation else FinishReason.ABORT, request.detail)
@@ -222,6 +222,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
             elif record not in self._held:
                 self.mechanism.abort(name)
             self._end(record)
+        self._settle()
         return finished
 
     def _end(self, record: Record) -> None:
@@ -231,9 +232,10 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         del self._records[name]
         del self.requests[name]
         self._constrained.pop(name, None)
-        self._withdrawn.discard(record)
         if record in self._held:
             self._held.remove(record)
+        elif record.own is not None:
+            self.mechanism.leave(record.own)
         self._forget_at_workers(record)
         self._endings.note_finished(record.client_index, name)
 
@@ -243,13 +245,17 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         """The next step, by the policies."""
         if self._compiling:
             self._take_compiled()
-        if self._held and self._pause is PauseState.UNPAUSED:
+        if self._held:
             self._hand_in_held()
-        waits = self._forgets and any(one.total_num_scheduled_tokens for one in self._in_flight)
-        if self._forgets and not waits:
-            self._forgets = False
-            self.mechanism.forget_cache()
-        plan = None if waits or self._pause is PauseState.PAUSED_ALL else self._step()
+        is_busy = any(one.total_num_scheduled_tokens for one in self._in_flight)
+        plan = None
+        if not (self._forgets and is_busy):
+            self._forget_if_wanted()
+            plan = self._step()
+            if plan is None and not is_busy:
+                plan = self._after_nothing()
+            elif plan is not None:
+                self._num_idle = 0
         for name in self.mechanism.take_preempted():
             self._messages.preempted.add(name)
             if self.log_stats and name in self.requests:
@@ -257,6 +263,36 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         output = self._messages.empty() if plan is None else self._told(plan)
         self._in_flight.append(output)
         return output
+
+    def _forget_if_wanted(self) -> None:
+        if self._forgets:
+            self._forgets = False
+            self.mechanism.forget_cache()
+
+    def _settle(self) -> None:
+        """Let what came in happen where no step can follow, so that whoever asks hears of it and of its time."""
+        if self._in_flight:
+            return
+        if self._pause is PauseState.UNPAUSED:
+            can_form = len(self._records) > len(self._compiling)
+        else:
+            can_form = self._pause is PauseState.PAUSED_NEW and self.mechanism.num_running > 0
+        if not can_form:
+            self._forget_if_wanted()
+            self.mechanism.step()
+
+    def _after_nothing(self) -> StepPlan | None:
+        """The policies have scheduled nothing and nothing is computed; too often in a row that is a breach."""
+        is_paused = self._pause is not PauseState.UNPAUSED
+        if is_paused or not self.mechanism.controller.num_alive or self.mechanism.fault is not None:
+            self._num_idle = 0
+            return None
+        self._num_idle += 1
+        if self._num_idle < self.config.backend.settings.max_idle_steps:
+            return None
+        self._num_idle = 0
+        self.mechanism.condemn()
+        return self._step()
 
     def _step(self) -> StepPlan | None:
         if self._thread_id != threading.get_ident():
@@ -350,11 +386,12 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
     ) -> dict[int, EngineCoreOutputs]:
         """Take a step's tokens in; what every client is to be told."""
         self._in_flight.popleft()
-        if not self._is_async:
-            self.mechanism.open_turn()
         outputs: dict[int, list[EngineCoreOutput]] = {}
         if model_runner_output.sampled_token_ids:
             self._take_tokens(model_runner_output, outputs)
+        if not self._in_flight:
+            self.mechanism.land()
+            self._settle()
         if self._recording is not None:
             self._recording.take_tokens()
         told = self._endings.told(outputs, self.requests)
@@ -417,8 +454,9 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         """Requests whose clients wait for something; while new ones are paused, of those that run."""
         if self._pause is PauseState.PAUSED_ALL:
             return 0
-        num_paused = len(self._held) + len(self._withdrawn) if self._pause is PauseState.PAUSED_NEW else 0
-        return len(self.requests) - num_paused
+        if self._pause is PauseState.PAUSED_NEW:
+            return self.mechanism.num_running
+        return len(self.requests)
 
     def has_request(self, request_id: str) -> bool:
         """Whether a client waits for this request's end."""
@@ -435,8 +473,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
 
     def get_kv_cache_usage(self) -> float:
         """Part of the KV blocks that requests hold."""
-        memory = self.mechanism.replica.memory
-        return 1.0 - memory.free_blocks / memory.num_blocks
+        return self.mechanism.kv_usage
 
     def make_stats(self) -> SchedulerStats | None:
         """Counts for vLLM's log and metrics."""
@@ -461,21 +498,20 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         """Form no steps, or none with requests that hold no KV blocks yet, or go on."""
-        self._pause = pause_state
-        if pause_state is not PauseState.PAUSED_NEW:
+        if pause_state is self._pause:
             return
-        absent = {*self._compiling, *self._held, *self._withdrawn}
-        for record in self._records.values():
-            own = record.own
-            if record not in absent and (own is None or not self.mechanism.holds_blocks(own)):
-                self._withdrawn.add(record)
-                self.mechanism.abort(record.request_id)
+        self._pause = pause_state
+        self.mechanism.set_gate(
+            admits=pause_state is PauseState.UNPAUSED, forms=pause_state is not PauseState.PAUSED_ALL
+        )
+        self._settle()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget every cached block; False, and nothing changed, when requests hold blocks and may not lose them."""
         if self.mechanism.num_running and not reset_running_requests:
             return False
         self._forgets = True
+        self._settle()
         return True
 
     def reset_encoder_cache(self) -> None:

@@ -65,6 +65,7 @@ class Sizes:
 
     Attributes:
         num_blocks: without vLLM's null block, which nobody ever gets.
+        max_input_tokens: most tokens that its buffers hold, where that is not `max_step_tokens`.
     """
 
     model: str
@@ -74,6 +75,7 @@ class Sizes:
     max_step_tokens: int
     max_model_len: int
     prefix_caching: bool
+    max_input_tokens: int | None = None
     version: tuple[int, int] = (0, 33)
 
 
@@ -88,6 +90,7 @@ def sizes_of(vllm_config: Any, block_size: int, num_blocks: int, version: tuple[
         max_step_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
         max_model_len=vllm_config.model_config.max_model_len,
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+        max_input_tokens=scheduler.max_num_batched_tokens if scheduler.max_num_scheduled_tokens else None,
         version=version,
     )
 
@@ -159,6 +162,7 @@ def _vllms_own(sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
     """VLLM's own algorithm under the options that it was given."""
     params = {
         "long_prefill_threshold_tokens": options.get("long_prefill_token_threshold", 0),
+        "adaptive_share_tokens": sizes.max_input_tokens,
         "adaptive_long_prefill_threshold": options.get("long_prefill_token_threshold_adaptive", False),
         "watermark_fraction": options.get("watermark", 0.0),
         "prefill_interval_steps": options.get("prefill_schedule_interval", 1) if sizes.version >= (0, 33) else 1,
@@ -168,12 +172,14 @@ def _vllms_own(sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
     }
     by_priority = options.get("policy") == "priority"
     params["continues_after_own_preemption"] = sizes.version >= (0, 33)
+    # A victim goes to the front of vLLM's queue. Without grammars and resets it stands there by its arrival too.
+    queue = {} if by_priority else {"request_prioritizer": {"policy": "fcfs", "params": {"preempted": "first"}}}
     params["victim"] = "lowest_priority" if by_priority else "latest_admitted"
     return {
         "version": 1,
         "name": "vllm",
         "preset": "vllm-v1-priority" if by_priority else "vllm-v1",
-        "scheduling": {"replica_scheduler": {"policy": "vllm_v1", "params": params}},
+        "scheduling": {"replica_scheduler": {"policy": "vllm_v1", "params": params}, **queue},
         "workload": _WORKLOAD,
         "backend": {"vllm": {"model": sizes.model}},
     }
