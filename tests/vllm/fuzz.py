@@ -317,7 +317,10 @@ class Play(Core):
             if one.aborts is not None and one.aborts[0] <= self.turn and one.aborts[1] is in_flight:
                 self._finish(one.name, RequestStatus.FINISHED_ABORTED, "abort")
         while self.events and self.events[0].turn <= self.turn:
-            if self.events[0].in_flight and not in_flight and self.scheduler.has_requests():
+            # Without asynchronous scheduling the engine core handles nothing but aborts while a step is computed.
+            if in_flight and not self.is_async:
+                return
+            if self.events[0].in_flight and self.is_async and not in_flight and self.scheduler.has_requests():
                 return
             self._do(self.events.popleft().kind)
 

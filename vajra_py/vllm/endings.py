@@ -36,6 +36,14 @@ class Endings:
         request.status = RequestStatus.FINISHED_ERROR if is_error else RequestStatus.FINISHED_ABORTED
         self._failed.append(_Failed(request, reason, why))
 
+    def take_back(self, name: str) -> VllmRequest | None:
+        """The client takes a request back whose end it was not told; None: there is none of that name."""
+        for failed in self._failed:
+            if failed.request.request_id == name:
+                self._failed.remove(failed)
+                return failed.request
+        return None
+
     def note_finished(self, client_index: int, name: str) -> None:
         """The client has been told the end of this request."""
         if self._finished is not None:

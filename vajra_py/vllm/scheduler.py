@@ -214,6 +214,11 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         for name in names:
             record = self._records.get(name)
             if record is None:
+                failed = self._endings.take_back(name)
+                if failed is not None:
+                    failed.status = finished_status
+                    finished.append(self.requests.pop(name))
+                    self._endings.note_finished(failed.client_index, name)
                 continue
             finished.append(record.request)
             record.request.status = finished_status

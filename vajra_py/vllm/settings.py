@@ -172,14 +172,14 @@ def _vllms_own(sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
     }
     by_priority = options.get("policy") == "priority"
     params["continues_after_own_preemption"] = sizes.version >= (0, 33)
-    # A victim goes to the front of vLLM's queue. Without grammars and resets it stands there by its arrival too.
-    queue = {} if by_priority else {"request_prioritizer": {"policy": "fcfs", "params": {"preempted": "first"}}}
+    # A victim goes to the front of vLLM's queue, unless that is ordered by priority, arrival and the text of the id.
+    order = ("priority", {"ties": "request_id"}) if by_priority else ("fcfs", {"preempted": "first"})
     params["victim"] = "lowest_priority" if by_priority else "latest_admitted"
     return {
         "version": 1,
         "name": "vllm",
         "preset": "vllm-v1-priority" if by_priority else "vllm-v1",
-        "scheduling": {"replica_scheduler": {"policy": "vllm_v1", "params": params}, **queue},
+        "scheduling": {"replica_scheduler": {"policy": "vllm_v1", "params": params}, "request_prioritizer": dict(zip(("policy", "params"), order, strict=True))},
         "workload": _WORKLOAD,
         "backend": {"vllm": {"model": sizes.model}},
     }
