@@ -168,7 +168,7 @@ class Core:
         computed = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        preempted = sorted(output.preempted_req_ids or ())
+        preempted = sorted((output.preempted_req_ids or set()) - output.finished_req_ids)
         self.steps.append(Step(dict(output.num_scheduled_tokens), computed, preempted, free_blocks(self.scheduler)))
 
     def execute(self, output: Any) -> ModelRunnerOutput:

@@ -197,7 +197,9 @@ class FirstRunner(Runner):
         to_add: list[str] = []
         for one in message.scheduled_new_reqs:
             if one.req_id in self.requests:
-                raise WorkerFault(f"{one.req_id}: is new, and the runner knows it (it would take it for streamed input)")
+                raise WorkerFault(
+                    f"{one.req_id}: is new, and the runner knows it (it would take it for streamed input)"
+                )
             prompt = list(one.prompt_token_ids)
             self.requests[one.req_id] = _Cached(prompt, list(one.block_ids[0]), one.num_computed_tokens)
             to_add.append(one.req_id)

@@ -30,6 +30,11 @@ class Endings:
         self._finished: dict[int, set[str]] | None = {} if lists_finished else None
         """By client, the requests that it need not track any more; None: nobody wants to know."""
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are any."""
+        return bool(self._failed or self._finished)
+
     def fail(self, request: VllmRequest, reason: FinishReason, why: str) -> None:
         """The request ends with this reason."""
         is_error = reason is FinishReason.ERROR

@@ -262,9 +262,10 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
             elif plan is not None:
                 self._num_idle = 0
         for name in self.mechanism.take_preempted():
-            self._messages.preempted.add(name)
-            if self.log_stats and name in self.requests:
-                self.requests[name].record_event(EngineCoreEventType.PREEMPTED)
+            if name in self._records:
+                self._messages.preempted.add(name)
+                if self.log_stats:
+                    self.requests[name].record_event(EngineCoreEventType.PREEMPTED)
         output = self._messages.empty() if plan is None else self._told(plan)
         self._in_flight.append(output)
         return output
@@ -281,7 +282,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         if self._pause is PauseState.UNPAUSED:
             can_form = len(self._records) > len(self._compiling)
         else:
-            can_form = self._pause is PauseState.PAUSED_NEW and self.mechanism.num_running > 0
+            can_form = self._pause is PauseState.PAUSED_NEW and self._num_running > 0
         if not can_form:
             self._forget_if_wanted()
             self.mechanism.step()
@@ -460,7 +461,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         if self._pause is PauseState.PAUSED_ALL:
             return 0
         if self._pause is PauseState.PAUSED_NEW:
-            return self.mechanism.num_running
+            return self._num_running
         return len(self.requests)
 
     def has_request(self, request_id: str) -> bool:
@@ -468,17 +469,22 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         return request_id in self.requests
 
     def has_finished_requests(self) -> bool:
-        """Whether the workers have to be told of an end."""
-        return bool(self._messages.finished)
+        """Whether workers or clients have to be told of an end."""
+        return bool(self._messages.finished) or self._endings.is_pending
 
     def get_request_counts(self) -> tuple[int, int]:
         """Running and waiting requests."""
-        running = self.mechanism.num_running
+        running = self._num_running
         return running, max(0, len(self.requests) - running)
+
+    @property
+    def _num_running(self) -> int:
+        """Requests that hold KV blocks, and keep them."""
+        return 0 if self._forgets else self.mechanism.num_running
 
     def get_kv_cache_usage(self) -> float:
         """Part of the KV blocks that requests hold."""
-        return self.mechanism.kv_usage
+        return 0.0 if self._forgets else self.mechanism.kv_usage
 
     def make_stats(self) -> SchedulerStats | None:
         """Counts for vLLM's log and metrics."""
@@ -513,7 +519,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget every cached block; False, and nothing changed, when requests hold blocks and may not lose them."""
-        if self.mechanism.num_running and not reset_running_requests:
+        if self._num_running and not reset_running_requests:
             return False
         self._forgets = True
         self._settle()
