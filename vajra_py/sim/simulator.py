@@ -195,7 +195,9 @@ class Simulator(Backend[SimReplica]):
                 return
         if salt is None:
             salt = spec.tenant if self._options.tenant_salt else ""
-        self._driver.submit(facts_of(spec), lambda size: hashes_of(spec, size, salt, reads_cache=reads), spec, arrived_at)
+        self._driver.submit(
+            facts_of(spec), lambda size: hashes_of(spec, size, salt, reads_cache=reads), spec, arrived_at
+        )
 
     def _next_scheduling(self) -> int:
         """When an asynchronous engine sees a request that comes now: as soon as the step after the one in flight has begun.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
 _log = logging.getLogger(__name__)
+_MOST_STREAMS = 10_000
 
 
 @dataclass(slots=True)
@@ -71,6 +73,30 @@ class Endings:
                 told.setdefault(client, EngineCoreOutputs()).finished_requests = names
             self._finished = {}
         return told
+
+
+class RefusedStreams:
+    """Requests whose input was to be streamed: their first chunk is refused, and further ones and the end may follow under its id."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+
+    def answers(self, request: VllmRequest, requests: Mapping[str, VllmRequest]) -> bool:
+        """Whether nothing is to be done for a request that comes in beside these: its id is a refused stream's, or used twice."""
+        name = request.request_id
+        is_known = name in self._names
+        if is_known and not request.resumable:  # the end of the stream
+            del self._names[name]
+            return True
+        if name in requests:
+            if not is_known:  # a chunk's refusal, which its client will be told, is no reason for a line
+                _log.error("another request with the id %s is being served; this one is left out", name)
+            return True
+        if request.resumable:
+            self._names[name] = None
+            if len(self._names) > _MOST_STREAMS:
+                del self._names[next(iter(self._names))]
+        return False
 
 
 def _output_of(failed: _Failed) -> EngineCoreOutput:

@@ -89,9 +89,7 @@ class Intake:
         """What identifies its blocks in the prefix cache."""
         if self.prompt_token_ids is None:
             return None
-        return TokenBlockHashes(
-            self.prompt_token_ids, block_size, self.salt, self.output, reads_cache=self.reads_cache
-        )
+        return TokenBlockHashes(self.prompt_token_ids, block_size, self.salt, self.output, reads_cache=self.reads_cache)
 
 
 @dataclass(slots=True)
@@ -212,7 +210,7 @@ class Mechanism(Backend[_VllmReplica]):
                 self._driver.events.push(self._turn, Phase.FAILURE, replace(self._gate, tick=self._turn))
         return self._turn
 
-    def set_gate(self, **changes: bool) -> None:
+    def set_gate(self, **changes: Any) -> None:
         """From the turn that is open, or the next one, on: see `Gate`."""
         self._gate = replace(self._gate, **changes)
         if self._turn is None:

@@ -132,7 +132,7 @@ class Arrivals:
 
     def __call__(self, request: VllmRequest) -> float:
         """Seconds on the scheduler's clock (which gives nanoseconds)."""
-        said = max(0.0, request.arrival_time - self._zero)
+        said = max(0.0, float(request.arrival_time) - self._zero)
         if not self._as_said:
             following = math.nextafter(self._last, math.inf)
             said = self._last = max(following, min(said, self._clock() / 1e9))
@@ -181,7 +181,9 @@ def record_of(request: VllmRequest, rules: RecordRules) -> Record:
 def facts_of(request: VllmRequest, limit: int) -> RequestFacts:
     """What the client says of its request. Raises `ConfigError` for what it says of its objectives in a wrong way."""
     params = request.sampling_params
-    given = _given({} if params is None else params.extra_args or {})
+    given = given_in({} if params is None else params.extra_args or {})
+    if request.session_id is not None:
+        given.setdefault("session_id", request.session_id)
     return RequestFacts(
         request_id=request.request_id,
         num_prompt_tokens=request.num_prompt_tokens,
@@ -191,7 +193,8 @@ def facts_of(request: VllmRequest, limit: int) -> RequestFacts:
     )
 
 
-def _given(extra: Mapping[str, Any]) -> dict[str, Any]:
+def given_in(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What a client says of its objectives, by names of `RequestFacts`. Raises `ConfigError` for what it says in a wrong way."""
     given: dict[str, Any] = {}
     for name, value in extra.items():
         if not name.startswith(PREFIX):

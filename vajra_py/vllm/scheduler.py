@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -28,13 +29,14 @@ from vajra_py.errors import ConfigError, VajraError
 from vajra_py.plugins import load_registry
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.serve.recording import RunRecording
-from vajra_py.vllm.endings import Endings
+from vajra_py.vllm.endings import Endings, RefusedStreams
+from vajra_py.vllm.grammars import Grammars
 from vajra_py.vllm.mechanism import EndReason, Mechanism, Request, StepPlan, make_mechanism
 from vajra_py.vllm.messages import Messages
 from vajra_py.vllm.plugin import abort_at_once, end_before_workers
 from vajra_py.vllm.recording import SessionRecording, facts_of
 from vajra_py.vllm.records import Arrivals, Record, RecordRules, record_of
-from vajra_py.vllm.settings import experiment_of, fallback_of, sizes_of, wishes_of
+from vajra_py.vllm.settings import described, experiment_of, fallback_of, sizes_of, wishes_of
 from vajra_py.vllm.support import check_cache, check_options, check_version, installed_version
 
 _log = logging.getLogger(__name__)
@@ -72,7 +74,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         self.log_stats = log_stats
         self.requests: dict[str, VllmRequest] = {}
         """Requests whose end no client was told yet, as vLLM's structured output wants them."""
-        self._structured = structured_output_manager
+        self._grammars = Grammars(structured_output_manager)
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
         self._caches = bool(vllm_config.cache_config.enable_prefix_caching)
@@ -113,12 +115,9 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
             resumes_as_new=bool(vllm_config.use_v2_model_runner),
             zeroes=bool(kv_cache_config.needs_kv_cache_zeroing),
         )
-        self._constrained: dict[str, Record] = {}
-        """Requests whose tokens a grammar constrains."""
-        self._compiling: list[Record] = []
-        """Requests whose grammar is not there yet."""
         self._held: list[Record] = []
         """Requests that the mechanism is to get with the next step, once all their tokens are known."""
+        self._streams = RefusedStreams()
         self._num_idle = 0
         """How many times in a row nothing was scheduled although somebody waited."""
         self._endings = Endings(lists_finished=include_finished_set)
@@ -129,6 +128,8 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         """Whether all KV is to be given up before the next step, when every token of the last ones is known."""
         self._in_flight: deque[SchedulerOutput] = deque()
         self._prefix_stats = PrefixCacheStats()
+        mode = "asynchronous" if self._is_async else "synchronous"
+        init_logger("vllm.vajra").info("%s; scheduling is %s", described(self.config, wishes), mode)
 
     def _clock(self) -> int:
         return time.monotonic_ns() - self._zero_ns
@@ -136,44 +137,28 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
     # Requests
 
     def add_request(self, request: VllmRequest) -> None:
-        """Take a request in; it is queued with the next step."""
-        if request.request_id in self.requests:
-            raise ValueError(f"request {request.request_id!r} is being served already. Another id is needed.")
+        """Take a request in; it is queued with the next step. What cannot be served ends with an `error` output."""
+        if self._streams.answers(request, self.requests):
+            return
         self.requests[request.request_id] = request
         if self.log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
         try:
             record = record_of(request, self._rules)
         except ConfigError as error:
-            self._fail(request, FinishReason.ERROR, str(error))
+            self._endings.fail(request, FinishReason.ERROR, str(error))
             return
         self._records[request.request_id] = record
-        if request.use_structured_output:
-            self._constrained[request.request_id] = record
-        if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
-            self._compiling.append(record)
-        else:
+        if not self._grammars.take_in(record):
             self.mechanism.arrive(record.intake)
             self._settle()
 
     def _take_compiled(self) -> None:
-        waiting, self._compiling = self._compiling, []
-        for record in waiting:
-            structured = record.request.structured_output_request
-            grammar = None if structured is None else structured.grammar
-            if record.is_over:
-                continue
-            if grammar is None:
-                self._compiling.append(record)
-            elif isinstance(grammar, Exception):
-                self._drop(record, FinishReason.ERROR, f"its grammar cannot be compiled: {grammar}")
-            else:
-                record.request.status = RequestStatus.WAITING
+        for record, error in self._grammars.take_compiled():
+            if error is None:
                 self.mechanism.arrive(record.intake)
-
-    def _fail(self, request: VllmRequest, reason: FinishReason, why: str) -> None:
-        self._constrained.pop(request.request_id, None)
-        self._endings.fail(request, reason, why)
+            else:
+                self._drop(record, FinishReason.ERROR, f"its grammar cannot be compiled: {error}")
 
     def _on_ended(self, request: Request, reason: EndReason) -> None:
         """The mechanism has ended a request, for one reason or another."""
@@ -194,7 +179,8 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         self._forget_at_workers(record)
         del self._records[record.request_id]
         record.is_over = True
-        self._fail(record.request, reason, why)
+        self._grammars.forget(record)
+        self._endings.fail(record.request, reason, why)
 
     def _forget_at_workers(self, record: Record) -> None:
         if record.is_known:
@@ -222,9 +208,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
                 continue
             finished.append(record.request)
             record.request.status = finished_status
-            if record in self._compiling:
-                self._compiling.remove(record)
-            elif record not in self._held:
+            if not self._grammars.forget(record) and record not in self._held:
                 self.mechanism.abort(name)
             self._end(record)
         self._settle()
@@ -236,7 +220,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         name = record.request_id
         del self._records[name]
         del self.requests[name]
-        self._constrained.pop(name, None)
+        self._grammars.forget(record)
         if record in self._held:
             self._held.remove(record)
         elif record.own is not None:
@@ -248,7 +232,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """The next step, by the policies."""
-        if self._compiling:
+        if self._grammars.num_compiling:
             self._take_compiled()
         if self._held:
             self._hand_in_held()
@@ -280,7 +264,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         if self._in_flight:
             return
         if self._pause is PauseState.UNPAUSED:
-            can_form = len(self._records) > len(self._compiling)
+            can_form = len(self._records) > self._grammars.num_compiling
         else:
             can_form = self._pause is PauseState.PAUSED_NEW and self._num_running > 0
         if not can_form:
@@ -347,7 +331,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
             if chunk.kind != "running":
                 self._admitted(chunk.request, chunk.num_computed_before)
         output = self._messages.tell(plan)
-        if self._constrained and self._sampling_by_grammar(output):
+        if self._grammars.sampling(output):
             output.has_structured_output_requests = True
             output.pending_structured_output_tokens = self._is_async and bool(self._in_flight)
         return output
@@ -364,26 +348,9 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
             if self._caches and not vllms.skip_reading_prefix_cache:
                 self._prefix_stats.record(request.num_known_tokens, num_cached, request.num_preemptions > 0)
 
-    # Structured output
-
-    def _sampling_by_grammar(self, output: SchedulerOutput) -> list[str]:
-        """Requests of a step that sample a token which a grammar constrains."""
-        found = []
-        for name, record in self._constrained.items():
-            own = record.own
-            if own is not None and name in output.num_scheduled_tokens and own.num_remaining_tokens <= 0:
-                found.append(name)
-        return found
-
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """What the grammars of a step's requests allow."""
-        if not scheduler_output.has_structured_output_requests:
-            return None
-        names = self._sampling_by_grammar(scheduler_output)
-        if not names:
-            return None
-        bitmask = self._structured.grammar_bitmask(self.requests, names, {})
-        return GrammarOutput(names, bitmask, [0] * len(names))
+        return self._grammars.bitmask(scheduler_output, self.requests)
 
     # Tokens
 
@@ -431,7 +398,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         """The first or last token of a request, or one with more to it than its id."""
         request, name = record.request, record.request_id
         stops = record.finishes(token, self._max_model_len)
-        if request.use_structured_output and not self._structured.accept_tokens(request, [token]):
+        if not self._grammars.accepts(request, token):
             _log.error("the grammar of request %s does not allow token %d; it ends", name, token)
             request.status, stops = RequestStatus.FINISHED_ERROR, True
         told = EngineCoreOutput(name, [token], trace_headers=request.trace_headers)
@@ -494,8 +461,8 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         stats, self._prefix_stats = self._prefix_stats, PrefixCacheStats()
         return SchedulerStats(
             num_running_reqs=running,
-            num_waiting_reqs=max(0, waiting - len(self._compiling)),
-            num_skipped_waiting_reqs=len(self._compiling),
+            num_waiting_reqs=max(0, waiting - self._grammars.num_compiling),
+            num_skipped_waiting_reqs=self._grammars.num_compiling,
             kv_cache_usage=self.get_kv_cache_usage(),
             prefix_cache_stats=stats,
         )

@@ -112,6 +112,16 @@ def fallback_of(config: ExperimentConfig, registry: Registry) -> dict[Layer, Pol
     return {layer: scheduling.choice(layer) for layer in Layer}
 
 
+def described(config: ExperimentConfig, wishes: Wishes) -> str:
+    """One line: by which policies a vLLM is scheduled, and who says so."""
+    scheduling = next(iter(config.effective_replicasets.values())).scheduling
+    policies = ", ".join(f"{layer.value} {scheduling.choice(layer).policy}" for layer in Layer)
+    source = f"by {wishes.experiment}" if wishes.experiment else "by vLLM's own algorithm (no experiment file is named)"
+    fallback = f"; fallback {config.backend.settings.fallback}" if config.backend.settings.fallback else ""
+    recorded = f"; recorded in {wishes.save_run}" if wishes.save_run else ""
+    return f"vajra-py schedules {source}: {policies}{fallback}{recorded}"
+
+
 def experiment_of(sizes: Sizes, wishes: Wishes, scheduler: Any, registry: Registry) -> ExperimentConfig:
     """The experiment with every size written out. Raises `ConfigError`."""
     replica = {
@@ -140,6 +150,9 @@ def _experiment_of_file(
     if "replicasets" in entries:
         message = "has several replicasets, and a vLLM is one replica"
         raise ConfigError(Problem(str(path), message, "Allowed: `scheduling` or `preset` at the top of the file"))
+    scheduling = entries.get("scheduling")
+    if isinstance(scheduling, dict) and "preset" not in entries and "replicaset_scheduler" not in scheduling:
+        overrides = ["scheduling.replicaset_scheduler=round_robin", *overrides]  # there is one replica to choose
     if "workload" not in entries:
         overrides = [f"workload={json.dumps(_WORKLOAD)}", *overrides]
     backend = entries.get("backend")
@@ -179,7 +192,10 @@ def _vllms_own(sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
         "version": 1,
         "name": "vllm",
         "preset": "vllm-v1-priority" if by_priority else "vllm-v1",
-        "scheduling": {"replica_scheduler": {"policy": "vllm_v1", "params": params}, "request_prioritizer": dict(zip(("policy", "params"), order, strict=True))},
+        "scheduling": {
+            "replica_scheduler": {"policy": "vllm_v1", "params": params},
+            "request_prioritizer": dict(zip(("policy", "params"), order, strict=True)),
+        },
         "workload": _WORKLOAD,
         "backend": {"vllm": {"model": sizes.model}},
     }
