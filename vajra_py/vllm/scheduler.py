@@ -503,6 +503,9 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
 
     def shutdown(self) -> None:
         """Give back what the scheduler holds."""
+        if self._recording is not None:  # what came in is recorded, and that no step follows
+            self.mechanism.set_gate(forms=False)
+            self.mechanism.step()
         self._watchdog.close()
         self._thread_id = None
         recording, self._recording = self._recording, None
