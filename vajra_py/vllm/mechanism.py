@@ -24,7 +24,7 @@ from vajra_py.errors import ConfigError, PolicyError, Problem, VajraError
 from vajra_py.latency.unknown import NoPredictions
 from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
 from vajra_py.plugins.watchdog import no_endless_calls
-from vajra_py.runtime.kv import BlockHashes, PagedKvMemory, TokenBlockHashes
+from vajra_py.runtime.kv import BlockHashes, TokenBlockHashes
 from vajra_py.runtime.records.input_log import (
     Arrival,
     CacheReset,
@@ -186,7 +186,6 @@ class Mechanism(Backend[_VllmReplica]):
         memory = self.replica.memory
         free = memory.free_blocks
         if self._leaving:
-            assert isinstance(memory, PagedKvMemory)  # KV parallelism is refused
             free += memory.num_freed_by(self._leaving)
         return 1.0 - free / memory.num_blocks
 
