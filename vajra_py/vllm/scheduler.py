@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
@@ -24,11 +24,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
-from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, VajraError
 from vajra_py.plugins import load_registry
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.serve.recording import RunRecording
+from vajra_py.vllm.absent import WithoutExtras
 from vajra_py.vllm.endings import Endings, RefusedStreams
 from vajra_py.vllm.grammars import Grammars
 from vajra_py.vllm.mechanism import EndReason, Mechanism, Request, StepPlan, make_mechanism
@@ -36,7 +36,7 @@ from vajra_py.vllm.messages import Messages
 from vajra_py.vllm.plugin import abort_at_once, end_before_workers
 from vajra_py.vllm.recording import SessionRecording, facts_of
 from vajra_py.vllm.records import Arrivals, Record, RecordRules, record_of
-from vajra_py.vllm.settings import described, experiment_of, fallback_of, sizes_of, wishes_of
+from vajra_py.vllm.settings import described, experiment_of, fallback_of, orders_by_priority, sizes_of, wishes_of
 from vajra_py.vllm.support import check_cache, check_options, check_version, installed_version
 
 _log = logging.getLogger(__name__)
@@ -47,14 +47,11 @@ _BY_BREACH = (EndReason.FAILED, EndReason.REJECTED)
 """Ends while the policies are out of service for what one of them did."""
 
 
-class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at run time alone
+class Scheduler(WithoutExtras):
     """Schedules a vLLM by the policies of an experiment.
 
     Raises `ConfigError` for what cannot be scheduled.
     """
-
-    connector = None
-    ec_connector = None
 
     def __init__(  # noqa: PLR0913  # the interface's
         self,
@@ -104,9 +101,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         """Interrupts policies that do not return, in the thread that schedules."""
         self._thread_id: int | None = None
         memory = next(iter(self.config.effective_replicasets.values())).replica.memory
-        prioritizer = self.mechanism.controller.replicasets[self.mechanism.replica.replicaset].policies
-        by_priority = prioritizer is not None and prioritizer.choices[Layer.REQUEST_PRIORITIZER].policy == "priority"
-        arrivals = Arrivals(self._clock, as_said=by_priority)
+        arrivals = Arrivals(self._clock, as_said=orders_by_priority(self.config))
         self._rules = RecordRules(self._max_model_len, self._caches, memory.tenant_salt, arrivals, self._on_ended)
         self._records: dict[str, Record] = {}
         self._messages = Messages(
@@ -491,15 +486,6 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         self._forgets = True
         self._settle()
         return True
-
-    def reset_encoder_cache(self) -> None:
-        """There is no encoder."""
-
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Nobody drafts tokens: speculative decoding is refused."""
-
-    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: SchedulerOutput) -> None:
-        """Nobody drafts tokens: speculative decoding is refused."""
 
     def shutdown(self) -> None:
         """Give back what the scheduler holds."""

@@ -112,6 +112,12 @@ def fallback_of(config: ExperimentConfig, registry: Registry) -> dict[Layer, Pol
     return {layer: scheduling.choice(layer) for layer in Layer}
 
 
+def orders_by_priority(config: ExperimentConfig) -> bool:
+    """Whether requests go by their priorities, so that arrival times count as their frontends say them."""
+    scheduling = next(iter(config.effective_replicasets.values())).scheduling
+    return scheduling.choice(Layer.REQUEST_PRIORITIZER).policy == "priority"
+
+
 def described(config: ExperimentConfig, wishes: Wishes) -> str:
     """One line: by which policies a vLLM is scheduled, and who says so."""
     scheduling = next(iter(config.effective_replicasets.values())).scheduling

@@ -40,6 +40,7 @@ from vajra_py.runtime.serving.backend import Backend, FastForward, R
 from vajra_py.runtime.serving.controller import ABORTED, EXPIRED, Controller
 from vajra_py.runtime.serving.events import EventQueue, Phase
 from vajra_py.runtime.serving.policy_swap import Swapped
+from vajra_py.runtime.serving.recovery import reset_cache
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.step.plan import StepPlan, StepResult
@@ -370,7 +371,7 @@ class Driver(Generic[R]):
             one.replica.set_gate(what)
         else:
             try:
-                one.replica.reset_cache(to_seconds(self.now))
+                reset_cache(one.replica, to_seconds(self.now))
             except PolicyError as error:
                 self._isolate(what.replicaset, error)
                 return

@@ -152,15 +152,6 @@ class Replica:
         self.running_set.admits = gate.admits
         self.running_set.bars_preempted = gate.bars_preempted
 
-    def reset_cache(self, now: float) -> None:
-        """Preempt everybody, the latest admitted first, and forget what is cached; between two steps, with nobody swapped."""
-        for request in reversed(self.running_set.running()):
-            self.lifecycle.preempt(request, PreemptionMode.RECOMPUTE, now)
-        self.memory.clear()
-        for waiting in self.queue:
-            request = cast(Request, waiting)
-            self.memory.register(request, request.hashes)
-
     @property
     def to_end(self) -> Mapping[Request, tuple[EndReason, str]]:
         """Requests that end with the step that they are in, and why."""
