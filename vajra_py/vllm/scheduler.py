@@ -123,8 +123,7 @@ class Scheduler(WithoutExtras):
         """Whether all KV is to be given up before the next step, when every token of the last ones is known."""
         self._in_flight: deque[SchedulerOutput] = deque()
         self._prefix_stats = PrefixCacheStats()
-        mode = "asynchronous" if self._is_async else "synchronous"
-        init_logger("vllm.vajra").info("%s; scheduling is %s", described(self.config, wishes), mode)
+        init_logger("vllm.vajra").info(described(self.config, wishes, is_async=self._is_async))
 
     def _clock(self) -> int:
         return time.monotonic_ns() - self._zero_ns
@@ -267,7 +266,7 @@ class Scheduler(WithoutExtras):
             self.mechanism.step()
 
     def _after_nothing(self) -> StepPlan | None:
-        """The policies have scheduled nothing and nothing is computed; too often in a row that is a breach."""
+        """The policies have scheduled nothing and nothing is computed; too often in a row that is a violation."""
         is_paused = self._pause is not PauseState.UNPAUSED
         if is_paused or not self.mechanism.controller.num_alive or self.mechanism.fault is not None:
             self._num_idle = 0

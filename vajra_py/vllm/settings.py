@@ -118,14 +118,15 @@ def orders_by_priority(config: ExperimentConfig) -> bool:
     return scheduling.choice(Layer.REQUEST_PRIORITIZER).policy == "priority"
 
 
-def described(config: ExperimentConfig, wishes: Wishes) -> str:
+def described(config: ExperimentConfig, wishes: Wishes, *, is_async: bool) -> str:
     """One line: by which policies a vLLM is scheduled, and who says so."""
     scheduling = next(iter(config.effective_replicasets.values())).scheduling
     policies = ", ".join(f"{layer.value} {scheduling.choice(layer).policy}" for layer in Layer)
     source = f"by {wishes.experiment}" if wishes.experiment else "by vLLM's own algorithm (no experiment file is named)"
     fallback = f"; fallback {config.backend.settings.fallback}" if config.backend.settings.fallback else ""
     recorded = f"; recorded in {wishes.save_run}" if wishes.save_run else ""
-    return f"vajra-py schedules {source}: {policies}{fallback}{recorded}"
+    mode = "asynchronous" if is_async else "synchronous"
+    return f"vajra-py schedules {source}: {policies}{fallback}{recorded}; scheduling is {mode}"
 
 
 def experiment_of(sizes: Sizes, wishes: Wishes, scheduler: Any, registry: Registry) -> ExperimentConfig:

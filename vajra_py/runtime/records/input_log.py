@@ -178,7 +178,7 @@ class CacheReset:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A replicaset's policies had scheduled nothing for so long, although requests waited, that it counts as a breach."""
+    """A replicaset's policies had scheduled nothing for so long, although requests waited, that it counts as a violation."""
 
     tick: int
     replicaset: str
