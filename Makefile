@@ -15,6 +15,7 @@ VLLM_PYTHON ?= .venv-vllm/bin/python
 PROFILE ?=
 CALIBRATION ?=
 SECONDS ?= 600
+COUNT ?= 2000
 PYTEST_ARGS ?=
 SEED ?= $(shell date +%s)
 
@@ -31,7 +32,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_NEXT := $(VLLM_VENV)/vllm-0.33
 VLLM_NEEDS := $(if $(filter $(VLLM_VENV)/bin/python,$(VLLM_PYTHON)),$(VLLM_STAMP))
 
-.PHONY: test-vllm vllm vllm-prediction help install demo lint format test test-fast test-random bench validate-run accuracy bench-silicon vllm-cpu bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs clean
+.PHONY: test-vllm vllm-fuzz vllm vllm-prediction help install demo lint format test test-fast test-random bench validate-run accuracy bench-silicon vllm-cpu bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -125,6 +126,12 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 test-vllm: $(VLLM_NEEDS) ## tests of vLLM as an engine, in an environment of its own: .venv-vllm, or VLLM_PYTHON=python of one that is there
 	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || $(VLLM_PYTHON) -m pytest tests/vllm $(PYTEST_ARGS)
 	@test ! -d $(VLLM_NEXT)/vllm || PYTHONPATH=$(VLLM_NEXT) $(VLLM_PYTHON) -m pytest tests/vllm $(PYTEST_ARGS)
+
+vllm-fuzz: $(VLLM_NEEDS) ## random sessions beside vLLM's own schedulers, each version, synchronous and asynchronous: COUNT=2000 SEED=first
+	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || for mode in sync async; do \
+		nice -n 10 $(VLLM_PYTHON) -m tests.vllm.run_fuzz --first $(SEED) --count $(COUNT) --mode $$mode || exit 1; done
+	@test ! -d $(VLLM_NEXT)/vllm || for mode in sync async; do \
+		PYTHONPATH=$(VLLM_NEXT) nice -n 10 $(VLLM_PYTHON) -m tests.vllm.run_fuzz --first $(SEED) --count $(COUNT) --mode $$mode || exit 1; done
 
 vllm: $(VLLM_NEEDS) ## two policies on one vLLM, compared, and their recorded steps replayed in the simulator
 	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || $(VLLM_PYTHON) examples/vllm_demo.py

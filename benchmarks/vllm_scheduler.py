@@ -28,7 +28,7 @@ def steady(cls: type[Any], model: str, num_running: int, num_waiting: int) -> Co
     for index in range(num_running + num_waiting):
         tokens = tuple((index * 31 + place * 7) % 500 for place in range(24 + index % 16))
         core.add(Wish(f"r-{index}", tokens, 600, 0), 16, True)
-    while sum(core.produced.values()) == 0 and len(core.tokens) < num_running:
+    while len(core.tokens) < num_running:
         core.step()
     return core
 

@@ -19,8 +19,10 @@ value of the contract, not one of these.
 from __future__ import annotations
 
 import difflib
+import dis
 import inspect
 import os
+import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,8 +153,8 @@ class DidNotReturn(BaseException):
         return self.message
 
 
-POLICY_EXCEPTIONS: tuple[type[BaseException], ...] = (Exception, DidNotReturn)
-"""What may escape from a policy and is its own fault."""
+POLICY_EXCEPTIONS: tuple[type[BaseException], ...] = (Exception, DidNotReturn, SystemExit, KeyboardInterrupt)
+"""What may escape from a policy and is its own fault, unless a signal raised it: see `PolicyError.caused_by`."""
 
 
 class PolicyError(VajraError):
@@ -191,7 +193,12 @@ class PolicyError(VajraError):
         request_id: str | int | None = None,
         step: int | None = None,
     ) -> PolicyError:
-        """The error for an exception that escaped from a policy; raise it `from` that exception. `message`: in place of its own."""
+        """The error for an exception that escaped from a policy; raise it `from` that exception. `message`: in place of its own.
+
+        Raises the exception itself where a signal interrupted the policy: that is for whoever started the process.
+        """
+        if _is_of_a_signal(error):
+            raise error
         if isinstance(error, DidNotReturn):
             message = str(error)
         elif message is None:
@@ -215,6 +222,21 @@ class PolicyError(VajraError):
             places.append(f"step {self.step}")
         code = "" if self.place is None else f" ({self.place})"
         return f"{', '.join(places)}: {self.message}{code}"
+
+
+def _is_of_a_signal(error: BaseException) -> bool:
+    """Whether a signal's handler raised it in the midst of what a policy was doing, and no statement of the policy's."""
+    if not isinstance(error, SystemExit | KeyboardInterrupt) or error.__traceback__ is None:
+        return False
+    handlers = {getattr(signal.getsignal(one), "__code__", None) for one in (signal.SIGINT, signal.SIGTERM)} - {None}
+    traceback: TracebackType | None = error.__traceback__
+    last = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code in handlers:
+            return True
+        last, traceback = traceback, traceback.tb_next
+    raises = dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]]
+    return isinstance(error, KeyboardInterrupt) and raises not in ("RAISE_VARARGS", "RERAISE")
 
 
 _FRAMEWORK = "vajra_py"

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from pydantic import Field
+
 from vajra_py.contract import Key, KeyMotion, Layer, PolicyConfig, PolicyContext, PolicySpec, RequestView
+
+_ID_BYTES = 128
 
 
 class PriorityConfig(PolicyConfig):
-    """`priority` has no parameters."""
+    """Parameters of `priority`."""
+
+    ties: Literal["submission", "request_id"] = Field(
+        "submission",
+        description="Order of requests of one priority that arrived at one time: as submitted, or by the text of their ids (vLLM).",
+    )
 
 
 class Priority:
@@ -17,18 +28,24 @@ class Priority:
     Source: the `priority` policy of vLLM's scheduler, whose numbers mean the same.
     """
 
+    def __init__(self, config: PriorityConfig) -> None:
+        self._by_id = config.ties == "request_id"
+
     @property
     def key_motion(self) -> KeyMotion:
         """A priority is fixed when the request is sent."""
         return KeyMotion.STATIC
 
     def key(self, request: RequestView, now: float) -> Key:
-        """The request's priority."""
-        return float(request.priority)
+        """The request's priority; with `ties: request_id` also its arrival, and the first 128 bytes of its id as a number."""
+        if not self._by_id:
+            return float(request.priority)
+        name = request.request_id.encode()[:_ID_BYTES].ljust(_ID_BYTES, b"\0")
+        return (float(request.priority), request.arrived_at, int.from_bytes(name, "big"))
 
 
 def _build(config: PriorityConfig, context: PolicyContext) -> Priority:
-    return Priority()
+    return Priority(config)
 
 
 SPEC = PolicySpec(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vajra_policies.edf import Edf, EdfConfig
 from vajra_policies.fcfs import Fcfs, FcfsConfig
 from vajra_policies.lrs import Lrs, LrsConfig
-from vajra_policies.priority import Priority
+from vajra_policies.priority import Priority, PriorityConfig
 from vajra_py.contract import KeyMotion, RequestPrioritizer, TimeLinearPrioritizer
 from vajra_py.errors import ConfigError
 from vajra_py.latency import AffineModel
@@ -37,7 +37,7 @@ def request(num_prompt_tokens: int, arrived_at: float = 0.0, **facts: Any) -> An
 
 def test_all_are_prioritizers() -> None:
     prefill = LinearPrefill()
-    policies: list[RequestPrioritizer] = [Fcfs(FcfsConfig()), Edf(EdfConfig(), prefill), Priority()]
+    policies: list[RequestPrioritizer] = [Fcfs(FcfsConfig()), Edf(EdfConfig(), prefill), Priority(PriorityConfig())]
     linear: TimeLinearPrioritizer = Lrs(LrsConfig(), prefill)
     assert [one.key_motion for one in (*policies, linear)] == [*[KeyMotion.STATIC] * 3, KeyMotion.TIME_LINEAR]
     assert all(isinstance(one, RequestPrioritizer) for one in (*policies, linear))

@@ -8,6 +8,8 @@ SCHEDULERS_ALONE = (
     "test_vllm_async.py",
     "test_vllm_decisions.py",
     "test_vllm_faults.py",
+    "test_vllm_fuzz.py",
+    "test_vllm_idle.py",
     "test_vllm_interface.py",
     "test_vllm_recording.py",
     "test_vllm_refusals.py",

@@ -17,6 +17,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.vllm.worker_model import FirstRunner, KvSlots, Runner, SecondRunner, Truth
+
 EOS = 7
 VOCABULARY = 512
 
@@ -39,14 +41,17 @@ def kv_cache(num_blocks: int, block_size: int) -> KVCacheConfig:
 def make_scheduler(cls: type[Any], config: Any, num_blocks: int, block_size: int, **options: Any) -> Any:
     config.cache_config.num_gpu_blocks = num_blocks
     config.cache_config.block_size = block_size
-    return cls(
+    made = cls(
         vllm_config=config,
         kv_cache_config=kv_cache(num_blocks, block_size),
-        structured_output_manager=StructuredOutputManager(config),
+        structured_output_manager=options.pop("grammars", None) or StructuredOutputManager(config),
         block_size=block_size,
         hash_block_size=block_size,
         **options,
     )
+    made.tests_use_second_runner = bool(config.use_v2_model_runner)
+    made.tests_max_rows = config.scheduler_config.max_num_seqs
+    return made
 
 
 @dataclass(frozen=True)
@@ -96,88 +101,82 @@ class Step:
 
 @dataclass
 class Core:
-    """`EngineCore.step`, or `step_with_batch_queue` with a queue of two."""
+    """`EngineCore.step`, or `step_with_batch_queue` with a queue of two, on a model of vLLM's workers.
+
+    Attributes:
+        worker: what is told; which of vLLM's runners it is follows from the scheduler's configuration.
+    """
 
     scheduler: Any
     is_async: bool = False
     steps: list[Step] = field(default_factory=list)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
-    known: dict[str, list[int]] = field(default_factory=dict)
-    tables: dict[str, list[int]] = field(default_factory=dict)
     queue: deque[tuple[Any, Any]] = field(default_factory=deque)
     wishes: dict[str, Wish] = field(default_factory=dict)
-    produced: dict[str, int] = field(default_factory=dict)
+    worker: Runner = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = self.scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        kind = SecondRunner if self.scheduler.tests_use_second_runner else FirstRunner
+        self.worker = kind(KvSlots(size), {}, self.is_async, self.scheduler.tests_max_rows)
 
     def add(self, wish: Wish, block_size: int, caches: bool) -> None:
+        self.take_in(wish, request_of(wish, block_size, caches))
+
+    def take_in(self, wish: Any, request: Request) -> None:
         self.wishes[wish.name] = wish
-        self.scheduler.add_request(request_of(wish, block_size, caches))
+        salt = wish.salt or ""
+        self.worker.truths[wish.name] = Truth(wish.prompt, salt, lambda position: self.token(wish.name, position))
+        self.scheduler.add_request(request)
 
     def step(self) -> None:
         if not self.is_async:
             if self.scheduler.has_requests():
                 output = self.scheduler.schedule()
                 self.note(output)
-                self.update(output, self.execute(output))
+                result = self.execute(output)
+                self.scheduler.get_grammar_bitmask(output)
+                self.before_update()
+                self.update(output, result)
             return
-        executed = False
+        deferred = None
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
             self.note(output)
             executed = output.total_num_scheduled_tokens > 0
-            self.queue.appendleft((output, self.execute(output)))
-            if len(self.queue) < 2 and (executed or self.scheduler.has_requests()):
-                return
+            result = self.execute(output)
+            if executed and output.pending_structured_output_tokens:
+                deferred = (output, result)
+            else:
+                if executed:
+                    self.scheduler.get_grammar_bitmask(output)
+                self.queue.appendleft((output, result))
+                if len(self.queue) < 2 and (executed or self.scheduler.has_requests()):
+                    return
         if self.queue:
+            self.before_update()
             self.update(*self.queue.pop())
+        if deferred is not None:
+            self.scheduler.get_grammar_bitmask(deferred[0])
+            self.queue.appendleft(deferred)
+
+    def before_update(self) -> None:
+        """A step was computed; what comes in meanwhile is handled first."""
 
     def note(self, output: Any) -> None:
         computed = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        assert computed.keys() == output.num_scheduled_tokens.keys()
-        assert output.total_num_scheduled_tokens == sum(output.num_scheduled_tokens.values())
-        preempted = sorted(output.preempted_req_ids or ())
+        preempted = sorted((output.preempted_req_ids or set()) - output.finished_req_ids)
         self.steps.append(Step(dict(output.num_scheduled_tokens), computed, preempted, free_blocks(self.scheduler)))
 
     def execute(self, output: Any) -> ModelRunnerOutput:
-        """What a worker would do, checking what it is told."""
-        for name in output.finished_req_ids:
-            self.known.pop(name, None)
-            self.tables.pop(name, None)
-        for one in output.scheduled_new_reqs:
-            assert one.req_id not in self.known
-            self.known[one.req_id] = list(one.prompt_token_ids)
-            self.tables[one.req_id] = list(one.block_ids[0])
-        cached = output.scheduled_cached_reqs
-        for index, name in enumerate(cached.req_ids):
-            assert name in self.known
-            blocks = cached.new_block_ids[index]
-            if name in cached.resumed_req_ids:
-                self.tables[name] = list(blocks[0])
-            elif blocks is not None:
-                self.tables[name] += blocks[0]
-            if name in cached.all_token_ids:
-                assert cached.all_token_ids[name] == self.known[name], name
-            assert cached.num_output_tokens[index] == len(self.known[name]) - len(self.wishes[name].prompt)
-        sampled = []
-        size = self.scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        names = list(output.num_scheduled_tokens)
-        for name in names:
-            start = self.steps[-1].computed[name]
-            end = start + output.num_scheduled_tokens[name]
-            table, known = self.tables[name], self.known[name]
-            assert len(table) * size >= end
-            assert 0 not in table
-            assert len(set(table)) == len(table)
-            assert end <= len(known)
-            if end < len(known):
-                sampled.append([])
-                continue
-            token = self.token(name, len(known) - len(self.wishes[name].prompt))
-            known.append(token)
-            sampled.append([token])
-        return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
+        """What a worker does; a `WorkerFault` where that goes wrong."""
+        sampled = self.worker.execute(output)
+        for name, start in self.worker.seen.items():
+            assert start == self.steps[-1].computed[name], name
+        return ModelRunnerOutput(list(sampled), {name: i for i, name in enumerate(sampled)}, list(sampled.values()))
 
     def token(self, name: str, position: int) -> int:
         if position + 1 == self.wishes[name].ends_at:

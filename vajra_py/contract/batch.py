@@ -20,6 +20,7 @@ class Refusal(Enum):
     ALREADY_SCHEDULED = "the request is in this step's batch already"
     IN_FLIGHT = "the request is part of a step that has not come back yet"
     JUST_PREEMPTED = "the request was preempted in this very step"
+    NOT_ADMITTED = "whoever executes the replica's steps lets nobody in now, or not this request in this step"
     GROUP_BUSY = "every KV-parallel group with room carries enough query tokens in this step"
 
 

@@ -259,7 +259,8 @@ def _simulator(recording: Recording, registry: Registry, log: DecisionLog) -> Si
     )
     for one in recording.inputs:
         if isinstance(one, Arrival):
-            simulator.inject(one.tick, Phase.ARRIVAL, Acceptance(one.spec(), one.arrived_at, salt=one.salt))
+            accepted = Acceptance(one.spec(), one.arrived_at, salt=one.salt, reads_cache=one.reads_cache)
+            simulator.inject(one.tick, Phase.ARRIVAL, accepted)
         elif isinstance(one, Expiry):
             simulator.inject(one.tick, Phase.EXPIRY, one.request_id)
         elif isinstance(one, Abort):

@@ -6,14 +6,14 @@ Only steps, arrivals and ends are events. Between them nothing changes, and what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from vajra_py.contract.latency import LAST_S
 from vajra_py.contract.observer import EndReason
 from vajra_py.errors import ExecutorError, PolicyError
 from vajra_py.plugins.watchdog import no_endless_calls
-from vajra_py.runtime.records.input_log import Abandonment, Failure, PolicyChange, Restart
+from vajra_py.runtime.records.input_log import Abandonment, Control, Failure, PolicyChange, Restart
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.backend import Backend
 from vajra_py.runtime.serving.controller import Controller
@@ -71,10 +71,12 @@ class Acceptance:
     """Whether the scheduler sees it at once; otherwise with the next step that is scheduled."""
     salt: str | None = None
     """Only requests with the same one share prefixes; None: as the settings say."""
+    reads_cache: bool = True
+    """Whether it may use what is in the prefix cache."""
 
 
-Injected: TypeAlias = Acceptance | Failure | Restart | Abandonment | PolicyChange | str
-"""What can be injected: with phase ARRIVAL, FAILURE (three kinds), POLICY, and the id of a request with EXPIRY or ABORT."""
+Injected: TypeAlias = Acceptance | Failure | Restart | Abandonment | Control | PolicyChange | str
+"""What can be injected: with phase ARRIVAL, FAILURE (four kinds), POLICY, and the id of a request with EXPIRY or ABORT."""
 
 
 class Simulator(Backend[SimReplica]):
@@ -178,12 +180,12 @@ class Simulator(Backend[SimReplica]):
         if self._driver.now > self._horizon:
             return
         if isinstance(payload, Acceptance):
-            spec, arrived_at, salt = payload.spec, payload.arrived_at, payload.salt
+            spec, arrived_at, salt, reads = payload.spec, payload.arrived_at, payload.salt, payload.reads_cache
             if not payload.is_queued and (seen_at := self._next_scheduling()) > self.now:
-                self.inject(seen_at, Phase.ARRIVAL, Acceptance(spec, arrived_at, salt=salt))
+                self.inject(seen_at, Phase.ARRIVAL, replace(payload, is_queued=True))
                 return
         else:
-            spec, arrived_at, salt = payload, None, None
+            spec, arrived_at, salt, reads = payload, None, None, True
             if not spec.parents:  # first, so that no step is formed between arrivals of one tick
                 self._next_arrival()
             options = self._options
@@ -193,7 +195,9 @@ class Simulator(Backend[SimReplica]):
                 return
         if salt is None:
             salt = spec.tenant if self._options.tenant_salt else ""
-        self._driver.submit(facts_of(spec), lambda size: hashes_of(spec, size, salt), spec, arrived_at)
+        self._driver.submit(
+            facts_of(spec), lambda size: hashes_of(spec, size, salt, reads_cache=reads), spec, arrived_at
+        )
 
     def _next_scheduling(self) -> int:
         """When an asynchronous engine sees a request that comes now: as soon as the step after the one in flight has begun.

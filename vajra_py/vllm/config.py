@@ -83,6 +83,13 @@ class VllmBackendConfig(ModelBackendConfig):
         "requests finish; null: they end with an error.",
     )
 
+    max_idle_steps: int = Field(
+        1000,
+        ge=1,
+        description="With `--scheduler-cls`: how many times in a row policies may schedule nothing while requests wait and nothing "
+        "is computed; then they have broken the contract. vLLM asks about a thousand times a second.",
+    )
+
     @model_validator(mode="after")
     def _not_said_twice(self) -> VllmBackendConfig:
         for name in self.engine_args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
 _log = logging.getLogger(__name__)
+_MOST_STREAMS = 10_000
 
 
 @dataclass(slots=True)
@@ -30,11 +32,24 @@ class Endings:
         self._finished: dict[int, set[str]] | None = {} if lists_finished else None
         """By client, the requests that it need not track any more; None: nobody wants to know."""
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are any."""
+        return bool(self._failed or self._finished)
+
     def fail(self, request: VllmRequest, reason: FinishReason, why: str) -> None:
         """The request ends with this reason."""
         is_error = reason is FinishReason.ERROR
         request.status = RequestStatus.FINISHED_ERROR if is_error else RequestStatus.FINISHED_ABORTED
         self._failed.append(_Failed(request, reason, why))
+
+    def take_back(self, name: str) -> VllmRequest | None:
+        """The client takes a request back whose end it was not told; None: there is none of that name."""
+        for failed in self._failed:
+            if failed.request.request_id == name:
+                self._failed.remove(failed)
+                return failed.request
+        return None
 
     def note_finished(self, client_index: int, name: str) -> None:
         """The client has been told the end of this request."""
@@ -58,6 +73,30 @@ class Endings:
                 told.setdefault(client, EngineCoreOutputs()).finished_requests = names
             self._finished = {}
         return told
+
+
+class RefusedStreams:
+    """Requests whose input was to be streamed: their first chunk is refused, and further ones and the end may follow under its id."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+
+    def answers(self, request: VllmRequest, requests: Mapping[str, VllmRequest]) -> bool:
+        """Whether nothing is to be done for a request that comes in beside these: its id is a refused stream's, or used twice."""
+        name = request.request_id
+        is_known = name in self._names
+        if is_known and not request.resumable:  # the end of the stream
+            del self._names[name]
+            return True
+        if name in requests:
+            if not is_known:  # a chunk's refusal, which its client will be told, is no reason for a line
+                _log.error("another request with the id %s is being served; this one is left out", name)
+            return True
+        if request.resumable:
+            self._names[name] = None
+            if len(self._names) > _MOST_STREAMS:
+                del self._names[next(iter(self._names))]
+        return False
 
 
 def _output_of(failed: _Failed) -> EngineCoreOutput:

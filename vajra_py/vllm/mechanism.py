@@ -14,7 +14,7 @@ Of the scheduler's modules this one alone uses the runtime.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vajra_py.config import ExperimentConfig, PolicyChoice
@@ -25,7 +25,14 @@ from vajra_py.latency.unknown import NoPredictions
 from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.kv import BlockHashes, TokenBlockHashes
-from vajra_py.runtime.records.input_log import Arrival, Failure, Input, PolicyChange, Restart
+from vajra_py.runtime.records.input_log import (
+    Arrival,
+    CacheReset,
+    Gate,
+    Input,
+    PolicyChange,
+    Stall,
+)
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.backend import Backend, BackendReplica
 from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
@@ -51,7 +58,6 @@ __all__ = [
 ]
 
 TICKS_PER_NANOSECOND = 1000
-_ANY_NUMBER = 1 << 30
 Clock = Callable[[], int]
 """Nanoseconds since the scheduler was made."""
 
@@ -62,6 +68,7 @@ class Intake:
 
     Attributes:
         prompt_token_ids: what identifies its KV blocks; None: no block of it is looked up in the prefix cache, or kept there.
+        reads_cache: whether its blocks are looked up there; they are kept for others either way.
         on_ended: told of its end, whatever ended it.
         output: its tokens as far as they are known, those from before it was handed in again too.
         num_kept: how many of them it had when it was handed in.
@@ -73,6 +80,7 @@ class Intake:
     prompt_token_ids: Sequence[int] | None
     salt: str
     on_ended: Callable[[Request, EndReason], None]
+    reads_cache: bool = True
     request: Request | None = None
     output: list[int] = field(default_factory=list)
     num_kept: int = 0
@@ -81,7 +89,7 @@ class Intake:
         """What identifies its blocks in the prefix cache."""
         if self.prompt_token_ids is None:
             return None
-        return TokenBlockHashes(self.prompt_token_ids, block_size, self.salt, self.output)
+        return TokenBlockHashes(self.prompt_token_ids, block_size, self.salt, self.output, reads_cache=self.reads_cache)
 
 
 @dataclass(slots=True)
@@ -106,7 +114,7 @@ class _VllmReplica(BackendReplica):
 
 
 class _GaveWay(Observer):
-    """Collects who lost their KV blocks, in attempts at a step that ran nothing too."""
+    """Collects who was preempted, in attempts at a step that ran nothing too."""
 
     wants_step_ends = False
 
@@ -114,10 +122,6 @@ class _GaveWay(Observer):
         self.names: list[str] = []
 
     def on_preempted(self, request: Any, mode: str, now: float) -> None:
-        """See `Observer`."""
-        self.names.append(request.request_id)
-
-    def on_requeued(self, request: Any, replica_id: int, now: float) -> None:
         """See `Observer`."""
         self.names.append(request.request_id)
 
@@ -141,8 +145,13 @@ class Mechanism(Backend[_VllmReplica]):
         """Told of every end, after whoever handed the request in."""
         self._refusal: VajraError | None = None
         """Why a change of policies could not be made; the rest of it is not made either."""
+        self._arriving: list[Intake] = []
         self._intakes: dict[Request, Intake] = {}
         self._gave_way = _GaveWay()
+        self._gate = Gate(0, self.replica.replicaset, self.replica.replica_id)
+        self._is_gate_new = False
+        self._leaving: set[Request] = set()
+        """Requests that hold KV blocks until they end with the turn that is open."""
         self.watch(())
 
     def watch(self, observers: Sequence[Observer]) -> None:
@@ -168,8 +177,17 @@ class Mechanism(Backend[_VllmReplica]):
 
     @property
     def num_running(self) -> int:
-        """Requests that hold KV blocks."""
-        return self.replica.running_set.num_running
+        """Requests that hold KV blocks, without those that are on their way out."""
+        return self.replica.running_set.num_running - len(self._leaving)
+
+    @property
+    def kv_usage(self) -> float:
+        """Part of the KV blocks that they hold."""
+        memory = self.replica.memory
+        free = memory.free_blocks
+        if self._leaving:
+            free += memory.num_freed_by(self._leaving)
+        return 1.0 - free / memory.num_blocks
 
     @property
     def plan(self) -> StepPlan | None:
@@ -186,15 +204,35 @@ class Mechanism(Backend[_VllmReplica]):
         """The tick at which everything happens until the next step is formed: the first thing's."""
         if self._turn is None:
             self._turn = max(self._clock() * TICKS_PER_NANOSECOND, self._driver.now + TICKS_PER_NANOSECOND)
+            if self._is_gate_new:
+                self._is_gate_new = False
+                self._driver.events.push(self._turn, Phase.FAILURE, replace(self._gate, tick=self._turn))
         return self._turn
 
+    def set_gate(self, **changes: Any) -> None:
+        """From the turn that is open, or the next one, on: see `Gate`."""
+        self._gate = replace(self._gate, **changes)
+        if self._turn is None:
+            self._is_gate_new = True
+        else:
+            self._driver.events.push(self._turn, Phase.FAILURE, replace(self._gate, tick=self._turn))
+
     def arrive(self, intake: Intake) -> None:
-        """A request comes in with the next step."""
-        self._driver.events.push(self.open_turn(), Phase.ARRIVAL, intake)
+        """A request comes in with the next step; those of one turn by when they arrived, equals by name, as vLLM breaks ties."""
+        self.open_turn()
+        self._arriving.append(intake)
 
     def abort(self, request_id: str) -> None:
         """A request is taken back; with a step in flight, when that comes back."""
         self._driver.events.push(self.open_turn(), Phase.ABORT, request_id)
+        request = self.controller.find(request_id)
+        if request is not None:
+            self.leave(request)
+
+    def leave(self, request: Request) -> None:
+        """The request is over: it ends with the turn that is open, or with the step in flight, by itself or because it is taken back."""
+        if request.state is RequestState.RUNNING:
+            self._leaving.add(request)
 
     def check_policies(self, choices: Mapping[Layer, PolicyChoice]) -> None:
         """Raise what building these policies raises."""
@@ -217,16 +255,15 @@ class Mechanism(Backend[_VllmReplica]):
             raise self._refusal
         self.fault = None
 
-    def holds_blocks(self, request: Request) -> bool:
-        """Whether the request has KV blocks."""
-        return request.state is RequestState.RUNNING
-
     def forget_cache(self) -> None:
         """Give every KV block up with the next step; who held some is computed again."""
-        tick, name, replica_id = self.open_turn(), self.replica.replicaset, self.replica.replica_id
-        lost = Failure(tick, name, replica_id, "its KV memory was reset", _ANY_NUMBER, ())
-        self._driver.events.push(tick, Phase.FAILURE, lost)
-        self._driver.events.push(tick, Phase.FAILURE, Restart(tick, name, replica_id))
+        tick, replica = self.open_turn(), self.replica
+        self._driver.events.push(tick, Phase.FAILURE, CacheReset(tick, replica.replicaset, replica.replica_id))
+
+    def condemn(self) -> None:
+        """In this turn: whoever leaves requests standing has broken the contract."""
+        tick = self.open_turn()
+        self._driver.events.push(tick, Phase.FAILURE, Stall(tick, self.replica.replicaset))
 
     def stop(self, request: Request) -> None:
         """The request's last token is known: it ends with the step in flight, whatever that gives.
@@ -237,20 +274,36 @@ class Mechanism(Backend[_VllmReplica]):
             self._one.stopped.add(request)
         elif request.state is not RequestState.ENDED:
             self.abort(request.request_id)
+        self.leave(request)
+
+    def land(self) -> None:
+        """End the step in flight, all of whose tokens are known, at the tick of this turn; the next one is formed with `step`."""
+        if self._one.plan is not None:
+            self._driver.now = self.open_turn()
+            self._end_step(at_once=False)
 
     def step(self) -> StepPlan | None:
         """The next step, after the last one has ended and everything else of this turn has happened; None: nothing runs."""
         tick, one = self.open_turn(), self._one
         self._turn = None
+        self._arriving.sort(key=lambda intake: (intake.arrived_at, intake.facts.request_id))
+        for intake in self._arriving:
+            self._driver.events.push(tick, Phase.ARRIVAL, intake)
+        self._arriving.clear()
         before = one.plan
         if before is not None:
-            stopped = frozenset(each for each in one.stopped if each.state is RequestState.RUNNING)
-            one.stopped.clear()
-            result = StepResult(stopped=stopped)
-            self._driver.events.push(tick, Phase.STEP_END, (one, result, one.epoch), one.rank)
+            self._driver.events.push(tick, Phase.STEP_END, (one, None, one.epoch), one.rank)
         self._driver.events.bring_forward(tick)
         self._driver.run_until(tick)
         return None if one.plan is before else one.plan
+
+    def _end_step(self, *, at_once: bool) -> None:
+        one = self._one
+        plan, one.plan = one.plan, None
+        assert plan is not None
+        stopped = frozenset(each for each in one.stopped if each.state is RequestState.RUNNING)
+        one.stopped.clear()
+        self._driver.complete(one, plan, StepResult(stopped=stopped), at_once=at_once)
 
     # What the driver asks
 
@@ -270,14 +323,13 @@ class Mechanism(Backend[_VllmReplica]):
         now = self._driver.now
         if self.note is not None:
             tokens = None if payload.prompt_token_ids is None else tuple(payload.prompt_token_ids)
-            self.note(Arrival(now, payload.arrived_at, payload.facts, None, tokens, salt=payload.salt))
+            salt, reads = payload.salt, payload.reads_cache
+            self.note(Arrival(now, payload.arrived_at, payload.facts, None, tokens, salt=salt, reads_cache=reads))
         self._driver.submit(payload.facts, payload.make_hashes, payload, payload.arrived_at)
 
-    def on_step_end(self, replica: _VllmReplica, payload: StepResult) -> None:
+    def on_step_end(self, replica: _VllmReplica, payload: None) -> None:
         """See `Backend`."""
-        plan, replica.plan = replica.plan, None
-        assert plan is not None
-        self._driver.complete(replica, plan, payload)
+        self._end_step(at_once=True)
 
     def on_policy_change(self, payload: Any) -> None:
         """See `Backend`."""
@@ -299,6 +351,7 @@ class Mechanism(Backend[_VllmReplica]):
     def on_requests_ended(self, ended: Sequence[tuple[Request, EndReason]]) -> None:
         """See `Backend`."""
         for request, reason in ended:
+            self._leaving.discard(request)
             intake = self._intakes.pop(request)
             intake.on_ended(request, reason)
             if self.on_ended is not None:

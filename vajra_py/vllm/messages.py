@@ -48,7 +48,8 @@ class Messages:
         self.preempted: set[str] = set()
 
     def empty(self) -> SchedulerOutput:
-        """A step that computes nothing, and tells what has ended."""
+        """A step that computes nothing, and tells what has ended; the workers take every request out of their batch."""
+        self._step += 1
         return self._output_of(_Draft())
 
     def tell(self, plan: StepPlan) -> SchedulerOutput:
@@ -112,7 +113,7 @@ class Messages:
         draft.outputs.append(record.num_kept + request.num_output_tokens)
         if kind != "running":
             draft.resumed.add(name)
-        if was_absent and not self._resumes_as_new:
+        if (was_absent or kind != "running") and not self._resumes_as_new:
             draft.all_tokens[name] = record.all_tokens()
 
     def _as_new(self, record: Record, blocks: list[int], computed: int) -> NewRequestData:

@@ -11,7 +11,7 @@ import functools
 import sys
 from typing import Any
 
-from vajra_py.errors import VajraError
+from vajra_py.errors import ConfigError, VajraError
 from vajra_py.plugins import load_registry
 from vajra_py.serve.recording import check_is_free
 from vajra_py.vllm.mechanism import check_policies
@@ -48,6 +48,28 @@ def check_early() -> None:
 
     checked.is_checked_by_vajra = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = checked
+    _check_requests_early()
+
+
+def _check_requests_early() -> None:
+    """Let what a client says of its objectives in a wrong way be answered as every wrong parameter is (status 400 over HTTP)."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    process = InputProcessor.process_inputs
+
+    @functools.wraps(process)
+    def checked(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any) -> Any:
+        if is_own(self.vllm_config.scheduler_config.scheduler_cls):
+            from vajra_py.vllm.records import given_in
+
+            try:
+                given_in(getattr(params, "extra_args", None) or {})
+            except ConfigError as error:
+                raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+        return process(self, request_id, prompt, params, *args, **options)
+
+    InputProcessor.process_inputs = checked
 
 
 def is_own(scheduler_cls: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -115,19 +117,41 @@ class Record:
         return [*prompt, *self.output]
 
 
+class Arrivals:
+    """When requests arrived: as their frontends say, but never before one that arrived at the engine earlier, nor later than now.
+
+    Several frontends, a prompt that takes long to tokenize or a clock that is set back put requests out of order; first come, first
+    served is by the order at the engine, in vLLM too. With `as_said` the frontends' times count, as with vLLM's priorities.
+    """
+
+    def __init__(self, clock: Callable[[], int], *, as_said: bool) -> None:
+        self._clock = clock
+        self._zero = time.time() - clock() / 1e9
+        self._as_said = as_said
+        self._last = 0.0
+
+    def __call__(self, request: VllmRequest) -> float:
+        """Seconds on the scheduler's clock (which gives nanoseconds)."""
+        said = max(0.0, float(request.arrival_time) - self._zero)
+        if not self._as_said:
+            following = math.nextafter(self._last, math.inf)
+            said = self._last = max(following, min(said, self._clock() / 1e9))
+        return said
+
+
 @dataclass(frozen=True, slots=True)
 class RecordRules:
     """What holds for every request of one scheduler.
 
     Attributes:
-        wall_zero: the wall clock's time (seconds) at which the scheduler's clock began.
+        arrived_at: when a request arrived, seconds on the scheduler's clock.
         by_tenant: whether tenants never share cached prefixes.
     """
 
     max_model_len: int
     caches: bool
     by_tenant: bool
-    wall_zero: float
+    arrived_at: Callable[[VllmRequest], float]
     on_ended: Callable[[Request, EndReason], None]
 
 
@@ -143,11 +167,11 @@ def record_of(request: VllmRequest, rules: RecordRules) -> Record:
         if is_wrong:
             raise ConfigError(Problem(f"request {request.request_id}", f"{name} cannot be scheduled here"))
     facts = facts_of(request, min(request.max_tokens, rules.max_model_len - request.num_prompt_tokens))
-    shares = rules.caches and not request.skip_reading_prefix_cache
     intake = Intake(
         facts=facts,
-        arrived_at=max(0.0, request.arrival_time - rules.wall_zero),
-        prompt_token_ids=request.prompt_token_ids if shares else None,
+        arrived_at=rules.arrived_at(request),
+        prompt_token_ids=request.prompt_token_ids if rules.caches else None,
+        reads_cache=not request.skip_reading_prefix_cache,
         salt=f"{request.cache_salt or ''}\n{facts.tenant}" if rules.by_tenant else request.cache_salt or "",
         on_ended=rules.on_ended,
     )
@@ -157,7 +181,9 @@ def record_of(request: VllmRequest, rules: RecordRules) -> Record:
 def facts_of(request: VllmRequest, limit: int) -> RequestFacts:
     """What the client says of its request. Raises `ConfigError` for what it says of its objectives in a wrong way."""
     params = request.sampling_params
-    given = _given({} if params is None else params.extra_args or {})
+    given = given_in({} if params is None else params.extra_args or {})
+    if request.session_id is not None:
+        given.setdefault("session_id", request.session_id)
     return RequestFacts(
         request_id=request.request_id,
         num_prompt_tokens=request.num_prompt_tokens,
@@ -167,7 +193,8 @@ def facts_of(request: VllmRequest, limit: int) -> RequestFacts:
     )
 
 
-def _given(extra: Mapping[str, Any]) -> dict[str, Any]:
+def given_in(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What a client says of its objectives, by names of `RequestFacts`. Raises `ConfigError` for what it says in a wrong way."""
     given: dict[str, Any] = {}
     for name, value in extra.items():
         if not name.startswith(PREFIX):

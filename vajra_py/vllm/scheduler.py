@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
-from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.logger import init_logger
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
@@ -27,13 +28,15 @@ from vajra_py.errors import ConfigError, VajraError
 from vajra_py.plugins import load_registry
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.serve.recording import RunRecording
-from vajra_py.vllm.endings import Endings
+from vajra_py.vllm.absent import WithoutExtras
+from vajra_py.vllm.endings import Endings, RefusedStreams
+from vajra_py.vllm.grammars import Grammars
 from vajra_py.vllm.mechanism import EndReason, Mechanism, Request, StepPlan, make_mechanism
 from vajra_py.vllm.messages import Messages
 from vajra_py.vllm.plugin import abort_at_once, end_before_workers
 from vajra_py.vllm.recording import SessionRecording, facts_of
-from vajra_py.vllm.records import Record, RecordRules, record_of
-from vajra_py.vllm.settings import experiment_of, fallback_of, sizes_of, wishes_of
+from vajra_py.vllm.records import Arrivals, Record, RecordRules, record_of
+from vajra_py.vllm.settings import described, experiment_of, fallback_of, orders_by_priority, sizes_of, wishes_of
 from vajra_py.vllm.support import check_cache, check_options, check_version, installed_version
 
 _log = logging.getLogger(__name__)
@@ -44,14 +47,11 @@ _BY_BREACH = (EndReason.FAILED, EndReason.REJECTED)
 """Ends while the policies are out of service for what one of them did."""
 
 
-class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at run time alone
+class Scheduler(WithoutExtras):
     """Schedules a vLLM by the policies of an experiment.
 
     Raises `ConfigError` for what cannot be scheduled.
     """
-
-    connector = None
-    ec_connector = None
 
     def __init__(  # noqa: PLR0913  # the interface's
         self,
@@ -71,7 +71,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         self.log_stats = log_stats
         self.requests: dict[str, VllmRequest] = {}
         """Requests whose end no client was told yet, as vLLM's structured output wants them."""
-        self._structured = structured_output_manager
+        self._grammars = Grammars(structured_output_manager)
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
         self._caches = bool(vllm_config.cache_config.enable_prefix_caching)
@@ -87,6 +87,8 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         self.mechanism: Mechanism = make_mechanism(
             self.config, registry, self._clock, self._max_model_len, bytes_per_token
         )
+        if self._is_async:
+            self.mechanism.set_gate(bars_preempted=True)
         if self._fallback is not None:
             self.mechanism.check_policies(self._fallback)
         self._recording: SessionRecording | None = None
@@ -99,7 +101,8 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         """Interrupts policies that do not return, in the thread that schedules."""
         self._thread_id: int | None = None
         memory = next(iter(self.config.effective_replicasets.values())).replica.memory
-        self._rules = RecordRules(self._max_model_len, self._caches, memory.tenant_salt, time.time(), self._on_ended)
+        arrivals = Arrivals(self._clock, as_said=orders_by_priority(self.config))
+        self._rules = RecordRules(self._max_model_len, self._caches, memory.tenant_salt, arrivals, self._on_ended)
         self._records: dict[str, Record] = {}
         self._messages = Messages(
             self.mechanism.replica,
@@ -107,14 +110,11 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
             resumes_as_new=bool(vllm_config.use_v2_model_runner),
             zeroes=bool(kv_cache_config.needs_kv_cache_zeroing),
         )
-        self._constrained: dict[str, Record] = {}
-        """Requests whose tokens a grammar constrains."""
-        self._compiling: list[Record] = []
-        """Requests whose grammar is not there yet."""
         self._held: list[Record] = []
-        """Requests that the mechanism is to get with the next step, once all their tokens are known, unless new ones are paused."""
-        self._withdrawn: set[Record] = set()
-        """Requests that are on their way out of the mechanism, to be held."""
+        """Requests that the mechanism is to get with the next step, once all their tokens are known."""
+        self._streams = RefusedStreams()
+        self._num_idle = 0
+        """How many times in a row nothing was scheduled although somebody waited."""
         self._endings = Endings(lists_finished=include_finished_set)
         self._fault: VajraError | None = None
         """The last violation of the contract that was logged."""
@@ -123,6 +123,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         """Whether all KV is to be given up before the next step, when every token of the last ones is known."""
         self._in_flight: deque[SchedulerOutput] = deque()
         self._prefix_stats = PrefixCacheStats()
+        init_logger("vllm.vajra").info(described(self.config, wishes, is_async=self._is_async))
 
     def _clock(self) -> int:
         return time.monotonic_ns() - self._zero_ns
@@ -130,49 +131,28 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
     # Requests
 
     def add_request(self, request: VllmRequest) -> None:
-        """Take a request in; it is queued with the next step."""
-        if request.request_id in self.requests:
-            raise ValueError(f"request {request.request_id!r} is being served already. Another id is needed.")
+        """Take a request in; it is queued with the next step. What cannot be served ends with an `error` output."""
+        if self._streams.answers(request, self.requests):
+            return
         self.requests[request.request_id] = request
         if self.log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
         try:
             record = record_of(request, self._rules)
         except ConfigError as error:
-            self._fail(request, FinishReason.ERROR, str(error))
+            self._endings.fail(request, FinishReason.ERROR, str(error))
             return
         self._records[request.request_id] = record
-        if request.use_structured_output:
-            self._constrained[request.request_id] = record
-        if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
-            self._compiling.append(record)
-        else:
-            self._hand_in(record)
-
-    def _hand_in(self, record: Record) -> None:
-        if self._pause is PauseState.UNPAUSED:
+        if not self._grammars.take_in(record):
             self.mechanism.arrive(record.intake)
-        else:
-            self._held.append(record)
+            self._settle()
 
     def _take_compiled(self) -> None:
-        waiting, self._compiling = self._compiling, []
-        for record in waiting:
-            structured = record.request.structured_output_request
-            grammar = None if structured is None else structured.grammar
-            if record.is_over:
-                continue
-            if grammar is None:
-                self._compiling.append(record)
-            elif isinstance(grammar, Exception):
-                self._drop(record, FinishReason.ERROR, f"its grammar cannot be compiled: {grammar}")
+        for record, error in self._grammars.take_compiled():
+            if error is None:
+                self.mechanism.arrive(record.intake)
             else:
-                record.request.status = RequestStatus.WAITING
-                self._hand_in(record)
-
-    def _fail(self, request: VllmRequest, reason: FinishReason, why: str) -> None:
-        self._constrained.pop(request.request_id, None)
-        self._endings.fail(request, reason, why)
+                self._drop(record, FinishReason.ERROR, f"its grammar cannot be compiled: {error}")
 
     def _on_ended(self, request: Request, reason: EndReason) -> None:
         """The mechanism has ended a request, for one reason or another."""
@@ -183,8 +163,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
             self._forget_at_workers(record)
             return
         is_violation = self.mechanism.fault is not None and reason in _BY_BREACH
-        if record in self._withdrawn or (is_violation and self._fallback is not None):
-            self._withdrawn.discard(record)
+        if is_violation and self._fallback is not None:
             self._held.append(record)
             return
         self._drop(record, FinishReason.ERROR if is_violation else FinishReason.ABORT, request.detail)
@@ -194,7 +173,8 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         self._forget_at_workers(record)
         del self._records[record.request_id]
         record.is_over = True
-        self._fail(record.request, reason, why)
+        self._grammars.forget(record)
+        self._endings.fail(record.request, reason, why)
 
     def _forget_at_workers(self, record: Record) -> None:
         if record.is_known:
@@ -214,14 +194,18 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         for name in names:
             record = self._records.get(name)
             if record is None:
+                failed = self._endings.take_back(name)
+                if failed is not None:
+                    failed.status = finished_status
+                    finished.append(self.requests.pop(name))
+                    self._endings.note_finished(failed.client_index, name)
                 continue
             finished.append(record.request)
             record.request.status = finished_status
-            if record in self._compiling:
-                self._compiling.remove(record)
-            elif record not in self._held:
+            if not self._grammars.forget(record) and record not in self._held:
                 self.mechanism.abort(name)
             self._end(record)
+        self._settle()
         return finished
 
     def _end(self, record: Record) -> None:
@@ -230,10 +214,11 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         name = record.request_id
         del self._records[name]
         del self.requests[name]
-        self._constrained.pop(name, None)
-        self._withdrawn.discard(record)
+        self._grammars.forget(record)
         if record in self._held:
             self._held.remove(record)
+        elif record.own is not None:
+            self.mechanism.leave(record.own)
         self._forget_at_workers(record)
         self._endings.note_finished(record.client_index, name)
 
@@ -241,22 +226,57 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """The next step, by the policies."""
-        if self._compiling:
+        if self._grammars.num_compiling:
             self._take_compiled()
-        if self._held and self._pause is PauseState.UNPAUSED:
+        if self._held:
             self._hand_in_held()
-        waits = self._forgets and any(one.total_num_scheduled_tokens for one in self._in_flight)
-        if self._forgets and not waits:
-            self._forgets = False
-            self.mechanism.forget_cache()
-        plan = None if waits or self._pause is PauseState.PAUSED_ALL else self._step()
+        is_busy = any(one.total_num_scheduled_tokens for one in self._in_flight)
+        plan = None
+        if not (self._forgets and is_busy):
+            self._forget_if_wanted()
+            plan = self._step()
+            if plan is None and not is_busy:
+                plan = self._after_nothing()
+            elif plan is not None:
+                self._num_idle = 0
         for name in self.mechanism.take_preempted():
-            self._messages.preempted.add(name)
-            if self.log_stats and name in self.requests:
-                self.requests[name].record_event(EngineCoreEventType.PREEMPTED)
+            if name in self._records:
+                self._messages.preempted.add(name)
+                if self.log_stats:
+                    self.requests[name].record_event(EngineCoreEventType.PREEMPTED)
         output = self._messages.empty() if plan is None else self._told(plan)
         self._in_flight.append(output)
         return output
+
+    def _forget_if_wanted(self) -> None:
+        if self._forgets:
+            self._forgets = False
+            self.mechanism.forget_cache()
+
+    def _settle(self) -> None:
+        """Let what came in happen where no step can follow, so that whoever asks hears of it and of its time."""
+        if self._in_flight:
+            return
+        if self._pause is PauseState.UNPAUSED:
+            can_form = len(self._records) > self._grammars.num_compiling
+        else:
+            can_form = self._pause is PauseState.PAUSED_NEW and self._num_running > 0
+        if not can_form:
+            self._forget_if_wanted()
+            self.mechanism.step()
+
+    def _after_nothing(self) -> StepPlan | None:
+        """The policies have scheduled nothing and nothing is computed; too often in a row that is a violation."""
+        is_paused = self._pause is not PauseState.UNPAUSED
+        if is_paused or not self.mechanism.controller.num_alive or self.mechanism.fault is not None:
+            self._num_idle = 0
+            return None
+        self._num_idle += 1
+        if self._num_idle < self.config.backend.settings.max_idle_steps:
+            return None
+        self._num_idle = 0
+        self.mechanism.condemn()
+        return self._step()
 
     def _step(self) -> StepPlan | None:
         if self._thread_id != threading.get_ident():
@@ -305,7 +325,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
             if chunk.kind != "running":
                 self._admitted(chunk.request, chunk.num_computed_before)
         output = self._messages.tell(plan)
-        if self._constrained and self._sampling_by_grammar(output):
+        if self._grammars.sampling(output):
             output.has_structured_output_requests = True
             output.pending_structured_output_tokens = self._is_async and bool(self._in_flight)
         return output
@@ -322,26 +342,9 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
             if self._caches and not vllms.skip_reading_prefix_cache:
                 self._prefix_stats.record(request.num_known_tokens, num_cached, request.num_preemptions > 0)
 
-    # Structured output
-
-    def _sampling_by_grammar(self, output: SchedulerOutput) -> list[str]:
-        """Requests of a step that sample a token which a grammar constrains."""
-        found = []
-        for name, record in self._constrained.items():
-            own = record.own
-            if own is not None and name in output.num_scheduled_tokens and own.num_remaining_tokens <= 0:
-                found.append(name)
-        return found
-
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """What the grammars of a step's requests allow."""
-        if not scheduler_output.has_structured_output_requests:
-            return None
-        names = self._sampling_by_grammar(scheduler_output)
-        if not names:
-            return None
-        bitmask = self._structured.grammar_bitmask(self.requests, names, {})
-        return GrammarOutput(names, bitmask, [0] * len(names))
+        return self._grammars.bitmask(scheduler_output, self.requests)
 
     # Tokens
 
@@ -350,11 +353,12 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
     ) -> dict[int, EngineCoreOutputs]:
         """Take a step's tokens in; what every client is to be told."""
         self._in_flight.popleft()
-        if not self._is_async:
-            self.mechanism.open_turn()
         outputs: dict[int, list[EngineCoreOutput]] = {}
         if model_runner_output.sampled_token_ids:
             self._take_tokens(model_runner_output, outputs)
+        if not self._in_flight:
+            self.mechanism.land()
+            self._settle()
         if self._recording is not None:
             self._recording.take_tokens()
         told = self._endings.told(outputs, self.requests)
@@ -388,7 +392,7 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         """The first or last token of a request, or one with more to it than its id."""
         request, name = record.request, record.request_id
         stops = record.finishes(token, self._max_model_len)
-        if request.use_structured_output and not self._structured.accept_tokens(request, [token]):
+        if not self._grammars.accepts(request, token):
             _log.error("the grammar of request %s does not allow token %d; it ends", name, token)
             request.status, stops = RequestStatus.FINISHED_ERROR, True
         told = EngineCoreOutput(name, [token], trace_headers=request.trace_headers)
@@ -417,26 +421,31 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         """Requests whose clients wait for something; while new ones are paused, of those that run."""
         if self._pause is PauseState.PAUSED_ALL:
             return 0
-        num_paused = len(self._held) + len(self._withdrawn) if self._pause is PauseState.PAUSED_NEW else 0
-        return len(self.requests) - num_paused
+        if self._pause is PauseState.PAUSED_NEW:
+            return self._num_running
+        return len(self.requests)
 
     def has_request(self, request_id: str) -> bool:
         """Whether a client waits for this request's end."""
         return request_id in self.requests
 
     def has_finished_requests(self) -> bool:
-        """Whether the workers have to be told of an end."""
-        return bool(self._messages.finished)
+        """Whether workers or clients have to be told of an end."""
+        return bool(self._messages.finished) or self._endings.is_pending
 
     def get_request_counts(self) -> tuple[int, int]:
         """Running and waiting requests."""
-        running = self.mechanism.num_running
+        running = self._num_running
         return running, max(0, len(self.requests) - running)
+
+    @property
+    def _num_running(self) -> int:
+        """Requests that hold KV blocks, and keep them."""
+        return 0 if self._forgets else self.mechanism.num_running
 
     def get_kv_cache_usage(self) -> float:
         """Part of the KV blocks that requests hold."""
-        memory = self.mechanism.replica.memory
-        return 1.0 - memory.free_blocks / memory.num_blocks
+        return 0.0 if self._forgets else self.mechanism.kv_usage
 
     def make_stats(self) -> SchedulerStats | None:
         """Counts for vLLM's log and metrics."""
@@ -446,8 +455,8 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
         stats, self._prefix_stats = self._prefix_stats, PrefixCacheStats()
         return SchedulerStats(
             num_running_reqs=running,
-            num_waiting_reqs=max(0, waiting - len(self._compiling)),
-            num_skipped_waiting_reqs=len(self._compiling),
+            num_waiting_reqs=max(0, waiting - self._grammars.num_compiling),
+            num_skipped_waiting_reqs=self._grammars.num_compiling,
             kv_cache_usage=self.get_kv_cache_usage(),
             prefix_cache_stats=stats,
         )
@@ -461,34 +470,27 @@ class Scheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at r
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         """Form no steps, or none with requests that hold no KV blocks yet, or go on."""
-        self._pause = pause_state
-        if pause_state is not PauseState.PAUSED_NEW:
+        if pause_state is self._pause:
             return
-        absent = {*self._compiling, *self._held, *self._withdrawn}
-        for record in self._records.values():
-            own = record.own
-            if record not in absent and (own is None or not self.mechanism.holds_blocks(own)):
-                self._withdrawn.add(record)
-                self.mechanism.abort(record.request_id)
+        self._pause = pause_state
+        self.mechanism.set_gate(
+            admits=pause_state is PauseState.UNPAUSED, forms=pause_state is not PauseState.PAUSED_ALL
+        )
+        self._settle()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget every cached block; False, and nothing changed, when requests hold blocks and may not lose them."""
-        if self.mechanism.num_running and not reset_running_requests:
+        if self._num_running and not reset_running_requests:
             return False
         self._forgets = True
+        self._settle()
         return True
-
-    def reset_encoder_cache(self) -> None:
-        """There is no encoder."""
-
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Nobody drafts tokens: speculative decoding is refused."""
-
-    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: SchedulerOutput) -> None:
-        """Nobody drafts tokens: speculative decoding is refused."""
 
     def shutdown(self) -> None:
         """Give back what the scheduler holds."""
+        if self._recording is not None:  # what came in is recorded, and that no step follows
+            self.mechanism.set_gate(forms=False)
+            self.mechanism.step()
         self._watchdog.close()
         self._thread_id = None
         recording, self._recording = self._recording, None

@@ -65,6 +65,7 @@ class Sizes:
 
     Attributes:
         num_blocks: without vLLM's null block, which nobody ever gets.
+        max_input_tokens: most tokens that its buffers hold, where that is not `max_step_tokens`.
     """
 
     model: str
@@ -74,6 +75,7 @@ class Sizes:
     max_step_tokens: int
     max_model_len: int
     prefix_caching: bool
+    max_input_tokens: int | None = None
     version: tuple[int, int] = (0, 33)
 
 
@@ -88,6 +90,7 @@ def sizes_of(vllm_config: Any, block_size: int, num_blocks: int, version: tuple[
         max_step_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
         max_model_len=vllm_config.model_config.max_model_len,
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+        max_input_tokens=scheduler.max_num_batched_tokens if scheduler.max_num_scheduled_tokens else None,
         version=version,
     )
 
@@ -107,6 +110,23 @@ def fallback_of(config: ExperimentConfig, registry: Registry) -> dict[Layer, Pol
     other = config_from_mapping(given, (), registry)
     scheduling = next(iter(other.effective_replicasets.values())).scheduling
     return {layer: scheduling.choice(layer) for layer in Layer}
+
+
+def orders_by_priority(config: ExperimentConfig) -> bool:
+    """Whether requests go by their priorities, so that arrival times count as their frontends say them."""
+    scheduling = next(iter(config.effective_replicasets.values())).scheduling
+    return scheduling.choice(Layer.REQUEST_PRIORITIZER).policy == "priority"
+
+
+def described(config: ExperimentConfig, wishes: Wishes, *, is_async: bool) -> str:
+    """One line: by which policies a vLLM is scheduled, and who says so."""
+    scheduling = next(iter(config.effective_replicasets.values())).scheduling
+    policies = ", ".join(f"{layer.value} {scheduling.choice(layer).policy}" for layer in Layer)
+    source = f"by {wishes.experiment}" if wishes.experiment else "by vLLM's own algorithm (no experiment file is named)"
+    fallback = f"; fallback {config.backend.settings.fallback}" if config.backend.settings.fallback else ""
+    recorded = f"; recorded in {wishes.save_run}" if wishes.save_run else ""
+    mode = "asynchronous" if is_async else "synchronous"
+    return f"vajra-py schedules {source}: {policies}{fallback}{recorded}; scheduling is {mode}"
 
 
 def experiment_of(sizes: Sizes, wishes: Wishes, scheduler: Any, registry: Registry) -> ExperimentConfig:
@@ -137,6 +157,9 @@ def _experiment_of_file(
     if "replicasets" in entries:
         message = "has several replicasets, and a vLLM is one replica"
         raise ConfigError(Problem(str(path), message, "Allowed: `scheduling` or `preset` at the top of the file"))
+    scheduling = entries.get("scheduling")
+    if isinstance(scheduling, dict) and "preset" not in entries and "replicaset_scheduler" not in scheduling:
+        overrides = ["scheduling.replicaset_scheduler=round_robin", *overrides]  # there is one replica to choose
     if "workload" not in entries:
         overrides = [f"workload={json.dumps(_WORKLOAD)}", *overrides]
     backend = entries.get("backend")
@@ -159,6 +182,7 @@ def _vllms_own(sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
     """VLLM's own algorithm under the options that it was given."""
     params = {
         "long_prefill_threshold_tokens": options.get("long_prefill_token_threshold", 0),
+        "adaptive_share_tokens": sizes.max_input_tokens,
         "adaptive_long_prefill_threshold": options.get("long_prefill_token_threshold_adaptive", False),
         "watermark_fraction": options.get("watermark", 0.0),
         "prefill_interval_steps": options.get("prefill_schedule_interval", 1) if sizes.version >= (0, 33) else 1,
@@ -168,12 +192,17 @@ def _vllms_own(sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
     }
     by_priority = options.get("policy") == "priority"
     params["continues_after_own_preemption"] = sizes.version >= (0, 33)
+    # A victim goes to the front of vLLM's queue, unless that is ordered by priority, arrival and the text of the id.
+    order = ("priority", {"ties": "request_id"}) if by_priority else ("fcfs", {"preempted": "first"})
     params["victim"] = "lowest_priority" if by_priority else "latest_admitted"
     return {
         "version": 1,
         "name": "vllm",
         "preset": "vllm-v1-priority" if by_priority else "vllm-v1",
-        "scheduling": {"replica_scheduler": {"policy": "vllm_v1", "params": params}},
+        "scheduling": {
+            "replica_scheduler": {"policy": "vllm_v1", "params": params},
+            "request_prioritizer": dict(zip(("policy", "params"), order, strict=True)),
+        },
         "workload": _WORKLOAD,
         "backend": {"vllm": {"model": sizes.model}},
     }

@@ -95,6 +95,7 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
         yield "model", "is a diffusion model, which does not decode token by token"
     if getattr(model, "enable_prompt_embeds", False):
         yield "--enable-prompt-embeds", "prompts are known by their tokens here"
+    yield from _unsupported_outputs(config)
     if getattr(model, "return_sampling_mask", False):
         yield "--return-sampling-mask", "sampling masks are not passed on"
     for name, what in (
@@ -110,6 +111,22 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
         scheduler.max_num_scheduled_tokens > scheduler.max_num_batched_tokens
     ):
         yield "--max-num-scheduled-tokens", "is above --max-num-batched-tokens"
+
+
+def _unsupported_outputs(config: Any) -> Iterator[tuple[str, str]]:
+    """Options whose figures or outputs come from vLLM's own scheduler."""
+    outputs, observed = getattr(config, "aux_output_config", None), config.observability_config
+    if outputs is not None and outputs.enabled:
+        yield "--enable-return-routed-experts", "the experts of each token are not collected"
+    for name, what in (
+        ("kv_cache_metrics", "how long KV blocks live is not measured"),
+        ("cudagraph_metrics", "which CUDA graphs ran is not passed on"),
+        ("enable_mfu_metrics", "floating-point operations are not counted"),
+    ):
+        if getattr(observed, name, False):
+            yield f"--{name.replace('_', '-')}", what
+    if getattr(observed, "per_request_spec_decode_metrics", "none") != "none":
+        yield "--per-request-spec-decode-metrics", "there is no speculative decoding"
 
 
 def _has_other_layers(model: Any) -> bool:

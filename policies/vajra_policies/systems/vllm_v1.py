@@ -46,6 +46,13 @@ class VllmV1Config(PolicyConfig):
     adaptive_long_prefill_threshold: bool = Field(
         False, description="Raise the cap to an equal share of the token budget where that is more."
     )
+    adaptive_share_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens of which that share is taken (vLLM's `max_num_batched_tokens`, where `max_num_scheduled_tokens` is less); "
+        "null: the token budget.",
+        json_schema_extra={"unit": "tokens"},
+    )
     chunked_prefill: bool = Field(
         True, description="Cut a waiting prompt that exceeds what the budget has left; if not, admission stops there."
     )
@@ -142,7 +149,7 @@ class VllmV1:
         if not threshold or num_requests <= 1:
             return None
         if self._config.adaptive_long_prefill_threshold:
-            return max(threshold, batch.tokens_left // num_requests)
+            return max(threshold, (self._config.adaptive_share_tokens or batch.tokens_left) // num_requests)
         return threshold
 
     def _holds(self, replica: LocalReplicaView) -> bool:

@@ -61,12 +61,24 @@ class TokenBlockHashes:
     They are appended here, or to `output`, a list that somebody else keeps.
     """
 
-    __slots__ = ("_block_size", "_digests", "_num_before", "_output", "_root", "_tokens")
+    __slots__ = ("_block_size", "_digests", "_num_before", "_output", "_root", "_tokens", "reads_cache")
 
     is_private_after_prompt = False
 
-    def __init__(self, tokens: Iterable[int], block_size: int, salt: str = "", output: Sequence[int] = ()) -> None:
-        """`output`: what is in it already is no part of the content, or is in `tokens`."""
+    def __init__(
+        self,
+        tokens: Iterable[int],
+        block_size: int,
+        salt: str = "",
+        output: Sequence[int] = (),
+        *,
+        reads_cache: bool = True,
+    ) -> None:
+        """`output`: what is in it already is no part of the content, or is in `tokens`.
+
+        Without `reads_cache` the content is entered in a cache for others, and never looked up there.
+        """
+        self.reads_cache = reads_cache
         self._tokens = array("q", tokens)
         self._output = output
         self._num_before = len(self._tokens) - len(output)
@@ -231,6 +243,11 @@ class PrivateBlockHashes:
     def shared_prompt_hashes(self, num_prompt_tokens: int) -> Sequence[Hashable]:
         """None."""
         return ()
+
+
+def reads_cache(hashes: BlockHashes | None) -> bool:
+    """Whether content of these hashes may be looked up in a cache."""
+    return not isinstance(hashes, TokenBlockHashes) or hashes.reads_cache
 
 
 def _checked_block_size(block_size: int) -> int:

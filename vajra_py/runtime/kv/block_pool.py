@@ -215,6 +215,10 @@ class BlockPool:
                 extra[block] = num_extra - 1
         return unused
 
+    def num_references(self, block: int) -> int:
+        """How many tables list a block that is not free."""
+        return 1 + self._extra_references.get(block, 0)
+
     # Content
 
     def cache(self, blocks: Sequence[int], hashes: Sequence[Hashable]) -> None:

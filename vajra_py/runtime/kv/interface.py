@@ -10,7 +10,7 @@ sums over the groups. A memory without groups is one of a single group, 0.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 from vajra_py.runtime.kv.block_hashes import BlockHashes
@@ -77,6 +77,9 @@ class KvMemory(Protocol):
 
     def num_held_blocks(self, request: KvRequest) -> int:
         """Device blocks of the request, shared ones included."""
+
+    def num_freed_by(self, requests: Iterable[KvRequest]) -> int:
+        """Blocks that would be free if these resident requests gave theirs back."""
 
     def block_table(self, request: KvRequest) -> Sequence[int]:
         """Ids of the request's device blocks in order of tokens; not to be changed."""

@@ -10,10 +10,10 @@ admitted shares only blocks whose content equals its own, and always has at leas
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 
-from vajra_py.runtime.kv.block_hashes import BlockHashes, PrivateBlockHashes
+from vajra_py.runtime.kv.block_hashes import BlockHashes, PrivateBlockHashes, reads_cache
 from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions
 from vajra_py.runtime.kv.host import BlockCopy, HostSpace
 from vajra_py.runtime.kv.interface import KvRequest
@@ -26,13 +26,24 @@ _LOOKUP_GROWTH = 4
 class _BlockTable:
     """One registered request: its block hashes and its blocks."""
 
-    __slots__ = ("blocks", "hashes", "host", "is_private", "lookup", "may_be_cached", "num_cached", "num_valid_tokens")
+    __slots__ = (
+        "blocks",
+        "hashes",
+        "host",
+        "is_private",
+        "lookup",
+        "may_be_cached",
+        "num_cached",
+        "num_valid_tokens",
+        "reads_cache",
+    )
 
     def __init__(self, hashes: BlockHashes | None) -> None:
         self.hashes = hashes
         self.is_private = isinstance(hashes, PrivateBlockHashes)
         """Whether nobody else ever asks for its content."""
-        self.may_be_cached = hashes is not None and not self.is_private
+        self.reads_cache = reads_cache(hashes)
+        self.may_be_cached = hashes is not None and not self.is_private and self.reads_cache
         """Whether a lookup can find anything; of private content, only what it gave back itself."""
         self.blocks: list[int] = []
         self.num_cached = 0
@@ -131,6 +142,11 @@ class PagedKvMemory:
         self._tables.clear()
         self._reserved = []
 
+    def num_freed_by(self, requests: Iterable[KvRequest]) -> int:
+        """Blocks that would be free if these resident requests gave theirs back."""
+        held = Counter(block for request in requests for block in self._tables[request].blocks)
+        return sum(count == self._pool.num_references(block) for block, count in held.items())
+
     def num_held_blocks(self, request: KvRequest) -> int:
         """Device blocks in the request's table, shared ones included."""
         return len(self._tables[request].blocks)
@@ -144,7 +160,7 @@ class PagedKvMemory:
     def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
         """Leading tokens that the cache holds of some content, for a request that need not be registered here."""
         limit = min(num_known_tokens - 1, hashes.num_hashed_tokens) // self.block_size
-        if self._pool.options is None or limit <= 0:
+        if self._pool.options is None or limit <= 0 or not reads_cache(hashes):
             return 0
         blocks: list[int] = []
         self._match(hashes, blocks, limit, _FIRST_LOOKUP_BLOCKS)
@@ -225,7 +241,7 @@ class PagedKvMemory:
         if stop > start:
             self._pool.cache(entry.blocks[start:stop], hashes.block_hashes(start, stop))
             entry.num_cached = stop
-            entry.may_be_cached = True
+            entry.may_be_cached = entry.reads_cache
 
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
         """Only the first `num_tokens` tokens will be computed after all: take back what was cached beyond them.

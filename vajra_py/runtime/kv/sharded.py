@@ -173,6 +173,10 @@ class KvParallelMemory:
         """Whether the request is known here."""
         return request in self._tables_of
 
+    def num_freed_by(self, requests: Iterable[KvRequest]) -> int:
+        """Blocks that would be free if these resident requests gave theirs back: all, since none are shared."""
+        return sum(map(self.num_held_blocks, requests))
+
     def num_held_blocks(self, request: KvRequest) -> int:
         """Device blocks of the request over all its groups."""
         return self._tables_of[request].num_blocks

@@ -48,6 +48,7 @@ class Arrival:
         prompt_token_ids: its prompt, where it is known by tokens. Neither: it shares nothing.
         num_output_tokens: after how many tokens it was to stop, where that was known beforehand.
         salt: only requests with the same one share prefixes; None: as the settings say.
+        reads_cache: whether it may use KV blocks that are in the prefix cache; its own are kept there for others either way.
     """
 
     tick: int
@@ -57,6 +58,7 @@ class Arrival:
     prompt_token_ids: tuple[int, ...] | None = None
     num_output_tokens: int | None = None
     salt: str | None = None
+    reads_cache: bool = True
 
     def spec(self) -> RequestSpec:
         """The request as a workload would hold it; an unknown output length is the longest that it may have."""
@@ -148,6 +150,45 @@ class PolicyViolation:
 
 
 @dataclass(frozen=True, slots=True)
+class Gate:
+    """From here on whoever executes a replica's steps lets it do so much.
+
+    Attributes:
+        admits: whether waiting requests may get KV blocks.
+        forms: whether steps are formed.
+        bars_preempted: whether a request that a step preempts waits for a later step, because a token of it is still computed.
+    """
+
+    tick: int
+    replicaset: str
+    replica_id: int
+    admits: bool = True
+    forms: bool = True
+    bars_preempted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReset:
+    """A replica's KV memory was emptied: who ran is preempted, the latest admitted first, and nothing is cached any more."""
+
+    tick: int
+    replicaset: str
+    replica_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A replicaset's policies had scheduled nothing for so long, although requests waited, that it counts as a violation."""
+
+    tick: int
+    replicaset: str
+
+
+Control: TypeAlias = Gate | CacheReset | Stall
+"""What is done to a replica, or to its policies, by whoever executes its steps."""
+
+
+@dataclass(frozen=True, slots=True)
 class StageEnd:
     """A step left the first of several pipeline stages, so that the next one could enter it."""
 
@@ -157,8 +198,9 @@ class StageEnd:
     step: int
 
 
-Input: TypeAlias = Arrival | Abort | Expiry | Failure | Restart | Abandonment | Swap | PolicyViolation | StageEnd
-_KINDS: Mapping[str, type[Abort | Expiry | Failure | Restart | Abandonment | Swap | PolicyViolation | StageEnd]] = {
+_Unrequested: TypeAlias = Failure | Restart | Abandonment | Swap | PolicyViolation | StageEnd | Control
+Input: TypeAlias = Arrival | Abort | Expiry | _Unrequested
+_KINDS: Mapping[str, type[Abort | Expiry | _Unrequested]] = {
     "abort": Abort,
     "expiry": Expiry,
     "failure": Failure,
@@ -168,6 +210,9 @@ _KINDS: Mapping[str, type[Abort | Expiry | Failure | Restart | Abandonment | Swa
     "violation": PolicyViolation,
     "breach": PolicyViolation,  # as recordings of earlier versions say
     "stage": StageEnd,
+    "gate": Gate,
+    "cache_reset": CacheReset,
+    "stall": Stall,
 }
 
 
@@ -211,6 +256,8 @@ def _arrival_row(entry: Arrival) -> dict[str, Any]:
         row["num_output_tokens"] = entry.num_output_tokens
     if entry.salt is not None:
         row["salt"] = entry.salt
+    if not entry.reads_cache:
+        row["reads_cache"] = False
     return row
 
 
@@ -254,6 +301,7 @@ def _input_of(row: dict[str, Any]) -> Input:
         None if prompt is None else tuple(prompt),
         row.get("num_output_tokens"),
         row.get("salt"),
+        row.get("reads_cache", True),
     )
 
 

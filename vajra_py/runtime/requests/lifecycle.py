@@ -66,6 +66,8 @@ class Lifecycle:
         running_set.num_preemptions += 1
         request.num_preemptions += 1
         request.preempted_index = running_set.num_preemptions
+        if running_set.bars_preempted:
+            running_set.barred.add(request)
         running_set.queue.add(request, now)
         for observer in self.observers:
             observer.on_preempted(request, mode.value, now)

@@ -45,6 +45,21 @@ class RunningSet:
         self.num_preemptions = 0
         self.has_spare_blocks = False
         """Whether some request may hold more blocks than its known tokens need."""
+        self.admits = True
+        """Whether waiting requests may get memory."""
+        self.bars_preempted = False
+        """Whether a request that a step preempts may get memory again with a later one only."""
+        self.barred: set[Request] = set()
+        """Who was preempted for this step and is barred from it."""
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether some waiting request may not get memory now."""
+        return not self.admits or bool(self.barred)
+
+    def lets_in(self, request: RequestView) -> bool:
+        """Whether this waiting request may get memory now, if there is any."""
+        return self.admits and request not in self.barred
 
     @property
     def num_waiting(self) -> int:
@@ -122,6 +137,7 @@ class RunningSet:
         self.in_flight.clear()
         self.num_running = 0
         self.has_spare_blocks = False
+        self.barred.clear()
 
     def check(self) -> None:
         """Raise `RuntimeError` unless every running request is in one of the sets."""
@@ -205,7 +221,12 @@ class StateView:
         return sorted(partial, key=self.urgency)
 
     def waiting(self) -> Iterator[RequestView]:
-        """Waiting requests, most urgent first, own and shared queue merged."""
+        """Waiting requests that may be admitted, most urgent first, own and shared queue merged."""
+        if self._running_set.is_gated:
+            return filter(self._running_set.lets_in, self._in_order() if self._running_set.admits else ())
+        return self._in_order()
+
+    def _in_order(self) -> Iterator[RequestView]:
         running_set, now = self._running_set, self.now
         if not running_set.shared.queue.num_requests:
             return running_set.queue.ordered(now) if running_set.queue.num_requests else iter(())

@@ -213,7 +213,7 @@ class Controller:
 
     def stall(self, now: int) -> PolicyError | None:
         """Whose policy leaves requests standing when no step runs and none was formed; None when no request is left."""
-        standing = self.alive()
+        standing = [request for request in self.alive() if self._is_let_in(request)]
         if not standing:
             return None
         request = standing[0]
@@ -231,6 +231,14 @@ class Controller:
         where = place_of_definition(own)
         error = PolicyError(parts.policy_name, message, request_id=request.request_id, place=where)
         return error.at(replica.replica_id, replica.num_steps)
+
+    def _is_let_in(self, request: Request) -> bool:
+        """Whether a replica may run the request, as far as whoever executes its steps is concerned."""
+        replica = self.replica_of(request)
+        if replica is None:
+            return True
+        is_running = request.state is RequestState.RUNNING
+        return replica.forms_steps and (is_running or replica.running_set.admits)
 
     def check_conservation(self) -> None:
         """Raise `RuntimeError` unless every request is accounted for and every block is used or free."""

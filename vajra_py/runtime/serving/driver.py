@@ -23,12 +23,15 @@ from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.records.input_log import (
     Abandonment,
     Abort,
+    Control,
     Expiry,
     Failure,
+    Gate,
     Input,
     PolicyChange,
     PolicyViolation,
     Restart,
+    Stall,
     Swap,
 )
 from vajra_py.runtime.requests.listeners import NOBODY
@@ -37,10 +40,11 @@ from vajra_py.runtime.serving.backend import Backend, FastForward, R
 from vajra_py.runtime.serving.controller import ABORTED, EXPIRED, Controller
 from vajra_py.runtime.serving.events import EventQueue, Phase
 from vajra_py.runtime.serving.policy_swap import Swapped
+from vajra_py.runtime.serving.recovery import reset_cache
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.step.plan import StepPlan, StepResult
-from vajra_py.runtime.support.clock import NEVER, to_ticks
+from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
 
 # Looking a member of an enumeration up costs more than a call, and these are looked up for every event.
 _STEP_END, _FORM, _ARRIVAL = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL
@@ -73,7 +77,7 @@ class Driver(Generic[R]):
         until: up to where `run_until` goes; a backend may bring it forward while it runs.
         num_steps: steps launched so far.
         events: what will happen. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
-            `FAILURE` a `Failure`, `Restart` or `Abandonment`, `EXPIRY` a request or an id, `ABORT` an id; those of
+            `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `EXPIRY` a request or an id, `ABORT` an id; those of
             `ARRIVAL` and `POLICY` are the backend's.
     """
 
@@ -339,8 +343,11 @@ class Driver(Generic[R]):
 
     # Replicas and policies come and go
 
-    def _fail(self, what: Failure | Restart | Abandonment) -> None:
+    def _fail(self, what: Failure | Restart | Abandonment | Control) -> None:
         self._tell(what)
+        if isinstance(what, Control):
+            self._control(what)
+            return
         if isinstance(what, Abandonment):
             self.controller.abandon(self.controller.replicasets[what.replicaset], what.detail, self.now)
             return
@@ -350,6 +357,24 @@ class Driver(Generic[R]):
             return
         self.controller.restore_replica(one.replica, self.now)
         self._call_off(one)
+        self._wake(one)
+
+    def _control(self, what: Control) -> None:
+        self._interrupt(what.replicaset)
+        if isinstance(what, Stall):
+            stall = self.controller.stall(self.now)
+            if stall is not None:
+                self._isolate(what.replicaset, stall)
+            return
+        one = self._replicas[what.replicaset][what.replica_id]
+        if isinstance(what, Gate):
+            one.replica.set_gate(what)
+        else:
+            try:
+                reset_cache(one.replica, to_seconds(self.now))
+            except PolicyError as error:
+                self._isolate(what.replicaset, error)
+                return
         self._wake(one)
 
     def _lose(self, one: R, what: Failure) -> None:

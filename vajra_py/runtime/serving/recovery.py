@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+from vajra_py.contract import PreemptionMode
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.records.input_log import Failure
 from vajra_py.runtime.requests.lifecycle import end_request
@@ -59,6 +60,16 @@ def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now
                 observer.on_requeued(request, replica.replica_id, seconds)
             losses.moved.append((request, replicaset.place(request, now)))
     return losses
+
+
+def reset_cache(replica: Replica, now: float) -> None:
+    """Preempt everybody, the latest admitted first, and forget what is cached; between two steps, with nobody swapped."""
+    for request in reversed(replica.running_set.running()):
+        replica.lifecycle.preempt(request, PreemptionMode.RECOMPUTE, now)
+    replica.memory.clear()
+    for waiting in replica.queue:
+        request = cast(Request, waiting)
+        replica.memory.register(request, request.hashes)
 
 
 def abandon(replicaset: Replicaset, why: str, now: int) -> Ended:

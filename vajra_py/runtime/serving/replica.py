@@ -14,6 +14,7 @@ from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
 from vajra_py.runtime.kv import KvMemory, TokenBlockHashes
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
+from vajra_py.runtime.records.input_log import Gate
 from vajra_py.runtime.records.step_log import PlanRepeats, StepLog
 from vajra_py.runtime.requests.lifecycle import Lifecycle
 from vajra_py.runtime.requests.listeners import NOBODY, Listeners
@@ -72,6 +73,8 @@ class Replica:
         self.builder = Builder(self.running_set, parts.latency, self.lifecycle, parts.options)
         self.num_steps = 0
         self.num_in_flight = 0
+        self.forms_steps = True
+        """Whether whoever executes its steps wants any."""
         self.around: Around | None = None
         self._view = StateView(parts.replica_id, self.running_set)
         self._step_watchers: list[Observer] = []
@@ -143,6 +146,12 @@ class Replica:
         self.clear()
         return [(request, reason) for request in (*held, *queued)]
 
+    def set_gate(self, gate: Gate) -> None:
+        """Do as much as whoever executes its steps allows from here on."""
+        self.forms_steps = gate.forms
+        self.running_set.admits = gate.admits
+        self.running_set.bars_preempted = gate.bars_preempted
+
     @property
     def to_end(self) -> Mapping[Request, tuple[EndReason, str]]:
         """Requests that end with the step that they are in, and why."""
@@ -177,10 +186,13 @@ class Replica:
 
     def next_plan(self, now: int) -> StepPlan | None:
         """Form the next step that runs something; None when there is nothing to run until something changes."""
-        builder = self.builder
-        if not self.running_set.num_running and not self.running_set.num_waiting:
+        builder, running_set = self.builder, self.running_set
+        running_set.barred.clear()
+        if not running_set.num_running and not (running_set.num_waiting and running_set.admits):
             if builder.slots_held:
                 self._see_ends()
+            return None
+        if not self.forms_steps:
             return None
         builder.num_preempted_before = 0
         for _ in range(MAX_EMPTY_STEPS):

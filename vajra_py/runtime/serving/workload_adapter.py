@@ -26,10 +26,13 @@ def facts_of(spec: RequestSpec) -> RequestFacts:
     )
 
 
-def hashes_of(spec: RequestSpec, block_size: int, salt: str) -> BlockHashes:
-    """Keys by token ids where the workload gives them, by content segments, or nothing that anyone else shares."""
+def hashes_of(spec: RequestSpec, block_size: int, salt: str, *, reads_cache: bool = True) -> BlockHashes:
+    """Keys by token ids where the workload gives them, by content segments, or nothing that anyone else shares.
+
+    Without `reads_cache` token ids are kept for others and not looked up.
+    """
     if spec.prompt_token_ids is not None:
-        return TokenBlockHashes(spec.prompt_token_ids, block_size, salt)
+        return TokenBlockHashes(spec.prompt_token_ids, block_size, salt, reads_cache=reads_cache)
     if spec.content is not None:
         return SegmentBlockHashes(spec.content.segments, spec.request_id, block_size, salt)
     return PrivateBlockHashes(spec.request_id)

@@ -158,6 +158,8 @@ class Builder(PlanDraft):
         running_set, memory = self._running_set, self._memory
         if self.preempted and any(request is victim for victim, _ in self.preempted):
             return self._refuse(request, Refusal.JUST_PREEMPTED)
+        if running_set.is_gated and not running_set.lets_in(request):
+            return self._refuse(request, Refusal.NOT_ADMITTED)
         swapped = request.state is _SWAPPED
         done = request.num_computed_tokens if swapped else memory.cached_tokens(request)
         known = request.num_known_tokens

@@ -1,0 +1,473 @@
+"""Random sessions of a vLLM: its own scheduler and this one get the same, and what they tell the workers is carried out.
+
+`make vllm-fuzz` plays many. What is compared, and what is not, because `docs/vllm.md` names it as a difference, says `difference`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
+from vllm.v1.request import Request, RequestStatus
+
+from tests.vllm.core import EOS, Core, free_blocks, make_scheduler, vllm_config
+from vajra_py.vllm import Scheduler
+
+MAX_CALLS = 8000
+STOPS = (600, 601, 602)
+"""Tokens outside of what is made up, which end a request that names them."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A request, and what becomes of it."""
+
+    name: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    arrives: int
+    """Turn."""
+    arrival_time: float
+    """Seconds after the start, as its frontend says; not in the order of arrival."""
+    priority: int = 0
+    salt: str | None = None
+    ends_at: int | None = None
+    """After how many tokens it puts out the end-of-sequence token."""
+    stops_at: tuple[int, int] | None = None
+    """After how many tokens it puts out which of `STOPS`."""
+    min_tokens: int = 0
+    ignores_eos: bool = False
+    prompt_logprobs: bool = False
+    skips_cache: bool = False
+    aborts: tuple[int, bool] | None = None
+    """Turn, and whether that is while a step is computed."""
+    string_after: int | None = None
+    """After how many tokens its frontend finds a string that stops it."""
+    grammar: tuple[int, str, int | None] | None = None
+    """When it is compiled (turn), "ok" or "error", and which token it does not allow."""
+    client: int = 0
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that is done to the whole scheduler: "reset", "reset all", "pause new", "pause all", "resume", "abort all"."""
+
+    turn: int
+    kind: str
+    in_flight: bool = False
+
+
+@dataclass(frozen=True)
+class Session:
+    """Everything that a run follows from."""
+
+    seed: int
+    block_size: int
+    num_blocks: int
+    options: dict[str, Any]
+    wishes: list[Wish]
+    events: list[Event]
+    is_async: bool
+    second_runner: bool
+
+
+def session_of(seed: int, *, is_async: bool) -> Session:
+    """A random one."""
+    rng = random.Random(f"vllm {seed}")
+    block_size = rng.choice((1, 2, 4, 8, 16, 32))
+    num_blocks = max(4, rng.choice((64, 96, 128, 192, 256, 512, 2048)) // block_size)
+    max_len = min(rng.choice((48, 96, 160, 256)), num_blocks * block_size)
+    options = _options(rng, max_len)
+    wishes = _wishes(rng, options, block_size, min(max_len, num_blocks * block_size))
+    last = max(one.arrives for one in wishes)
+    return Session(
+        seed, block_size, num_blocks, options, wishes, _events(rng, options, last), is_async, rng.random() < 0.5
+    )
+
+
+def _options(rng: random.Random, max_len: int) -> dict[str, Any]:
+    tokens = rng.choice((8, 16, 33, 64, 128, 512))
+    threshold = rng.choice((0, 0, 0, 1, 5, 8, 24))
+    is_chunked = rng.random() < 0.85
+    tokens = tokens if is_chunked else max(tokens, max_len)
+    max_seqs = min(tokens, rng.choice((1, 2, 3, 4, 8, 16, 64)))
+    return {
+        "max_model_len": max_len,
+        "max_num_seqs": max_seqs,
+        "max_num_batched_tokens": tokens,
+        "policy": rng.choice(("fcfs", "fcfs", "priority")),
+        "caches": rng.random() < 0.7,
+        "long_prefill_token_threshold": threshold,
+        "long_prefill_token_threshold_adaptive": threshold > 0 and rng.random() < 0.4,
+        "watermark": rng.choice((0.0, 0.0, 0.05, 0.2)),
+        "scheduler_reserve_full_isl": rng.random() < 0.75,
+        "prefill_schedule_interval": rng.choice((1, 1, 1, 2, 3)),
+        "max_num_active_seqs": rng.choice((None, None, None, max(1, max_seqs // 2))),
+        "enable_chunked_prefill": is_chunked,
+        "max_num_scheduled_tokens": max(1, tokens // 2) if is_chunked and rng.random() < 0.2 else None,
+    }
+
+
+def _wishes(rng: random.Random, options: dict[str, Any], block_size: int, capacity: int) -> list[Wish]:
+    trunks = [[rng.randrange(8, 400) for _ in range(capacity)] for _ in range(rng.randint(1, 3))]
+    is_long = rng.random() < 0.4
+    # Requests that wait for a grammar count in other ways for the threshold and for the interval: docs/vllm.md.
+    is_named = options["long_prefill_token_threshold"] > 0 or options["prefill_schedule_interval"] > 1
+    has_grammars = rng.random() < 0.3 and not is_named
+    wishes: list[Wish] = []
+    arrives, clock = 0, 0.0
+    for index in range(rng.randint(2, 24)):
+        arrives += rng.choice((0, 0, 0, 0, 1, 2, 7))
+        clock += rng.choice((0.0, 0.001, 0.1))
+        length = rng.randint(1, max(1, (capacity - 1) // (1 if rng.random() < 0.2 else 3)))
+        common = rng.randint(0, length) if rng.random() < 0.7 else 0
+        prompt = rng.choice(trunks)[:common] + [rng.randrange(8, 400) for _ in range(length - common)]
+        if wishes and rng.random() < 0.1:
+            prompt = list(rng.choice(wishes).prompt)
+        room = capacity - len(prompt)
+        output = min(room, rng.choice((20, 40, 80) if is_long else (1, 1, 2, 5, 20, 40)))
+        output += 30 if rng.random() < 0.1 else 0  # more than the model is long
+        name, copies = f"r{index}", rng.choice((2, 3)) if rng.random() < 0.1 else 1
+        base = Wish(
+            name,
+            tuple(prompt),
+            output,
+            arrives,
+            clock + (rng.choice((-0.5, -2.0, 0.3)) if rng.random() < 0.15 else 0.0),
+            priority=rng.randrange(-2, 3) if rng.random() < 0.5 else 0,
+            salt=rng.choice(("a", "b")) if rng.random() < 0.15 else None,
+            ignores_eos=rng.random() < 0.15,
+            prompt_logprobs=rng.random() < 0.06,
+            skips_cache=rng.random() < 0.06,
+            client=rng.randrange(2),
+        )
+        names = [f"{copy}_{name}" for copy in range(copies)] if copies > 1 else [name]
+        wishes += [_fate(rng, replace(base, name=one), room, has_grammars) for one in names]
+    return wishes
+
+
+def _fate(rng: random.Random, wish: Wish, room: int, has_grammars: bool) -> Wish:
+    longest = max(1, min(wish.max_tokens, room))
+    least = rng.randint(0, longest) if rng.random() < 0.15 else 0
+    changes: dict[str, Any] = {"min_tokens": least}
+    if rng.random() < 0.3 and least < longest:
+        changes["ends_at"] = rng.randint(least + 1, longest)
+    if rng.random() < 0.2 and least < longest:
+        changes["stops_at"] = (rng.randint(least + 1, longest), rng.choice(STOPS))
+    if rng.random() < 0.15:
+        changes["aborts"] = (wish.arrives + rng.randint(0, 25), rng.random() < 0.5)
+    if rng.random() < 0.08:
+        changes["string_after"] = rng.randint(1, longest)
+    if has_grammars and rng.random() < 0.3:
+        refuses = rng.randint(1, longest) if rng.random() < 0.25 else None
+        late = rng.choice((0, 0, 1, 3, 9))
+        changes["grammar"] = (wish.arrives + late, rng.choice(("ok", "ok", "ok", "error")), refuses)
+    return replace(wish, **changes)
+
+
+def _events(rng: random.Random, options: dict[str, Any], last: int) -> list[Event]:
+    events: list[Event] = []
+    if options["caches"] and rng.random() < 0.35:
+        for _ in range(rng.randint(1, 3)):
+            kind = rng.choice(("reset", "reset all"))
+            events.append(Event(rng.randint(1, last + 20), kind, rng.random() < 0.5))
+    if rng.random() < 0.25:
+        begins = rng.randint(1, last + 15)
+        events.append(Event(begins, rng.choice(("pause new", "pause all"))))
+        events.append(Event(begins + rng.randint(1, 15), "resume"))
+        if rng.random() < 0.3 and options["caches"]:
+            events.append(Event(begins + rng.randint(0, 5), "reset all"))
+    if rng.random() < 0.06:
+        events.append(Event(rng.randint(1, last + 15), "abort all"))
+    return sorted(events, key=lambda one: one.turn)
+
+
+class Grammars:
+    """Stands in for vLLM's manager of structured output."""
+
+    def __init__(self, wishes: list[Wish]) -> None:
+        self._refuses = {one.name: one.grammar[2] for one in wishes if one.grammar is not None}
+
+    def grammar_bitmask(self, requests: dict[str, Any], names: list[str], spec: Any) -> None:
+        assert all(name in requests for name in names)
+
+    def accept_tokens(self, request: Any, tokens: list[int]) -> bool:
+        refused = self._refuses.get(request.request_id)
+        return refused is None or len(request.output_token_ids) < refused
+
+    def should_advance(self, request: Any) -> bool:
+        return True
+
+
+_HASH = get_hash_fn_by_name("sha256")
+_MADE: dict[str, Any] = {}
+
+
+def _config(model: str, session: Session) -> Any:
+    """One configuration serves every session: to make one takes longer than a session."""
+    if model not in _MADE:
+        init_none_hash(_HASH)
+        _MADE[model] = vllm_config(model, max_model_len=512, enforce_eager=True)
+    config = _MADE[model]
+    given = dict(session.options)
+    config.cache_config.enable_prefix_caching = given.pop("caches")
+    config.model_config.max_model_len = given.pop("max_model_len")
+    config.scheduler_config.async_scheduling = session.is_async
+    for name, value in given.items():
+        assert hasattr(config.scheduler_config, name), name
+        setattr(config.scheduler_config, name, value)
+    return config
+
+
+def request_of(wish: Wish, session: Session) -> Request:
+    params = SamplingParams(
+        max_tokens=wish.max_tokens,
+        min_tokens=wish.min_tokens,
+        temperature=0.0,
+        ignore_eos=wish.ignores_eos,
+        stop_token_ids=None if wish.stops_at is None else [wish.stops_at[1]],
+        prompt_logprobs=1 if wish.prompt_logprobs else None,
+        skip_reading_prefix_cache=True if wish.skips_cache else None,
+        structured_outputs=None if wish.grammar is None else StructuredOutputsParams(json_object=True),
+        detokenize=False,
+    )
+    params.update_from_generation_config({}, EOS)
+    caches = session.options["caches"]
+    return Request(
+        request_id=wish.name,
+        prompt_token_ids=list(wish.prompt),
+        sampling_params=params,
+        pooling_params=None,
+        client_index=wish.client,
+        arrival_time=_MADE["zero"] + wish.arrival_time,
+        priority=wish.priority,
+        cache_salt=wish.salt,
+        block_hasher=get_request_block_hasher(session.block_size, _HASH) if caches else None,
+    )
+
+
+@dataclass
+class Play(Core):
+    """A session, driven to its end."""
+
+    session: Session = field(kw_only=True)
+    turn: int = 0
+    requests: dict[str, Request] = field(default_factory=dict)
+    stopped: set[str] = field(default_factory=set)
+    """Requests in which their frontend has found a string."""
+    finished: list[str] = field(default_factory=list)
+    """What clients were said to have finished."""
+    answers: list[bool] = field(default_factory=list)
+    """Of resets."""
+    stats: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Prompt tokens, and those of them that were cached, of each request."""
+    events: deque[Event] = field(default_factory=deque)
+    is_idle: bool = False
+
+    def token(self, name: str, position: int) -> int:
+        wish = self.wishes[name]
+        if wish.stops_at is not None and position + 1 == wish.stops_at[0]:
+            return wish.stops_at[1]
+        return super().token(name, position)
+
+    def update(self, output: Any, result: Any) -> None:
+        for client, each in self.scheduler.update_from_output(output, result).items():
+            self.finished += sorted(each.finished_requests or ())
+            for one in each.outputs:
+                self._hear(client, one)
+
+    def _hear(self, client: int, one: Any) -> None:
+        name = one.request_id
+        assert name not in self.reasons, f"{name}: an output after its end"
+        wish = self.wishes[name]
+        assert wish.client == client
+        told = self.tokens.setdefault(name, [])
+        told += one.new_token_ids
+        if one.prefill_stats is not None:
+            self.stats[name] = (one.prefill_stats.num_prompt_tokens, one.prefill_stats.num_cached_tokens)
+        if one.finish_reason is not None:
+            self.reasons[name] = f"{one.finish_reason} {one.stop_reason if str(one.finish_reason) == 'stop' else ''}"
+        elif wish.string_after is not None and len(told) >= wish.string_after:
+            self.stopped.add(name)
+
+    def before_update(self) -> None:
+        self._happen(in_flight=True)
+
+    def _finish(self, name: str, status: RequestStatus, reason: str) -> None:
+        if name in self.wishes and name not in self.reasons:
+            (found,) = self.scheduler.finish_requests([name], status)
+            assert found.request_id == name
+            self.reasons[name] = reason
+
+    def _happen(self, *, in_flight: bool) -> None:
+        for one in self.session.wishes:
+            if one.aborts is None or one.aborts[0] > self.turn:
+                continue
+            if one.aborts[1] is in_flight or not (in_flight or self.scheduler.has_requests()):
+                self._finish(one.name, RequestStatus.FINISHED_ABORTED, "abort")
+        while self.events and self.events[0].turn <= self.turn:
+            # Without asynchronous scheduling the engine core handles nothing but aborts while a step is computed.
+            if in_flight and not self.is_async:
+                return
+            if self.events[0].in_flight and self.is_async and not in_flight and self.scheduler.has_requests():
+                return
+            self._do(self.events.popleft().kind)
+
+    def _do(self, kind: str) -> None:
+        if kind.startswith("reset"):
+            self.answers.append(self.scheduler.reset_prefix_cache(reset_running_requests=kind == "reset all"))
+        elif kind == "abort all":
+            for one in self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED):
+                self.reasons.setdefault(one.request_id, "abort")
+        else:
+            states = {"pause new": PauseState.PAUSED_NEW, "pause all": PauseState.PAUSED_ALL}
+            self.scheduler.set_pause_state(states.get(kind, PauseState.UNPAUSED))
+
+    def play(self) -> None:
+        arrivals = deque(sorted(self.session.wishes, key=lambda one: one.arrives))
+        self.events = deque(self.session.events)
+        for _ in range(MAX_CALLS):
+            if not (arrivals or self.events or self.scheduler.has_requests() or self.queue or self._waits()):
+                return
+            while arrivals and arrivals[0].arrives <= self.turn:
+                wish = arrivals.popleft()
+                self.requests[wish.name] = request_of(wish, self.session)
+                self.take_in(wish, self.requests[wish.name])
+            self._compile()
+            self._happen(in_flight=False)
+            for name in sorted(self.stopped):
+                self._finish(name, RequestStatus.FINISHED_STOPPED, "string")
+            self.stopped.clear()
+            before = len(self.steps)
+            self.step()
+            # An attempt at a step that only preempts is a call of its own in vLLM, and part of the next step here.
+            only_preempts = any(one.preempted and not one.scheduled for one in self.steps[before:])
+            self.turn += not only_preempts
+        raise AssertionError(f"it never ends: {sorted(self.wishes.keys() - self.reasons.keys())} at turn {self.turn}")
+
+    def _waits(self) -> bool:
+        return bool(self.wishes.keys() - self.reasons.keys())
+
+    def _compile(self) -> None:
+        for name, wish in self.wishes.items():
+            if wish.grammar is not None and wish.grammar[0] <= self.turn:
+                structured = self.requests[name].structured_output_request
+                assert structured is not None
+                if structured.grammar is None:
+                    is_bad = wish.grammar[1] == "error"
+                    structured.grammar = ValueError("no grammar") if is_bad else object()  # type: ignore[assignment]
+
+
+def play(cls: type[Any], model: str, session: Session) -> Play:
+    config = _config(model, session)
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if session.second_runner else "0"
+    try:
+        scheduler = make_scheduler(
+            cls,
+            config,
+            session.num_blocks + 1,
+            session.block_size,
+            grammars=Grammars(session.wishes),
+            include_finished_set=True,
+            log_stats=True,
+        )
+    finally:
+        del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
+    made = Play(scheduler, session.is_async, session=session)
+    try:
+        made.play()
+    finally:
+        if cls is Scheduler:
+            scheduler.shutdown()
+    return made
+
+
+def _that_run(play: Play) -> list[tuple[dict[str, int], dict[str, int], list[str], int]]:
+    """The steps that run something; who was preempted in attempts before belongs to the next one."""
+    found, preempted = [], set()
+    for one in play.steps:
+        preempted |= set(one.preempted)
+        if one.scheduled:
+            found.append((one.scheduled, one.computed, sorted(preempted), one.free))
+            preempted = set()
+    return found
+
+
+def difference(session: Session, own: Play, ours: Play) -> str | None:
+    """The first thing that this scheduler does otherwise than vLLM's; None: nothing but what `docs/vllm.md` names."""
+    if not session.is_async:
+        theirs, mine = _that_run(own), _that_run(ours)
+        for number, (one, other) in enumerate(zip(theirs, mine, strict=False)):
+            for what, left, right in zip(("scheduled", "computed", "preempted", "free"), one, other, strict=True):
+                if left != right:
+                    return f"step {number} {what}: vLLM {left}, here {right}"
+        if len(theirs) != len(mine):
+            return f"{len(theirs)} steps, here {len(mine)}"
+        if own.answers != ours.answers:
+            return f"resets answered {own.answers}, here {ours.answers}"
+        if own.stats != ours.stats:
+            return f"prefill statistics {own.stats.items() ^ ours.stats.items()}"
+    by_time = {one.name for one in session.wishes if session.is_async and (one.aborts or one.string_after)}
+    if session.is_async and any(one.kind == "abort all" for one in session.events):
+        by_time = {one.name for one in session.wishes}
+    by_time |= {one.name for one in session.wishes if one.grammar is not None and one.grammar[1] == "error"}
+    for name in sorted(own.reasons.keys() | ours.reasons.keys()):
+        if name in by_time:
+            continue
+        for what, left, right in (("end", own.reasons, ours.reasons), ("tokens", own.tokens, ours.tokens)):
+            if left.get(name) != right.get(name):
+                return f"{what} of {name}: vLLM {left.get(name)}, here {right.get(name)}"
+    if sorted(own.finished) != sorted(ours.finished):
+        return f"finished requests {set(own.finished) ^ set(ours.finished)}"
+    return None
+
+
+def end_check(session: Session, ours: Play) -> str | None:
+    """Whether everything was given back."""
+    mechanism = ours.scheduler.mechanism
+    mechanism.replica.memory.check()
+    mechanism.controller.check_conservation()
+    if free_blocks(ours.scheduler) != session.num_blocks:
+        return f"{free_blocks(ours.scheduler)} of {session.num_blocks} blocks are free at the end"
+    counts, usage = ours.scheduler.get_request_counts(), ours.scheduler.get_kv_cache_usage()
+    if counts != (0, 0) or usage != 0.0 or ours.scheduler.has_requests():
+        return f"at the end {counts} requests are counted and {usage} of the memory is used"
+    return None
+
+
+def compare(model: str, seed: int, *, is_async: bool) -> tuple[str | None, Counter[str]]:
+    """What differs in one session, and what was in it."""
+    session = session_of(seed, is_async=is_async)
+    _MADE["zero"] = time.time() + 10
+    counts: Counter[str] = Counter(sessions=1, requests=len(session.wishes), second_runner=session.second_runner)
+    plays = []
+    for who, cls in (("vLLM", AsyncScheduler if is_async else SyncScheduler), ("here", Scheduler)):
+        try:
+            plays.append(play(cls, model, session))
+        except Exception as error:
+            where = error.__traceback__
+            while where is not None and where.tb_next is not None:
+                where = where.tb_next
+            line = "" if where is None else f" ({Path(where.tb_frame.f_code.co_filename).name}:{where.tb_lineno})"
+            counts["vllm_failed"] += who == "vLLM"
+            return f"{who}: {type(error).__name__}: {error}{line}", counts
+    own, ours = plays
+    counts["steps"] += len(ours.steps)
+    counts["preemptions"] += sum(len(one.preempted) for one in ours.steps)
+    counts["cached"] += sum(cached > 0 for _, cached in ours.stats.values())
+    counts["resets"] += len(ours.answers)
+    counts["grammars"] += sum(one.grammar is not None for one in session.wishes)
+    counts["aborts"] += sum(reason == "abort" for reason in ours.reasons.values())
+    counts["pauses"] += sum(one.kind.startswith("pause") for one in session.events)
+    return difference(session, own, ours) or end_check(session, ours), counts

@@ -1,0 +1,123 @@
+"""Random sessions beside vLLM's own scheduler, and the model of its workers itself."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from tests.vllm.fuzz import compare
+from tests.vllm.worker_model import FirstRunner, KvSlots, Runner, SecondRunner, Truth, WorkerFault
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(1_000_000, 1_000_040))
+def test_a_session_is_vllms_and_its_messages_are_carried_out(tiny_model: str, seed: int, is_async: bool) -> None:
+    found, _ = compare(tiny_model, seed, is_async=is_async)
+    assert found is None
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_sessions_of_this_run_alone(tiny_model: str, is_async: bool) -> None:
+    """Other seeds each time; a failure names its own."""
+    first = random.SystemRandom().randrange(10**9)
+    for seed in range(first, first + 20):
+        found, _ = compare(tiny_model, seed, is_async=is_async)
+        assert found is None, f"make vllm-fuzz SEED={seed} COUNT=1: {found}"
+
+
+# The model notices what it is there for
+
+
+def message(**given: Any) -> SchedulerOutput:
+    made = SchedulerOutput.make_empty()
+    for name, value in given.items():
+        setattr(made, name, value)
+    made.total_num_scheduled_tokens = sum(made.num_scheduled_tokens.values())
+    return made
+
+
+def new(name: str, prompt: list[int], blocks: list[int], *, computed: int = 0, known: list[int] | None = None) -> Any:
+    return NewRequestData(name, prompt, [], None, None, (blocks,), computed, None, prefill_token_ids=known or prompt)
+
+
+def cached(name: str, computed: int, output: int, **given: Any) -> CachedRequestData:
+    blocks = given.get("blocks")
+    return CachedRequestData(
+        req_ids=[name],
+        resumed_req_ids={name} if given.get("resumed") else set(),
+        new_token_ids=[],
+        all_token_ids={name: given["tokens"]} if "tokens" in given else {},
+        new_block_ids=[None if blocks is None else (blocks,)],
+        num_computed_tokens=[computed],
+        num_output_tokens=[output],
+    )
+
+
+def runner(kind: type[Runner], *, is_async: bool = False, **prompts: list[int]) -> Runner:
+    made = kind(KvSlots(4), {}, is_async, 2)
+    for name, prompt in prompts.items():
+        made.truths[name] = Truth(prompt, "", lambda position: 100 + position)
+    return made
+
+
+@pytest.mark.parametrize("kind", [FirstRunner, SecondRunner])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_request_is_computed_and_decodes(kind: type[Runner], is_async: bool) -> None:
+    worker = runner(kind, is_async=is_async, a=[1, 2, 3])
+    assert worker.execute(message(scheduled_new_reqs=[new("a", [1, 2, 3], [1])], num_scheduled_tokens={"a": 2})) == {
+        "a": []
+    }
+    for computed, output in ((2, 0), (3, 1)):
+        told = cached("a", computed, output)
+        assert worker.execute(message(scheduled_cached_reqs=told, num_scheduled_tokens={"a": 1})) == {
+            "a": [100 + output]
+        }
+
+
+def test_a_request_that_comes_back_after_an_empty_step_has_to_bring_its_tokens() -> None:
+    worker = runner(FirstRunner, is_async=True, a=[1, 2, 3])
+    worker.execute(message(scheduled_new_reqs=[new("a", [1, 2, 3], [1])], num_scheduled_tokens={"a": 3}))
+    worker.execute(message())
+    with pytest.raises(WorkerFault, match="all_token_ids"):
+        worker.execute(message(scheduled_cached_reqs=cached("a", 3, 1), num_scheduled_tokens={"a": 1}))
+
+
+def test_a_count_that_is_ahead_of_the_tokens_shifts_them() -> None:
+    worker = runner(FirstRunner, is_async=True, a=[1, 2, 3])
+    worker.execute(message(scheduled_new_reqs=[new("a", [1, 2, 3], [1])], num_scheduled_tokens={"a": 3}))
+    told = cached("a", 0, 1, resumed=True, blocks=[2], tokens=[1, 2, 3])  # its token is still in flight
+    with pytest.raises(WorkerFault, match="its output is"):
+        worker.execute(message(scheduled_cached_reqs=told, num_scheduled_tokens={"a": 4}))
+
+
+def test_the_second_runner_wants_every_token_of_one_that_comes_back() -> None:
+    worker = runner(SecondRunner, is_async=True, a=[1, 2, 3])
+    worker.execute(message(scheduled_new_reqs=[new("a", [1, 2, 3], [1])], num_scheduled_tokens={"a": 3}))
+    again = new("a", [1, 2, 3], [2], known=[1, 2, 3])
+    with pytest.raises(WorkerFault, match="computes up to"):
+        worker.execute(message(preempted_req_ids={"a"}, scheduled_new_reqs=[again], num_scheduled_tokens={"a": 5}))
+
+
+@pytest.mark.parametrize("kind", [FirstRunner, SecondRunner])
+def test_kv_of_another_content_is_noticed(kind: type[Runner]) -> None:
+    worker = runner(kind, a=[1, 2, 3, 4, 5], b=[1, 2, 3, 9, 5])
+    worker.execute(message(scheduled_new_reqs=[new("a", [1, 2, 3, 4, 5], [1, 2])], num_scheduled_tokens={"a": 5}))
+    hit = new("b", [1, 2, 3, 9, 5], [1, 3], computed=4)
+    with pytest.raises(WorkerFault, match="reads KV of token 3"):
+        worker.execute(message(scheduled_new_reqs=[hit], num_scheduled_tokens={"b": 1}))
+
+
+@pytest.mark.parametrize("kind", [FirstRunner, SecondRunner])
+def test_two_writers_of_a_slot_and_too_many_rows_are_noticed(kind: type[Runner]) -> None:
+    worker = runner(kind, a=[1, 2], b=[3, 4], c=[5])
+    both = [new("a", [1, 2], [1]), new("b", [3, 4], [1])]
+    with pytest.raises(WorkerFault, match="write one slot"):
+        worker.execute(message(scheduled_new_reqs=both, num_scheduled_tokens={"a": 2, "b": 2}))
+    three = [new(name, worker.truths[name].prompt, [row]) for row, name in enumerate("abc", 1)]  # type: ignore[arg-type]
+    with pytest.raises(WorkerFault, match=r"room for|no slot"):
+        runner(kind, a=[1, 2], b=[3, 4], c=[5]).execute(
+            message(scheduled_new_reqs=three, num_scheduled_tokens={"a": 2, "b": 2, "c": 1})
+        )

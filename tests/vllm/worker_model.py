@@ -1,0 +1,331 @@
+"""Both of vLLM's model runners, as far as what a scheduler says to them matters.
+
+`FirstRunner` does what `vllm/v1/worker/gpu_model_runner.py` does in `_update_states`, `_prepare_input_ids` and `_bookkeeping_sync`,
+`SecondRunner` what `vllm/v1/worker/gpu/model_runner.py` does in `finish_requests`, `add_requests`, `update_requests`, `prepare_inputs`
+and `post_update`, the same in vLLM 0.32 and 0.33. Which tokens they would read follows from the messages alone; it is compared with
+what the requests' tokens are. A KV slot holds a digest of everything up to it, so that a read of another content is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+UNKNOWN = -1
+"""Stands in a row for a token that was sampled on the device and that the host has not seen."""
+
+
+class WorkerFault(AssertionError):
+    """A message by which a worker would die, or compute something else than it should."""
+
+
+@dataclass
+class Truth:
+    """What a request's tokens are, whoever schedules it.
+
+    Attributes:
+        prompt: its prompt.
+        salt: what keeps its KV from being shared.
+        token: its output token of a given position, from 0.
+    """
+
+    prompt: Sequence[int]
+    salt: str
+    token: Callable[[int], int]
+    digests: list[int] = field(default_factory=list)
+
+    def at(self, position: int) -> int:
+        own = position - len(self.prompt)
+        return self.prompt[position] if own < 0 else self.token(own)
+
+    def digest(self, position: int) -> int:
+        """Of every token up to this one."""
+        while len(self.digests) <= position:
+            before = self.digests[-1] if self.digests else hash(self.salt)
+            self.digests.append(hash((before, self.at(len(self.digests)))))
+        return self.digests[position]
+
+
+class KvSlots:
+    """What each slot of the KV memory holds."""
+
+    def __init__(self, block_size: int) -> None:
+        self.size = block_size
+        self._held: dict[tuple[int, int], int] = {}
+        self._written_by: dict[tuple[int, int], str] = {}
+
+    def begin(self, to_zero: Sequence[int] | None) -> None:
+        """A step begins: these blocks are cleared."""
+        self._written_by = {}
+        for block in to_zero or ():
+            for offset in range(self.size):
+                self._held.pop((block, offset), None)
+
+    def check_table(self, name: str, table: Sequence[int], end: int) -> None:
+        if len(table) * self.size < end:
+            raise WorkerFault(f"{name}: {len(table)} blocks for {end} tokens")
+        if 0 in table or len(set(table)) != len(table):
+            raise WorkerFault(f"{name}: block table {table}")
+
+    def read(self, name: str, truth: Truth, table: Sequence[int], end: int) -> None:
+        for position in range(end):
+            held = self._held.get((table[position // self.size], position % self.size))
+            if held != truth.digest(position):
+                what = "nothing" if held is None else "another content"
+                raise WorkerFault(f"{name}: reads KV of token {position} of {end}, where {what} lies")
+
+    def write(self, name: str, truth: Truth, table: Sequence[int], start: int, end: int) -> None:
+        for position in range(start, end):
+            slot = (table[position // self.size], position % self.size)
+            other = self._written_by.setdefault(slot, name)
+            if other != name:
+                raise WorkerFault(f"{name} and {other} write one slot of KV memory")
+            self._held[slot] = truth.digest(position)
+
+
+@dataclass
+class _Cached:
+    """`CachedRequestState`: what the first runner keeps of a request, in its batch or not."""
+
+    prompt: list[int]
+    blocks: list[int]
+    num_computed: int
+    output: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Row:
+    """A row of `InputBatch`."""
+
+    tokens: list[int]
+    blocks: list[int]
+    num_computed: int
+
+
+@dataclass
+class Runner:
+    """What both have in common: a batch is computed, and the outputs are its tokens.
+
+    Attributes:
+        truths: what the requests' tokens are, by name.
+        max_rows: most requests that it has room for.
+        seen: tokens that it computed for each request before the step at hand.
+    """
+
+    slots: KvSlots
+    truths: dict[str, Truth]
+    is_async: bool
+    max_rows: int
+    seen: dict[str, int] = field(default_factory=dict)
+
+    def execute(self, message: Any) -> dict[str, list[int]]:
+        """Sampled tokens of each request of the step, in its order."""
+        scheduled = message.num_scheduled_tokens
+        if message.total_num_scheduled_tokens != sum(scheduled.values()) or 0 in scheduled.values():
+            raise WorkerFault(f"{message.total_num_scheduled_tokens} tokens in all, of {scheduled}")
+        told = [*(one.req_id for one in message.scheduled_new_reqs), *message.scheduled_cached_reqs.req_ids]
+        if len(set(told)) != len(told) or set(told) != set(scheduled):
+            raise WorkerFault(f"tokens for {sorted(scheduled)}, and {sorted(told)} are in the message")
+        self.slots.begin(message.new_block_ids_to_zero)
+        self.update(message)
+        self.seen = {}
+        if not scheduled:
+            return {}
+        sampled: dict[str, list[int]] = {}
+        reads = {name: self.inputs(name, count) for name, count in scheduled.items()}
+        for name, (start, tokens, table) in reads.items():
+            truth, end = self.truths[name], start + len(tokens)
+            wanted = [truth.at(position) for position in range(start, end)]
+            if tokens != wanted:
+                raise WorkerFault(f"{name}: tokens {start} to {end} are read as {tokens}, and are {wanted}")
+            self.slots.check_table(name, table, end)
+            self.seen[name] = start
+        for name, (start, tokens, table) in reads.items():  # a step writes before it reads
+            self.slots.write(name, self.truths[name], table, start, start + len(tokens))
+        for name, (start, tokens, table) in reads.items():
+            self.slots.read(name, self.truths[name], table, start + len(tokens))
+        for name, (start, tokens, _) in reads.items():
+            sampled[name] = self.sample(name, start + len(tokens))
+        self.finish_step()
+        return sampled
+
+    def update(self, message: Any) -> None:
+        """Take the changes in."""
+        raise NotImplementedError
+
+    def inputs(self, name: str, count: int) -> tuple[int, list[int], list[int]]:
+        """First position, tokens that are read, block table."""
+        raise NotImplementedError
+
+    def sample(self, name: str, end: int) -> list[int]:
+        """The token after `end`, unless it is thrown away."""
+        raise NotImplementedError
+
+    def finish_step(self) -> None:
+        """All of it is sampled."""
+
+    def next_token(self, name: str, end: int) -> int:
+        truth = self.truths[name]
+        if end < len(truth.prompt):
+            raise WorkerFault(f"{name}: samples a token in its prompt, at {end} of {len(truth.prompt)}")
+        return truth.token(end - len(truth.prompt))
+
+
+@dataclass
+class FirstRunner(Runner):
+    """`vllm.v1.worker.gpu_model_runner.GPUModelRunner`."""
+
+    requests: dict[str, _Cached] = field(default_factory=dict)
+    rows: dict[str, _Row] = field(default_factory=dict)
+    last: dict[str, int] = field(default_factory=dict)
+    """`prev_req_id_to_index` and `prev_sampled_token_ids`: tokens of the last step that only the device has."""
+    sampled: dict[str, int] = field(default_factory=dict)
+
+    def _remove(self, name: str) -> None:
+        if self.rows.pop(name, None) is not None:
+            self.last.pop(name, None)
+
+    def update(self, message: Any) -> None:
+        for name in message.finished_req_ids:
+            self.requests.pop(name, None)
+            self._remove(name)
+        cached = message.scheduled_cached_reqs
+        stay = message.num_scheduled_tokens.keys() - cached.resumed_req_ids
+        for name in self.rows.keys() - stay:
+            self._remove(name)
+        to_add: list[str] = []
+        for one in message.scheduled_new_reqs:
+            if one.req_id in self.requests:
+                raise WorkerFault(
+                    f"{one.req_id}: is new, and the runner knows it (it would take it for streamed input)"
+                )
+            prompt = list(one.prompt_token_ids)
+            self.requests[one.req_id] = _Cached(prompt, list(one.block_ids[0]), one.num_computed_tokens)
+            to_add.append(one.req_id)
+        for index, name in enumerate(cached.req_ids):
+            self._update_cached(cached, index, name, to_add)
+        for name in to_add:
+            state = self.requests[name]
+            self.rows[name] = _Row([*state.prompt, *state.output], list(state.blocks), state.num_computed)
+        if len(self.rows) > self.max_rows:
+            raise WorkerFault(f"{len(self.rows)} rows, and there is room for {self.max_rows}")
+
+    def _update_cached(self, cached: Any, index: int, name: str, to_add: list[str]) -> None:
+        if name not in self.requests:
+            raise WorkerFault(f"{name}: goes on, and the runner does not know it")
+        state, row = self.requests[name], self.rows.get(name)
+        blocks, num_output = cached.new_block_ids[index], cached.num_output_tokens[index]
+        state.num_computed = cached.num_computed_tokens[index]
+        if num_output < len(state.output):
+            del state.output[num_output:]
+            if row is not None:
+                del row.tokens[len(state.prompt) + num_output :]
+        if name not in cached.resumed_req_ids:
+            if blocks is not None:
+                state.blocks.extend(blocks[0])
+        else:
+            if row is not None or blocks is None:
+                raise WorkerFault(f"{name}: is resumed without blocks, or while it is in the batch")
+            state.blocks = list(blocks[0])
+        if row is None:
+            if self.is_async and num_output > 0:
+                if name not in cached.all_token_ids:
+                    raise WorkerFault(f"{name}: comes back into the batch without all_token_ids (KeyError)")
+                state.output = list(cached.all_token_ids[name])[-num_output:]
+            to_add.append(name)
+            return
+        row.num_computed = state.num_computed
+        if blocks is not None:
+            row.blocks.extend(blocks[0])
+
+    def inputs(self, name: str, count: int) -> tuple[int, list[int], list[int]]:
+        row, state = self.rows[name], self.requests[name]
+        start = row.num_computed
+        tokens = row.tokens[start : start + count]
+        if name in self.last:
+            if len(tokens) == count:
+                tokens[-1] = self.last[name]
+            if state.output and state.output[-1] == UNKNOWN:  # what the sampler reads; it is repaired for its sake
+                state.output[-1] = self.last[name]
+        if len(tokens) < count:
+            raise WorkerFault(f"{name}: computes up to {start + count}, and {len(row.tokens)} tokens are known")
+        truth = self.truths[name]
+        told = [truth.token(position) for position in range(len(state.output))]
+        if state.output != told:
+            raise WorkerFault(f"{name}: its output is {state.output} for the sampler, and is {told}")
+        return start, tokens, row.blocks
+
+    def sample(self, name: str, end: int) -> list[int]:
+        state, row = self.requests[name], self.rows[name]
+        if end < len(state.prompt) + len(state.output):
+            return []
+        token = self.next_token(name, end)
+        kept = UNKNOWN if self.is_async else token
+        row.tokens.append(kept)
+        state.output.append(kept)
+        self.sampled[name] = token
+        return [token]
+
+    def finish_step(self) -> None:
+        self.last, self.sampled = (self.sampled if self.is_async else {}), {}
+
+
+@dataclass
+class _State:
+    """A request's slot in `RequestState` and `BlockTables`."""
+
+    tokens: list[int]
+    num_prefill: int
+    num_computed: int
+    num_computed_on_host: int
+    blocks: list[int]
+    last: int = UNKNOWN
+
+
+@dataclass
+class SecondRunner(Runner):
+    """`vllm.v1.worker.gpu.model_runner.GPUModelRunner`."""
+
+    states: dict[str, _State] = field(default_factory=dict)
+
+    def update(self, message: Any) -> None:
+        for name in message.finished_req_ids | (message.preempted_req_ids or set()):
+            self.states.pop(name, None)
+        for one in message.scheduled_new_reqs:
+            if one.prefill_token_ids is None or len(one.prefill_token_ids) < one.prompt_len:
+                raise WorkerFault(f"{one.req_id}: is new without its tokens so far")
+            self.states.pop(one.req_id, None)
+            if len(self.states) >= self.max_rows:
+                raise WorkerFault(f"{one.req_id}: there is no slot for it, {len(self.states)} are taken")
+            tokens, done = list(one.prefill_token_ids), one.num_computed_tokens
+            self.states[one.req_id] = _State(tokens, len(tokens), done, done, list(one.block_ids[0]))
+        cached = message.scheduled_cached_reqs
+        for index, name in enumerate(cached.req_ids):
+            if name not in self.states:
+                raise WorkerFault(f"{name}: goes on, and the runner does not know it (KeyError)")
+            state = self.states[name]
+            state.num_computed_on_host = cached.num_computed_tokens[index]
+            if cached.new_block_ids[index] is not None:
+                state.blocks.extend(cached.new_block_ids[index][0])
+
+    def inputs(self, name: str, count: int) -> tuple[int, list[int], list[int]]:
+        state = self.states[name]
+        start = state.num_computed
+        if state.num_computed_on_host != start:
+            raise WorkerFault(f"{name}: {state.num_computed_on_host} tokens are computed, and on the device {start}")
+        tokens = state.tokens[start : start + count] if start < state.num_prefill else [state.last]
+        if start + count > state.num_prefill and len(tokens) == count:
+            tokens[-1] = state.last
+        if len(tokens) < count:
+            raise WorkerFault(f"{name}: computes up to {start + count}, and {len(state.tokens)} tokens are known")
+        return start, tokens, state.blocks
+
+    def sample(self, name: str, end: int) -> list[int]:
+        state = self.states[name]
+        state.num_computed = end
+        if end < state.num_prefill:
+            return []
+        token = state.last = self.next_token(name, end)
+        state.tokens.append(token)
+        return [token]

@@ -1,0 +1,24 @@
+"""What vLLM asks of a scheduler for features that are refused: nothing is there, and nothing is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class WithoutExtras(SchedulerInterface):  # type: ignore[misc]  # vLLM is there at run time alone
+    """A scheduler without connectors, encoder and drafts."""
+
+    connector = None
+    ec_connector = None
+
+    def reset_encoder_cache(self) -> None:
+        """There is no encoder."""
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """Nobody drafts tokens: speculative decoding is refused."""
+
+    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: SchedulerOutput) -> None:
+        """Nobody drafts tokens: speculative decoding is refused."""

@@ -1,0 +1,81 @@
+"""Requests whose tokens a grammar constrains: those that wait until it is compiled, and what it allows of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.request import Request as VllmRequest
+from vllm.v1.request import RequestStatus
+
+from vajra_py.vllm.records import Record
+
+
+class Grammars:
+    """What a scheduler knows of them; vLLM's manager of structured output compiles and applies them."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._constrained: dict[str, Record] = {}
+        self._compiling: list[Record] = []
+
+    @property
+    def num_compiling(self) -> int:
+        """Requests whose grammar is not there yet."""
+        return len(self._compiling)
+
+    def take_in(self, record: Record) -> bool:
+        """Whether a request that has come in has to wait for its grammar."""
+        if record.request.use_structured_output:
+            self._constrained[record.request_id] = record
+        waits = record.request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        if waits:
+            self._compiling.append(record)
+        return waits
+
+    def take_compiled(self) -> list[tuple[Record, Exception | None]]:
+        """Requests that need not wait any more, with the reason where their grammar cannot be compiled."""
+        waiting, self._compiling = self._compiling, []
+        done: list[tuple[Record, Exception | None]] = []
+        for record in waiting:
+            structured = record.request.structured_output_request
+            grammar = None if structured is None else structured.grammar
+            if grammar is None:
+                self._compiling.append(record)
+            elif isinstance(grammar, Exception):
+                done.append((record, grammar))
+            else:
+                record.request.status = RequestStatus.WAITING
+                done.append((record, None))
+        return done
+
+    def forget(self, record: Record) -> bool:
+        """The request is over; whether it had been waiting for its grammar."""
+        self._constrained.pop(record.request_id, None)
+        was_waiting = record in self._compiling
+        if was_waiting:
+            self._compiling.remove(record)
+        return was_waiting
+
+    def sampling(self, output: SchedulerOutput) -> list[str]:
+        """Requests of a step that sample a token which a grammar constrains."""
+        found = []
+        for name, record in self._constrained.items():
+            own = record.own
+            if own is not None and name in output.num_scheduled_tokens and own.num_remaining_tokens <= 0:
+                found.append(name)
+        return found
+
+    def bitmask(self, output: SchedulerOutput, requests: Mapping[str, VllmRequest]) -> GrammarOutput | None:
+        """What the grammars of a step's requests allow."""
+        if not output.has_structured_output_requests:
+            return None
+        names = self.sampling(output)
+        if not names:
+            return None
+        return GrammarOutput(names, self._manager.grammar_bitmask(requests, names, {}), [0] * len(names))
+
+    def accepts(self, request: VllmRequest, token: int) -> bool:
+        """Whether the request's grammar allows the token that was sampled for it."""
+        return not request.use_structured_output or bool(self._manager.accept_tokens(request, [token]))
