@@ -16,6 +16,7 @@ import stat
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -26,7 +27,8 @@ from uvicorn.server import HANDLED_SIGNALS
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.serve.access import AccessLog
 from vajra_py.serve.app import Service, create_app
-from vajra_py.serve.connections import Connections
+from vajra_py.serve.connections import Connection, Connections
+from vajra_py.serve.listener import Listener
 from vajra_py.serve.options import ServeOptions
 from vajra_py.serve.session import SessionState
 
@@ -41,7 +43,7 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, service: Service) -> None:
         self.connections = Connections(service.options)
-        super().__init__(_config(service, self.connections))
+        super().__init__(_config(service))
         self._service = service
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
@@ -78,8 +80,11 @@ class DrainingServer(uvicorn.Server):
             self._drain = asyncio.get_running_loop().create_task(self._drained())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn; a task watches over the session from here on."""
-        await super().startup(sockets)
+        """See uvicorn, except for who accepts connections; a task watches over the session from here on."""
+        await super().startup([])
+        config, state = self.config, self.server_state
+        make = partial(self.connections.make, config, state, self.lifespan.state)
+        self.servers = [Listener(one, self.connections, make, config.ssl) for one in sockets or ()]  # type: ignore[misc]
         self._event_loop = asyncio.get_running_loop()
         self._watch = self._event_loop.create_task(self._until_engine_ends())
         if self.on_listening is not None:
@@ -122,11 +127,11 @@ def _address(bound: socket.socket, options: ServeOptions) -> str:
     return f"{'http' if options.ssl_certfile is None else 'https'}://{shown}:{port}{options.root_path}"
 
 
-def _config(service: Service, connections: Connections) -> uvicorn.Config:
+def _config(service: Service) -> uvicorn.Config:
     options = service.options
     return uvicorn.Config(
         AccessLog(create_app(service), service.statuses, enabled=options.access_log),
-        http=cast(Any, connections.make),  # what uvicorn calls for each connection; it need not be a class
+        http=cast(Any, Connection),
         log_config=None,
         access_log=False,
         server_header=False,
