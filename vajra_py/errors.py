@@ -21,6 +21,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ __all__ = [
     "UnknownNameError",
     "VajraError",
     "WorkloadError",
+    "check_is_own_fault",
     "did_you_mean",
     "place_of_definition",
     "place_of_frame",
@@ -151,8 +153,20 @@ class DidNotReturn(BaseException):
         return self.message
 
 
-POLICY_EXCEPTIONS: tuple[type[BaseException], ...] = (Exception, DidNotReturn)
-"""What may escape from a policy and is its own fault."""
+POLICY_EXCEPTIONS: tuple[type[BaseException], ...] = (
+    Exception,
+    DidNotReturn,
+    SystemExit,
+    KeyboardInterrupt,
+    GeneratorExit,
+)
+"""What may escape from a policy and is its own fault; a `KeyboardInterrupt` is the user's in the main thread (`check_is_own_fault`)."""
+
+
+def check_is_own_fault(error: BaseException) -> None:
+    """Raise an interruption again that the user may have sent: in the main thread, where Ctrl-C interrupts whatever runs."""
+    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        raise error
 
 
 class PolicyError(VajraError):
@@ -191,7 +205,11 @@ class PolicyError(VajraError):
         request_id: str | int | None = None,
         step: int | None = None,
     ) -> PolicyError:
-        """The error for an exception that escaped from a policy; raise it `from` that exception. `message`: in place of its own."""
+        """The error for an exception that escaped from a policy; raise it `from` that exception. `message`: in place of its own.
+
+        Raises a user's own interruption.
+        """
+        check_is_own_fault(error)
         if isinstance(error, DidNotReturn):
             message = str(error)
         elif message is None:
