@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import flood
+import gauntlet_doors
 import httpx
 from gauntlet_clients import ADMIN_KEY, KEY, Tally, bodies, innocents, siege
 from gauntlet_parts import Given, Part, serve, sized
@@ -135,6 +136,7 @@ PARTS = [
     Part("siege", 0.4, part_siege),
     Part("kills", 0.2, part_kills),
     Part("end", 0.0, part_end),
+    *gauntlet_doors.PARTS,
     *(Part(preset, 0.3 / len(PRESETS), partial(part_preset, preset)) for preset in PRESETS),
 ]
 """In the order in which they run; a file of further parts adds its own list here."""

@@ -18,7 +18,7 @@ from gauntlet_clients import KEY, Tally
 MAX_GROWTH_MIB = 128
 """A server that has more memory than this in the end than when it was ready has a leak; caches and reused heaps stay below."""
 GRACE_S = 5.0
-END_S = 5.0
+END_S = 9.0
 """How long after its grace time a server may still be there; see `docs/serving.md`."""
 
 
@@ -73,8 +73,9 @@ def serve(flags: list[str], part: Attack, file_limit: int | None = None, *, rest
             found = flood.check_rest(url, outcome)
             tally.wrong += outcome.wrong
             tally.facts["blocks in use in the end"] = found.get("vajra:kv_cache_usage_perc", -1.0)
-        note_memory(tally, before_mib, round(flood.resident_bytes(process.pid) / 2**20))
-        end_in_time(process, tally)
+        if process.poll() is None:
+            note_memory(tally, before_mib, round(flood.resident_bytes(process.pid) / 2**20))
+            end_in_time(process, tally)
     if process.returncode != code:
         tally.wrong.append(f"the server ended with {process.returncode}")
     return tally

@@ -158,7 +158,6 @@ POLICY_EXCEPTIONS: tuple[type[BaseException], ...] = (
     DidNotReturn,
     SystemExit,
     KeyboardInterrupt,
-    GeneratorExit,
 )
 """What may escape from a policy and is its own fault; a `KeyboardInterrupt` is the user's in the main thread (`check_is_own_fault`)."""
 

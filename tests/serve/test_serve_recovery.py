@@ -296,7 +296,8 @@ def test_a_policy_that_breaks_the_contract_ends_its_own_requests_only(
     assert all(replica.memory.used_blocks == 0 for replica in session.controller.replicas())
     server.stop()
     assert [row["what"] for row in RunData.load(folder).manifest["changes"]] == ["policy", "out of service", "policy"]
-    assert replay(folder, registry).difference is None
+    if policy != "interrupting":  # in this thread, it is the user who interrupts
+        assert replay(folder, registry).difference is None
 
 
 def test_a_server_whose_only_policy_broke_says_that_it_is_not_ready(

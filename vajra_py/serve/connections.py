@@ -153,6 +153,8 @@ class Connection(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._num_framing_bytes = 0
         """Of a body: what has come and is not the body itself: extensions of chunks, trailers."""
+        self._num_unwanted_bytes = 0
+        """Of what came after the last answer."""
         self._unparsed = bytearray()
         self._running: RequestResponseCycle | None = None
         """The request that is being answered, or was last."""
@@ -179,6 +181,10 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what has come, as far as it is wanted now."""
+        if self._phase is Phase.END:
+            self._num_unwanted_bytes += len(data)
+            if self._num_unwanted_bytes > self._limits.max_body_bytes:
+                self.transport.abort()
         if self._is_refused or self._phase is Phase.END:
             return
         self._unparsed += data
