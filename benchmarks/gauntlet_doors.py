@@ -65,7 +65,7 @@ async def connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 async def metric(url: str, name: str) -> float:
     """One of the server's numbers."""
-    return (await asyncio.to_thread(flood.numbers, url))[name]
+    return (await asyncio.to_thread(flood.numbers, url)).get(name, 0.0)
 
 
 # Pipelines
@@ -280,7 +280,7 @@ def part_hangs(given: Given) -> Tally:
     flags += ["--set", "backend.engine.recovery.max_restarts=1000"]
 
     def part(process: subprocess.Popen[bytes], url: str, tally: Tally) -> None:
-        async def hang(until: float, over: asyncio.Event) -> None:
+        async def hang(until: float) -> None:
             num_lost = 0
             while num_lost == 0 or time.monotonic() < until:
                 await asyncio.sleep(stream.uniform(1.0, 3.0))
@@ -291,16 +291,15 @@ def part_hangs(given: Given) -> Tally:
                 while await metric(url, "vajra:replica_restarts_total") < num_lost:
                     if time.monotonic() > deadline:
                         tally.wrong.append("a worker that was stopped 120 s ago is not replaced")
-                        over.set()
                         return
                     await asyncio.sleep(0.2)
             tally.facts["workers stopped"] = num_lost
-            over.set()
 
         async def both() -> None:
             over = asyncio.Event()
             until = time.monotonic() + given.seconds
-            hanging = asyncio.create_task(hang(until, over))
+            hanging = asyncio.create_task(hang(until))
+            hanging.add_done_callback(lambda _: over.set())
             while not over.is_set():
                 await innocents(url, "tiny", min(time.monotonic() + 3.0, until + 120.0), tally, given.seed)
             await hanging
