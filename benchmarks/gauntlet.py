@@ -13,22 +13,23 @@ import argparse
 import asyncio
 import json
 import os
-import resource
+import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import flood
+import gauntlet_doors
 import httpx
 from gauntlet_clients import ADMIN_KEY, KEY, Tally, bodies, innocents, siege
+from gauntlet_parts import Given, Part, serve, sized
 
-MAX_GROWTH_MIB = 128
-"""A server that has more memory than this in the end than when it was ready has a leak; caches and reused heaps stay below."""
 PRESETS = (
     "minivllm",
     "nano-vllm",
@@ -42,71 +43,26 @@ PRESETS = (
 )
 
 
-def serve(
-    flags: list[str], part: Callable[[subprocess.Popen[bytes], str, Tally], None], file_limit: int | None = None
-) -> Tally:
-    """Run a part of the gauntlet against a server of its own, and look at what is left in the end."""
-    tally = Tally()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if file_limit is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, before[1]))  # servers inherit it
-    flags = [*flags, "--api-key", KEY, "--served-model-name", "tiny", "--no-access-log"]
-    with flood.own_server(flags) as (process, url):
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        before_mib = round(flood.resident_bytes(process.pid) / 2**20)
-        part(process, url, tally)
-        outcome = flood.Outcome(num_killed=10**9)
-        found = flood.check_rest(url, outcome)
-        tally.wrong += outcome.wrong
-        note_memory(tally, before_mib, round(flood.resident_bytes(process.pid) / 2**20))
-        tally.facts["blocks in use in the end"] = found.get("vajra:kv_cache_usage_perc", -1.0)
-    if process.returncode != 0:
-        tally.wrong.append(f"the server ended with {process.returncode}")
-    return tally
-
-
-def note_memory(tally: Tally, before_mib: int, after_mib: int) -> None:
-    """Keep a server's memory before and after, and whether it grew too much."""
-    tally.facts["memory before, MiB"], tally.facts["memory after, MiB"] = before_mib, after_mib
-    grown = after_mib - before_mib
-    if grown > MAX_GROWTH_MIB:
-        tally.wrong.append(f"memory grew by {grown} MiB; at most {MAX_GROWTH_MIB} are allowed")
-
-
-def sized(model: str, *more: str) -> list[str]:
-    """Flags of a small server."""
-    sizes = ["--max-model-len", "512", "--num-gpu-blocks-override", "256", "--block-size", "16"]
-    return ["--model", model, *sizes, "--max-num-seqs", "16", *more]
-
-
-def part_bodies(model: str, rounds: int) -> Tally:
+def part_bodies(given: Given) -> Tally:
     """See `bodies`."""
 
     def part(process: subprocess.Popen[bytes], url: str, tally: Tally) -> None:
-        asyncio.run(bodies(url, process.pid, "tiny", rounds, tally))
+        rounds = max(1, round(given.seconds / 20))
+        asyncio.run(bodies(url, process.pid, "tiny", rounds, given.stream("bodies"), tally))
 
-    return serve(sized(model), part)
+    return serve(sized(given.model), part)
 
 
-def part_siege(model: str, seconds: float) -> Tally:
+def part_siege(given: Given) -> Tally:
     """See `siege`; the disk is full soon after it begins."""
     limits = ["--header-timeout", "2", "--body-timeout", "3", "--send-timeout", "3", "--max-connections", "512"]
+    admin = ["--admin", "--admin-api-key", ADMIN_KEY]
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        flags = sized(
-            model,
-            "--preset",
-            "vllm-v1-priority",
-            "--admin",
-            "--admin-api-key",
-            ADMIN_KEY,
-            "--save-run",
-            str(run),
-            *limits,
-        )
+        flags = sized(given.model, "--preset", "vllm-v1-priority", *admin, "--save-run", str(run), *limits)
 
         def part(process: subprocess.Popen[bytes], url: str, tally: Tally) -> None:
-            asyncio.run(siege(url, "tiny", seconds, tally))
+            asyncio.run(siege(url, "tiny", given.seconds, given.seed, tally))
 
         tally = serve(flags, part, file_limit=128 * 1024)
         manifest = json.loads((run / "manifest.json").read_text())
@@ -116,9 +72,9 @@ def part_siege(model: str, seconds: float) -> Tally:
     return tally
 
 
-def part_kills(model: str, seconds: float) -> Tally:
+def part_kills(given: Given) -> Tally:
     """Two replicas in processes, of which one is killed every few seconds."""
-    flags = ["--model", model, "-dp", "2", "--max-model-len", "256", "--num-gpu-blocks-override", "48"]
+    flags = ["--model", given.model, "-dp", "2", "--max-model-len", "256", "--num-gpu-blocks-override", "48"]
     flags += ["--max-num-seqs", "8", "--max-num-queued-reqs", "24", "--preset", "vllm-v1-priority"]
     flags += ["--set", "backend.engine.recovery.settled_s=2", "--set", "backend.engine.recovery.max_restarts=1000"]
 
@@ -128,7 +84,7 @@ def part_kills(model: str, seconds: float) -> Tally:
             return flood.worker_pids(process.pid) if is_any_up else []
 
         hands = flood.Hands(workers, lambda: flood.resident_bytes(process.pid))
-        plan = flood.Plan("tiny", 48, seconds)
+        plan = flood.Plan("tiny", 48, given.seconds, seed=given.seed)
         outcome = asyncio.run(flood.flood(url, plan, KEY, hands))
         tally.requests += outcome.counts
         tally.innocents = outcome.counts["finished"]
@@ -140,15 +96,15 @@ def part_kills(model: str, seconds: float) -> Tally:
     return serve(flags, part)
 
 
-def part_preset(model: str, preset: str, seconds: float) -> Tally:
+def part_preset(preset: str, given: Given) -> Tally:
     """A flood and innocents under one preset."""
 
     def part(process: subprocess.Popen[bytes], url: str, tally: Tally) -> None:
         async def both() -> flood.Outcome:
-            until = time.monotonic() + seconds
-            plan = flood.Plan("tiny", 24, seconds)
+            until = time.monotonic() + given.seconds
+            plan = flood.Plan("tiny", 24, given.seconds, seed=given.seed)
             found, _ = await asyncio.gather(
-                flood.flood(url, plan, KEY), innocents(url, "tiny", until, tally), return_exceptions=False
+                flood.flood(url, plan, KEY), innocents(url, "tiny", until, tally, given.seed), return_exceptions=False
             )
             return found
 
@@ -159,15 +115,14 @@ def part_preset(model: str, preset: str, seconds: float) -> Tally:
     flags = ["--set", "admission.max_queued_requests=64"]
     if preset == "vajra":  # its policy asks how long steps take
         flags += ["--set", "backend.engine.latency={type: constant, step_time_s: 0.01}"]
-    return serve([*sized(model, "--preset", preset), *flags], part)
+    return serve([*sized(given.model, "--preset", preset), *flags], part)
 
 
-def part_end(model: str) -> Tally:
+def part_end(given: Given) -> Tally:
     """A server whose only worker is killed and does not come back ends with an error."""
     tally = Tally()
-    flags = sized(model, "--set", "backend.engine.workers=process", "--set", "backend.engine.recovery.max_restarts=0")
-    flags.append("--no-access-log")
-    with suppress(RuntimeError), flood.own_server(flags) as (process, _):
+    flags = ["--set", "backend.engine.workers=process", "--set", "backend.engine.recovery.max_restarts=0"]
+    with suppress(RuntimeError), flood.own_server(sized(given.model, *flags, "--no-access-log")) as (process, _):
         os.kill(flood.worker_pids(process.pid)[0], signal.SIGKILL)
         process.wait(60)
     tally.facts["exit code"] = process.returncode
@@ -176,40 +131,51 @@ def part_end(model: str) -> Tally:
     return tally
 
 
+PARTS = [
+    Part("bodies", 0.1, part_bodies),
+    Part("siege", 0.4, part_siege),
+    Part("kills", 0.2, part_kills),
+    Part("end", 0.0, part_end),
+    *gauntlet_doors.PARTS,
+    *(Part(preset, 0.3 / len(PRESETS), partial(part_preset, preset)) for preset in PRESETS),
+]
+"""In the order in which they run; a file of further parts adds its own list here."""
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600.0, help="about how long, without starting servers")
-    parser.add_argument("--only", help="parts, divided by commas: bodies, siege, kills, end, or presets by name")
+    parser.add_argument("--only", help="parts, divided by commas: " + ", ".join(part.name for part in PARTS))
+    parser.add_argument("--seed", type=int, help="of everything that is drawn; left out: a new one, which is printed")
     parser.add_argument("--output", type=Path, help="file that gets the figures as JSON")
     given = parser.parse_args()
+    seed = secrets.randbelow(2**31) if given.seed is None else given.seed
+    print(f"seed {seed}", flush=True)
+    by_name = {part.name: part for part in PARTS}
+    wanted = list(by_name) if given.only is None else given.only.split(",")
+    if unknown := set(wanted) - set(by_name):
+        parser.error(f"no such parts: {', '.join(sorted(unknown))}")
+    of_all = sum(part.share for part in PARTS)
     with tempfile.TemporaryDirectory() as folder:
         model = f"{folder}/tiny"
         make = [sys.executable, "-P", "-c", "from vajra_py.cli.main import main; main()", "model", "tiny", model]
         subprocess.run(make, check=True, capture_output=True)
-        seconds = given.seconds
-        parts: dict[str, Callable[[], Tally]] = {
-            "bodies": lambda: part_bodies(model, max(1, round(seconds / 200))),
-            "siege": lambda: part_siege(model, 0.4 * seconds),
-            "kills": lambda: part_kills(model, 0.2 * seconds),
-            "end": lambda: part_end(model),
-            **{one: lambda one=one: part_preset(model, one, 0.3 * seconds / len(PRESETS)) for one in PRESETS},  # type: ignore[misc]
-        }
-        wanted = list(parts) if given.only is None else given.only.split(",")
         tallies = {}
-        for name in wanted:
+        for part in (by_name[name] for name in wanted):
             try:
-                tallies[name] = parts[name]()
+                tallies[part.name] = part.run(Given(model, given.seconds * part.share / of_all, seed))
             except (RuntimeError, httpx.TransportError) as error:  # a server that did not start, or is gone
-                tallies[name] = Tally(wrong=[repr(error)])
-            print(f"{name}: {json.dumps(tallies[name].shown())}", flush=True)
-    return report(tallies, given.output)
+                tallies[part.name] = Tally(wrong=[repr(error)])
+            print(f"{part.name}: {json.dumps(tallies[part.name].shown())}", flush=True)
+    return report(tallies, given.output, seed)
 
 
-def report(tallies: dict[str, Tally], output: Path | None) -> int:
+def report(tallies: dict[str, Tally], output: Path | None, seed: int) -> int:
     """Say what came of it; the exit code."""
     every = tallies.values()
-    total = {
+    total: dict[str, Any] = {
+        "seed": seed,
         "requests sent": sum(sum(one.requests.values()) for one in every)
         + sum(one.facts.get("schemathesis cases", 0) for one in every),
         "innocent answers": sum(one.innocents for one in every),
@@ -228,6 +194,9 @@ def report(tallies: dict[str, Tally], output: Path | None) -> int:
             if "memory before, MiB" in one.facts
         },
         "blocks in use in the end": sum(one.facts.get("blocks in use in the end", 0.0) for one in every),
+        "seconds from SIGTERM to the end": max(
+            (one.facts.get("seconds from SIGTERM to the end", 0.0) for one in every), default=0.0
+        ),
     }
     print(json.dumps(total, indent=1))
     if output is not None:

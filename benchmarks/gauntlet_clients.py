@@ -69,26 +69,28 @@ class Tally:
 # Innocents
 
 
-def innocent_body(number: int, model: str) -> dict[str, Any]:
+def innocent_body(number: int, model: str, seed: int) -> dict[str, Any]:
     """A greedy request; the same one again and again."""
-    stream = random.Random(number)
+    stream = random.Random(f"{seed}/innocent/{number}")
     prompt = [stream.randrange(1, 1000) for _ in range(stream.randrange(3, 60))]
     more = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
     return {"model": model, "prompt": prompt, "max_tokens": stream.randrange(4, 24), **more}
 
 
-async def innocents(url: str, model: str, until: float, tally: Tally, retries: tuple[int, ...] = (429,)) -> None:
+async def innocents(
+    url: str, model: str, until: float, tally: Tally, seed: int, retries: tuple[int, ...] = (429,)
+) -> None:
     """Ask again and again until then; statuses in `retries` are no harm."""
     async with httpx.AsyncClient(base_url=url, headers=JSON, timeout=PATIENCE_S) as client:
         expected: dict[int, list[int]] = {}
         for number in range(NUM_INNOCENTS):
-            answer = await client.post("/v1/completions", json=innocent_body(number, model))
+            answer = await client.post("/v1/completions", json=innocent_body(number, model, seed))
             expected[number] = answer.json()["choices"][0]["token_ids"]
 
         async def one(number: int) -> None:
             while time.monotonic() < until:
                 try:
-                    answer = await client.post("/v1/completions", json=innocent_body(number, model))
+                    answer = await client.post("/v1/completions", json=innocent_body(number, model, seed))
                 except httpx.HTTPError as error:
                     tally.harmed.append(repr(error))
                     continue
@@ -123,8 +125,11 @@ async def probe(url: str, name: str, over: asyncio.Event, tally: Tally, pause_s:
 # Any body of 8 MiB
 
 
-def large_bodies(model: str) -> dict[str, tuple[str, bytes]]:
+def large_bodies(model: str, stream: random.Random) -> dict[str, tuple[str, bytes]]:
     """Bodies of 8 MiB: (path, content) by name."""
+    letter, word = stream.choice("abcdefgh").encode(), "".join(stream.choices("abcdefgh", k=3)).encode()
+    emoji, token = stream.choice("🚀😀🐍🌍").encode(), b"%d," % stream.randrange(100, 1000)
+    negative = b"-%d" % stream.randrange(1, 2**31)
     most = 8 * 2**20 - 512
     head = b'{"model":"%s",' % model.encode()
 
@@ -133,33 +138,37 @@ def large_bodies(model: str) -> dict[str, tuple[str, bytes]]:
 
     prompt, chat = "/v1/completions", "/v1/chat/completions"
     part = b'"messages":[{"role":"user","content":['
+    digits = bytes(stream.choices(b"123456789", k=5000))
     return {
-        "-1 as tokens": (prompt, filled(b'"prompt":[', b"-1", b"]}")),
+        "negative tokens": (prompt, filled(b'"prompt":[', negative, b"]}")),
         "empty arrays": (prompt, filled(b'"prompt":[', b"[]", b"]}")),
         "empty objects": (chat, filled(b'"messages":[', b"{}", b"]}")),
         "empty parts": (chat, filled(part, b"{}", b"]}]}")),
         "messages": (chat, filled(b'"messages":[', b'{"role":"user","content":"a"}', b"]}")),
         "parts": (chat, filled(part, b'{"type":"text","text":"a"}', b"]}]}")),
-        "tokens": (prompt, head + b'"prompt":[' + b"123," * 500_000 + b"1]}"),
-        "text": (prompt, head + b'"prompt":"' + b"a " * (most // 2) + b'"}'),
-        "one word": (prompt, head + b'"prompt":"' + b"a" * most + b'"}'),
+        "tokens": (prompt, head + b'"prompt":[' + token * 500_000 + b"1]}"),
+        "text": (prompt, head + b'"prompt":"' + (letter + b" ") * (most // 2) + b'"}'),
+        "one word": (prompt, head + b'"prompt":"' + letter * most + b'"}'),
         "escapes": (prompt, head + b'"prompt":"' + b"\\u00e9" * (most // 6) + b'"}'),
-        "emoji": (prompt, head + b'"prompt":"' + "🚀".encode() * (most // 4) + b'"}'),
-        "text of a message": (chat, head + b'"messages":[{"role":"user","content":"' + b"a b " * (most // 4) + b'"}]}'),
+        "emoji": (prompt, head + b'"prompt":"' + emoji * (most // 4) + b'"}'),
+        "text of a message": (
+            chat,
+            head + b'"messages":[{"role":"user","content":"' + (word + b" ") * (most // 4) + b'"}]}',
+        ),
         "nesting": (prompt, head + b'"prompt":' + b"[" * most),
-        "digits": (prompt, filled(b'"prompt":[', b"9" * 5000, b"]}")),
+        "digits": (prompt, filled(b'"prompt":[', digits, b"]}")),
         "one number": (prompt, head + b'"prompt":' + b"9" * most + b"}"),
         "fields": (prompt, head + b",".join(b'"%d":1' % number for number in range(700_000)) + b"}"),
         "stop strings": (prompt, filled(b'"prompt":[1],"stop":[', b'"a"', b"]}")),
     }
 
 
-async def bodies(url: str, pid: int, model: str, rounds: int, tally: Tally) -> None:
+async def bodies(url: str, pid: int, model: str, rounds: int, stream: random.Random, tally: Tally) -> None:
     """Send every body alone, with a client beside it that asks for `/health`; first that client alone, to compare."""
     over = asyncio.Event()
     asyncio.get_running_loop().call_later(3.0, over.set)
     await probe(url, "nothing", over, tally, 0.002)
-    for name, (path, content) in large_bodies(model).items():
+    for name, (path, content) in large_bodies(model, stream).items():
         for _ in range(rounds):
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
             before, over = flood.resident_bytes(pid), asyncio.Event()
@@ -223,7 +232,7 @@ EDGES: dict[str, tuple[Any, ...]] = {
 }
 
 
-async def hostile(url: str, model: str, until: float, seed: int, tally: Tally) -> None:
+async def hostile(url: str, model: str, until: float, seed: str, tally: Tally) -> None:
     """Completions with parameters at the edge of what there is."""
     stream = random.Random(seed)
     async with httpx.AsyncClient(base_url=url, headers=JSON, timeout=PATIENCE_S) as client:
@@ -255,7 +264,7 @@ _HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer " + 
 _ASKS = b'{"model":"%s","prompt":[1,2,3],"max_tokens":200,"n":16,"stream":true,"logprobs":20,"ignore_eos":true}'
 
 
-async def slow(url: str, model: str, until: float, seed: int, tally: Tally) -> None:
+async def slow(url: str, model: str, until: float, seed: str, tally: Tally) -> None:
     """Connections that say half of something, bytes that mean nothing, and clients that do not read."""
     stream, address = random.Random(seed), httpx.URL(url)
     asks = _ASKS % model.encode()
@@ -320,14 +329,14 @@ async def schemathesis(url: str, seconds: float, tally: Tally) -> None:
         tally.unasked.append("schemathesis: " + text[-3000:])
 
 
-async def siege(url: str, model: str, seconds: float, tally: Tally) -> None:
+async def siege(url: str, model: str, seconds: float, seed: int, tally: Tally) -> None:
     """Everything at once."""
     until, over = time.monotonic() + seconds, asyncio.Event()
     prober = asyncio.create_task(probe(url, "siege", over, tally, 0.05))
     await asyncio.gather(
-        innocents(url, model, until, tally),
-        *(hostile(url, model, until, seed, tally) for seed in range(6)),
-        *(slow(url, model, until, seed, tally) for seed in range(24)),
+        innocents(url, model, until, tally, seed),
+        *(hostile(url, model, until, f"{seed}/hostile/{number}", tally) for number in range(6)),
+        *(slow(url, model, until, f"{seed}/slow/{number}", tally) for number in range(24)),
         swaps(url, until, tally),
         schemathesis(url, seconds, tally),
     )

@@ -42,6 +42,7 @@ __all__ = [
     "UnknownNameError",
     "VajraError",
     "WorkloadError",
+    "check_is_own_fault",
     "did_you_mean",
     "place_of_definition",
     "place_of_frame",
@@ -154,7 +155,13 @@ class DidNotReturn(BaseException):
 
 
 POLICY_EXCEPTIONS: tuple[type[BaseException], ...] = (Exception, DidNotReturn, SystemExit, KeyboardInterrupt)
-"""What may escape from a policy and is its own fault, unless a signal raised it: see `PolicyError.caused_by`."""
+"""What may escape from a policy and is its own fault, unless a signal raised it: see `check_is_own_fault`."""
+
+
+def check_is_own_fault(error: BaseException) -> None:
+    """Raise the exception itself where a signal interrupted the policy: that is for whoever started the process."""
+    if _is_of_a_signal(error):
+        raise error
 
 
 class PolicyError(VajraError):
@@ -197,8 +204,7 @@ class PolicyError(VajraError):
 
         Raises the exception itself where a signal interrupted the policy: that is for whoever started the process.
         """
-        if _is_of_a_signal(error):
-            raise error
+        check_is_own_fault(error)
         if isinstance(error, DidNotReturn):
             message = str(error)
         elif message is None:

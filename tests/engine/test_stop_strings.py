@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.engine.naive_stops import NaiveSearch
 from vajra_py.engine.compute import SamplingParams
 from vajra_py.engine.outputs import OutputBuffer, detokenize
+from vajra_py.engine.params import check_sampling
+from vajra_py.engine.stop_strings import MAX_STOP_CHARACTERS, StopSearch, stop_automaton
 from vajra_py.engine.tokenizer import text_stream
+from vajra_py.errors import ConfigError
 
 
 class Pieces:
@@ -79,3 +85,67 @@ def test_text_ends_before_the_first_stop_and_nothing_shown_is_taken_back(
         before = whole_characters(pieces[:count])
         assert not any(stop in before for stop in stops), "it could have ended a token earlier"
         assert len(final) == min(place for stop in stops if (place := complete.find(stop)) >= 0)
+
+
+@given(
+    texts=st.lists(st.text("abc", max_size=5), max_size=16),
+    stops=st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=5),
+    min_texts=st.integers(0, 8),
+)
+def test_a_search_finds_and_holds_back_what_comparing_everything_does(
+    texts: list[str], stops: list[str], min_texts: int
+) -> None:
+    search, naive = StopSearch(tuple(stops)), NaiveSearch(stops)
+    for number, text in enumerate(texts, 1):
+        result = search.push(text, number >= min_texts)
+        assert result == naive.push(text, number >= min_texts)
+        if result[1] is not None:
+            return
+
+
+class _Counted(dict[tuple[int, str], int]):
+    """Edges of an automaton that count how often one is looked up."""
+
+    num_lookups = 0
+
+    def get(self, key: tuple[int, str], default: Any = None) -> Any:
+        self.num_lookups += 1
+        return super().get(key, default)
+
+
+def _num_lookups(stops: tuple[str, ...], texts: Sequence[str]) -> int:
+    automaton = stop_automaton(stops)
+    edges = automaton.edges = _Counted(automaton.edges)
+    search = StopSearch(stops)
+    for text in texts:
+        assert search.push(text, True)[1] is None
+    return edges.num_lookups
+
+
+@pytest.mark.parametrize("unit", ["a", "ab", "abcab"])
+@pytest.mark.parametrize("length", [64, 1000])
+def test_a_character_costs_the_same_however_much_is_held_back_and_however_many_the_stops(
+    unit: str, length: int
+) -> None:
+    text = (unit * length)[:length]
+    texts = [text[begin : begin + 3] for begin in range(0, length, 3)] * 4
+    held_back = (text + "x", *(text[:1] + str(number) + text for number in range(15)))
+    for stops in (held_back[:1], held_back):
+        assert _num_lookups(stops, texts) <= 2 * sum(map(len, texts)) + 1
+
+
+def test_requests_with_the_same_stops_share_what_is_built_from_them() -> None:
+    first, second = (OutputBuffer(SamplingParams(stop=("once", "only")), ()) for _ in range(2))
+    assert first._search is not None
+    assert second._search is not None
+    assert first._search._automaton is second._search._automaton
+
+
+def test_stop_strings_have_a_largest_length() -> None:
+    longest = "s" * MAX_STOP_CHARACTERS
+    check_sampling(SamplingParams(max_tokens=1, stop=(longest,)))
+    check_sampling(SamplingParams(max_tokens=1, stop=(longest,) * 4))
+    with pytest.raises(ConfigError, match=r"sampling\.stop: is too long .*up to 1024 characters each, 4096 together"):
+        check_sampling(SamplingParams(max_tokens=1, stop=(longest + "s",)))
+    with pytest.raises(ConfigError, match=r"all together 4097"):
+        check_sampling(SamplingParams(max_tokens=1, stop=(*(longest,) * 4, "s")))

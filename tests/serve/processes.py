@@ -45,8 +45,8 @@ class ServerProcess:
         return code
 
 
-def start_server(*arguments: str, reads_log: bool = True) -> ServerProcess:
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+def start_server(*arguments: str, reads_log: bool = True, **variables: str) -> ServerProcess:
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", "from vajra_py.cli.main import main; main()", "serve", "--port", "0", *arguments],
         stderr=subprocess.PIPE,

@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import ssl
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,16 +122,8 @@ def test_behind_a_prefix_the_key_guards_the_same_paths(puppet_server: Callable[.
     assert httpx.get(f"{server.url}/v1/models", headers={"authorization": "Bearer k"}).status_code == 200
 
 
-def test_a_certificate_makes_it_speak_tls(
-    puppet_server: Callable[..., Any], tmp_path: Path, until: Callable[..., None]
-) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)],
-        check=True,
-        capture_output=True,
-    )  # fmt: skip
+def test_a_certificate_makes_it_speak_tls(puppet_server: Callable[..., Any], tls_files: tuple[Path, Path]) -> None:
+    key, certificate = tls_files
     server = puppet_server(ssl_keyfile=key, ssl_certfile=certificate)
     context = ssl.create_default_context(cafile=str(certificate))
     with httpx.Client(verify=context, base_url=server.url.replace("http:", "https:")) as client:

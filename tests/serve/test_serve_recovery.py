@@ -185,6 +185,19 @@ class Brittle:
             raise RuntimeError("thirteen")
         return float(request.priority)
 
+class Leaving:
+    key_motion = KeyMotion.STATIC
+    def key(self, request, now):
+        if request.priority == 13:
+            raise SystemExit("thirteen")
+        return float(request.priority)
+
+class Interrupting:
+    def schedule(self, replica, batch, now):
+        fill(replica, batch, lambda request, batch, replica: min(batch.max_chunk(request), batch.tokens_left))
+        if any(request.priority == 13 for request in replica.running()):
+            raise KeyboardInterrupt
+
 class Endless:
     key_motion = KeyMotion.STATIC
     def key(self, request, now):
@@ -208,6 +221,8 @@ def vajra_policies():
     return [
         PolicySpec("patient", Layer.REPLICA_SCHEDULER, PolicyConfig, lambda c, x: Patient(), "Waits for two."),
         PolicySpec("brittle", Layer.REQUEST_PRIORITIZER, PolicyConfig, lambda c, x: Brittle(), "Fears a number."),
+        PolicySpec("leaving", Layer.REQUEST_PRIORITIZER, PolicyConfig, lambda c, x: Leaving(), "Leaves at a number."),
+        PolicySpec("interrupting", Layer.REPLICA_SCHEDULER, PolicyConfig, lambda c, x: Interrupting(), "Leaves later."),
         PolicySpec("endless", Layer.REQUEST_PRIORITIZER, PolicyConfig, lambda c, x: Endless(), "Never returns."),
         PolicySpec("sudden", Layer.REPLICA_SCHEDULER, PolicyConfig, lambda c, x: Sudden(), "Fears it later."),
     ]
@@ -226,7 +241,15 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return build_registry([*metadata.distribution("vajra-py").entry_points.select(group="vajra"), *theirs])
 
 
-@pytest.mark.parametrize(("layer", "policy"), [("request_prioritizer", "brittle"), ("replica_scheduler", "sudden")])
+BREAKING = [
+    ("request_prioritizer", "brittle"),
+    ("replica_scheduler", "sudden"),
+    ("request_prioritizer", "leaving"),
+    ("replica_scheduler", "interrupting"),
+]
+
+
+@pytest.mark.parametrize(("layer", "policy"), BREAKING)
 def test_a_policy_that_breaks_the_contract_ends_its_own_requests_only(
     layer: str,
     policy: str,
@@ -273,7 +296,8 @@ def test_a_policy_that_breaks_the_contract_ends_its_own_requests_only(
     assert all(replica.memory.used_blocks == 0 for replica in session.controller.replicas())
     server.stop()
     assert [row["what"] for row in RunData.load(folder).manifest["changes"]] == ["policy", "out of service", "policy"]
-    assert replay(folder, registry).difference is None
+    if policy != "interrupting":  # in this thread, it is the user who interrupts
+        assert replay(folder, registry).difference is None
 
 
 def test_a_server_whose_only_policy_broke_says_that_it_is_not_ready(

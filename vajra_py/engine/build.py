@@ -6,6 +6,8 @@ What can be wrong without a model (settings, policies, files) is found before on
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,8 +25,9 @@ from vajra_py.engine.loop import EngineLoop
 from vajra_py.engine.params import PromptLimits
 from vajra_py.engine.processes import ProcessWorker
 from vajra_py.engine.replica import EngineReplica, LoopOptions
+from vajra_py.engine.step_watch import LoadLimit, StepWatch
 from vajra_py.engine.supervision import MakeRestarter, Restarter, RestartLimits, Supervisor
-from vajra_py.engine.worker import ReplicaKey, Worker, checked_facts, close_all, load_in_process
+from vajra_py.engine.worker import Deliver, ReplicaKey, Worker, checked_facts, close_all, load_in_process
 from vajra_py.errors import ConfigError, Problem, VajraError, did_you_mean
 from vajra_py.plugins import Registry
 from vajra_py.runtime.kv import PrivateBlockHashes
@@ -125,6 +128,9 @@ class Engine:
     config: ExperimentConfig
     maker: WorkerMaker
     restarter: Restarter | None = None
+    watch: StepWatch | None = None
+    load_s: float = 0.0
+    """How long loading took."""
     _is_closed: bool = False
 
     @classmethod
@@ -143,9 +149,13 @@ class Engine:
         }
         _probe(_dry_controller(config, services, dry))
         maker = WorkerMaker.of(settings, replicasets, services)
+        began = time.monotonic()
         workers = _load_workers(maker)
+        load_s = time.monotonic() - began
         try:
-            return cls._built(config, maker, workers)
+            engine = cls._built(config, maker, workers)
+            engine.load_s = load_s
+            return engine
         except BaseException:
             close_all(workers.values())
             raise
@@ -230,13 +240,18 @@ class Engine:
             policy_timeout_s=self.config.policy_timeout_s,
         )
         loop = EngineLoop(self.controller, self.replicas, self.maker.services.make_clock(), options, note)
+        if recovery.watches_steps:
+            self.watch = StepWatch(recovery.step_timeout_s)
         for key, one in self.replicas.items():
             self._allocate(key, one.worker, loop)
+            one.watch = self.watch
         make_restarter = self.maker.services.make_restarter or Supervisor
         limits = RestartLimits(recovery.max_restarts, recovery.backoff_s, recovery.settled_s)
 
+        load_limit = LoadLimit(self.load_s)
+
         def finish(replica: ReplicaKey, worker: Worker) -> None:
-            worker.wait_loaded()
+            load_limit.wait_loaded(worker)
             checked_facts([self.models[replica[0]], worker.facts])
             self._allocate(replica, worker, loop)
 
@@ -245,7 +260,10 @@ class Engine:
 
     def _allocate(self, replica: ReplicaKey, worker: Worker, loop: EngineLoop) -> None:
         limits = self.replicas[replica].replica.limits
-        worker.start(limits.num_blocks, limits.host_blocks, loop.inbox.put)
+        deliver: Deliver = loop.inbox.put
+        if self.watch is not None:
+            deliver = self.watch.watched(replica, worker, deliver)
+        worker.start(limits.num_blocks, limits.host_blocks, deliver)
 
     def prompt_limits(self) -> PromptLimits:
         """What a prompt may be, on the replicaset that takes the shortest ones."""
@@ -274,11 +292,18 @@ class Engine:
             for name, facts in self.models.items()
         }
 
+    def discard_workers(self) -> None:
+        """Kill what computes, without waiting for anything; from any thread. Steps under way do not come back."""
+        for one in self.replicas.values():
+            threading.Thread(target=one.worker.discard, name="vajra-discard", daemon=True).start()
+
     def close(self) -> None:
         """Give back memory and processes; may be called twice."""
         if self._is_closed:
             return
         self._is_closed = True
+        if self.watch is not None:
+            self.watch.close()
         if self.restarter is not None:
             self.restarter.close()
         close_all([one.worker for one in self.replicas.values()])

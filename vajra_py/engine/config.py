@@ -145,12 +145,23 @@ class RecoveryConfig(Section):
     wait_s: Seconds = Field(
         60.0, description="How long requests wait while no replica of theirs is up, before they end as failed."
     )
+    step_timeout_s: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = Field(
+        None,
+        description=(
+            "How long a step may take; a worker that takes longer hangs: it is killed, and lost as one that died. null: on a "
+            "server ten times the longest step so far, more for a step of more tokens, and at least 10 seconds (60 on a GPU; "
+            "600 for the first eight steps of a worker, 60 once it has been started again); in a run, no limit."
+        ),
+    )
 
     def when(self, *, serves: bool) -> Recovery:
         """The same with its defaults filled in."""
         max_restarts = self.max_restarts if self.max_restarts is not None else 8 if serves else 0
         max_reruns = self.max_reruns if self.max_reruns is not None else 3 if serves else None
-        return Recovery(max_reruns, max_restarts, self.backoff_s, self.settled_s, self.wait_s)
+        watches_steps = serves or self.step_timeout_s is not None
+        return Recovery(
+            max_reruns, max_restarts, self.backoff_s, self.settled_s, self.wait_s, watches_steps, self.step_timeout_s
+        )
 
 
 class Recovery(NamedTuple):
@@ -161,6 +172,8 @@ class Recovery(NamedTuple):
     backoff_s: float
     settled_s: float
     wait_s: float
+    watches_steps: bool
+    step_timeout_s: float | None
 
 
 class ModelBackendConfig(Section):

@@ -75,6 +75,8 @@ class EngineLoop(Backend[EngineReplica]):
         """Why nothing can be served any more: every replica was lost and given up. For good: it does not change again."""
         self.on_failed: Callable[[str], None] | None = None
         """Told once, in the loop's thread, when `failed` is set."""
+        self.blocked = ""
+        """The call of a policy that has not returned for too long and takes no interruption; empty: there is none."""
         self.restarter: Restarter | None = None
         """Who finds workers for replicas that lost theirs; None: nobody."""
         self._replicas = dict(replicas)
@@ -151,11 +153,15 @@ class EngineLoop(Backend[EngineReplica]):
         Raises `PolicyError` when a policy breaks the contract or leaves requests standing for ever.
         """
         try:
-            with existing_objects_frozen(), no_endless_calls(self._options.policy_timeout_s):
+            limit_s = self._options.policy_timeout_s
+            with existing_objects_frozen(), no_endless_calls(limit_s, self._note_blocked):
                 while self._wait():
                     self._turn()
         finally:
             self.refuse_swaps()
+
+    def _note_blocked(self, what: str) -> None:
+        self.blocked = what
 
     def alive(self) -> Iterator[tuple[Request, Submission]]:
         """Requests taken in and not ended."""
@@ -282,7 +288,7 @@ class EngineLoop(Backend[EngineReplica]):
             output = output if len(step.outputs) == 1 else joined(step.outputs)
             self._events.push(self.now, Phase.STEP_END, (one, output, one.epoch), one.rank)
         elif one.num_stages == 1:
-            one.worker.submit(step.parts[0])
+            one.submit(step.parts[0])
 
     def _left_first_stage(self, one: EngineReplica) -> None:
         if one.num_stale:
@@ -352,13 +358,13 @@ class EngineLoop(Backend[EngineReplica]):
         replica.under_way.append(StepUnderWay(plan, parts, len(parts)))
         if replica.num_stages > 1:
             for part in parts:
-                replica.worker.submit(part)
+                replica.submit(part)
         elif len(parts) > 1 or replica.ahead is None:
-            replica.worker.submit(parts[0])
+            replica.submit(parts[0])
             if replica.ahead is not None:
                 replica.ahead.forget()
         else:
-            replica.worker.submit(replica.ahead.work(plan, step))
+            replica.submit(replica.ahead.work(plan, step))
         return NEVER
 
     def on_step_end(self, replica: EngineReplica, payload: StepOutput) -> None:
@@ -388,6 +394,7 @@ class EngineLoop(Backend[EngineReplica]):
     def _lose(self, one: EngineReplica, detail: str) -> None:
         name, replica_id = one.replica.replicaset, one.replica.replica_id
         one.is_lost, one.num_stale, self.last_loss = True, 0, detail
+        _log.warning("%s", detail)
         computed = [one.executor.requests_of(step.parts[0]) for step in one.under_way]
         blamed = list(dict.fromkeys(chain.from_iterable(computed)))
         self._take_up_deferred()

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from vajra_py.contract.observer import EndReason
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
+from vajra_py.engine.stop_strings import StopSearch
 from vajra_py.engine.tokenizer import TextStream, push_all
 from vajra_py.runtime.kv import BlockHashes, PrivateBlockHashes, SegmentBlockHashes, TokenBlockHashes
 from vajra_py.runtime.records.input_log import Arrival
@@ -42,16 +43,15 @@ class OutputBuffer:
     stopped_by: str | int | None = None
     is_faulty: bool = False
     _text: str = ""
-    _held: str = ""
-    """Text that might be the beginning of a stop string."""
+    _search: StopSearch | None = None
+    """Holds back text that may begin a stop string; None: there are none."""
     _num_read: int = 0
     """How many tokens have become text."""
     _is_done: bool = False
-    _beginnings: frozenset[str] = frozenset()
-    """The first characters of stop strings."""
 
     def __post_init__(self) -> None:
-        self._beginnings = frozenset(stop[:1] for stop in self.sampling.stop)
+        if self.sampling.stop:
+            self._search = StopSearch(self.sampling.stop)
 
     @property
     def text(self) -> str:
@@ -62,8 +62,8 @@ class OutputBuffer:
                 self.read(self.stream.push(unread))
             if self._is_done:
                 if not isinstance(self.stopped_by, str):
-                    self._text += self._held + self.stream.rest()
-                self._held, self.stream = "", None
+                    self._text += ("" if self._search is None else self._search.held) + self.stream.rest()
+                self._search = self.stream = None
         return self._text
 
     @property
@@ -89,25 +89,13 @@ class OutputBuffer:
     def read(self, text: str) -> None:
         """Take in the text of what was `unread`, in which a stop string may end the request (`stopped_by`)."""
         self._num_read = len(self.token_ids)
-        stops = self.sampling.stop
-        if not stops:
+        if self._search is None:
             self._text += text
             return
-        self._held += text
-        if self._beginnings.isdisjoint(self._held):
-            self._text += self._held
-            self._held = ""
-            return
-        if len(self.token_ids) >= self.sampling.min_tokens:
-            found = [(place, stop) for stop in stops if (place := self._held.find(stop)) >= 0]
-            if found:
-                place, self.stopped_by = min(found)
-                self._text += self._held[:place]
-                self._held = ""
-                return
-        keep = _longest_beginning(self._held, stops)
-        self._text += self._held[: len(self._held) - keep]
-        self._held = self._held[len(self._held) - keep :]
+        shown, found = self._search.push(text, may_stop=len(self.token_ids) >= self.sampling.min_tokens)
+        self._text += shown
+        if found is not None:
+            self.stopped_by = found
 
     def finish(self) -> None:
         """No more tokens come: what was held back is text after all."""
@@ -120,17 +108,6 @@ def detokenize(outputs: Iterable[OutputBuffer]) -> None:
     texts = push_all([(stream, unread) for _, stream, unread in pending])
     for (one, _, _), text in zip(pending, texts, strict=True):
         one.read(text)
-
-
-def _longest_beginning(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of the text that a stop string begins with."""
-    longest = 0
-    for stop in stops:
-        for length in range(min(len(stop) - 1, len(text)), longest, -1):
-            if text.endswith(stop[:length]):
-                longest = length
-                break
-    return longest
 
 
 OnProgress: TypeAlias = Callable[["Submission", Request, EndReason | None], None]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vajra_py.engine.compute.interface import SamplingParams
+from vajra_py.engine.stop_strings import MAX_ALL_STOP_CHARACTERS, MAX_STOP_CHARACTERS
 from vajra_py.errors import ConfigError, Problem
 
 MAX_LOGPROBS = 100
@@ -56,6 +57,11 @@ def check_sampling(params: SamplingParams, where: str = "sampling", vocab_size: 
         problems.append(Problem(f"{where}.min_tokens", message, "Allowed: 0 to max_tokens"))
     if any(not text for text in params.stop):
         problems.append(Problem(f"{where}.stop", "has an empty string", "Allowed: strings of one character or more"))
+    longest, num_characters = max(map(len, params.stop), default=0), sum(map(len, params.stop))
+    if longest > MAX_STOP_CHARACTERS or num_characters > MAX_ALL_STOP_CHARACTERS:
+        message = f"is too long (the longest string has {longest} characters, all together {num_characters})"
+        allowed = f"Allowed: up to {MAX_STOP_CHARACTERS} characters each, {MAX_ALL_STOP_CHARACTERS} together"
+        problems.append(Problem(f"{where}.stop", message, allowed))
     num_tokens = LARGEST_COUNT if vocab_size is None else vocab_size
     wrong = [_shown(token) for token in params.stop_token_ids if not (_is_whole(token) and 0 <= token < num_tokens)]
     if wrong:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import shutil
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import connection, get_context
@@ -36,6 +39,8 @@ from vajra_py.errors import ExecutorError
 from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
 _JOIN_S = 10.0
+_CLOSE_S = 2.0
+"""How long processes may take to end by themselves; then, and as long again, to be killed."""
 
 
 def serve_steps(pipe: Connection, options: RunnerOptions, ordinal: int, load: LoadRunner) -> None:
@@ -71,6 +76,17 @@ def _answer(pipe: Connection, runner: ModelRunner) -> None:
                 cast(ForeseeingRunner, runner).begin_ahead()
         except Exception as error:
             _send(pipe, error)
+
+
+def connection_writable(pipes: Sequence[Connection]) -> list[Connection]:
+    """Those that take a message now: one whose process reads nothing may be full."""
+    return [pipe for pipe in pipes if not pipe.closed and _takes_more(pipe)]
+
+
+def _takes_more(pipe: Connection) -> bool:
+    poll = select.poll()
+    poll.register(pipe.fileno(), select.POLLOUT)
+    return bool(poll.poll(0))
 
 
 def _send(pipe: Connection, answer: Any) -> None:
@@ -159,18 +175,20 @@ class ProcessWorker:
             self._close()
 
     def _close(self) -> None:
-        for pipe in self._pipes:
-            try:
+        writable = connection_writable(self._pipes)
+        for pipe in writable:
+            with suppress(OSError):
                 pipe.send(None)
-            except OSError:
-                continue
+        deadline = time.monotonic() + (_CLOSE_S if len(writable) == len(self._pipes) else 0.0)
         for process in self._processes:
-            process.join(_JOIN_S)
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in self._processes:
             if process.is_alive():
-                process.terminate()
-                process.join()
+                process.kill()  # it hangs, or is stopped and takes no other signal
+        for process in self._processes:
+            process.join(_CLOSE_S)
         if self._receiver is not None:
-            self._receiver.join()
+            self._receiver.join(_CLOSE_S)
             self._receiver = None
         for pipe in self._pipes:
             pipe.close()

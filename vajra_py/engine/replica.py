@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from vajra_py.engine.ahead import LookAhead
-from vajra_py.engine.compute import StepInput, StepOutput
+from vajra_py.engine.compute import Foreseen, StepInput, StepOutput
 from vajra_py.engine.executor import EngineExecutor
 from vajra_py.engine.outputs import Submission
+from vajra_py.engine.step_watch import StepWatch
 from vajra_py.engine.supervision import GivenUp, Restarted
 from vajra_py.engine.worker import Finished, LeftFirstStage, Worker
 from vajra_py.errors import VajraError
@@ -76,6 +77,8 @@ class EngineReplica(BackendReplica):
     worker: Worker
     ahead: LookAhead | None = None
     """Whether, and how, its worker begins steps before they are decided."""
+    watch: StepWatch | None = None
+    """Limits how long its worker takes for a step; None: nobody does."""
     under_way: deque[StepUnderWay] = field(default_factory=deque)
     """Steps in flight, in order: one, or as many as there are pipeline stages."""
     is_lost: bool = False
@@ -85,6 +88,12 @@ class EngineReplica(BackendReplica):
     """What its steps took on the device, in all."""
     busy_ticks: int = 0
     """What they took from forming them to taking their results in."""
+
+    def submit(self, step: StepInput | Foreseen) -> None:
+        """Give its worker a step."""
+        if self.watch is not None:
+            self.watch.begin((self.replica.replicaset, self.replica.replica_id), step)
+        self.worker.submit(step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Names of two settings in glibc's `malloc.h`."""
 _KEPT_BYTES = 1 << 30
+_DISCARD_S = 5.0
 
 ReplicaKey: TypeAlias = tuple[str, int]
 """(replicaset, replica)."""
@@ -180,7 +181,7 @@ class InlineWorker:
         self._runner.close()
 
     def discard(self) -> None:
-        """See `Worker`; a thread is let finish its step."""
+        """See `Worker`; the step under way is let finish."""
         self.close()
 
 
@@ -210,6 +211,15 @@ class ThreadWorker(InlineWorker):
         if self._thread.is_alive():
             self._steps.put(None)
             self._thread.join()
+        super().close()
+
+    def discard(self) -> None:
+        """See `Worker`; a thread cannot be killed. Raises `ExecutorError` when it does not come back from its step soon."""
+        if self._thread.is_alive():
+            self._steps.put(None)
+            self._thread.join(_DISCARD_S)
+            if self._thread.is_alive():
+                raise ExecutorError("its thread does not come back from a step; what it holds is not given back")
         super().close()
 
 

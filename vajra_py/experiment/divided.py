@@ -15,7 +15,7 @@ import numpy as np
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract import Layer, QueueView, ReplicaLoadView, RequestView, SchedulerTraits
 from vajra_py.contract.policies import traits_of
-from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, RunError
+from vajra_py.errors import POLICY_EXCEPTIONS, RunError, check_is_own_fault
 from vajra_py.experiment.backend import Run, WriteTables
 from vajra_py.experiment.part_tables import write_part
 from vajra_py.experiment.simulated import SimulatedRun
@@ -186,7 +186,8 @@ class PartOfRun(SimulatedRun):
         try:
             chosen = replicaset.scheduler.assign(request, views, now)
         except POLICY_EXCEPTIONS as error:
-            raise RunError(f"{replicaset.scheduler_name}: {error}") from PolicyError.caused_by("", error)
+            check_is_own_fault(error)
+            raise RunError(f"{replicaset.scheduler_name}: {error}") from error
         if isinstance(chosen, int) and 0 <= chosen < len(views):
             return int(chosen)
         raise RunError(f"{replicaset.scheduler_name} binds a request to no replica ({chosen!r})")

@@ -16,7 +16,15 @@ from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLe
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer
 from vajra_py.contract.policies import NO_TRAITS
-from vajra_py.errors import ConfigError, PluginError, Problem, VajraError, did_you_mean
+from vajra_py.errors import (
+    POLICY_EXCEPTIONS,
+    ConfigError,
+    PluginError,
+    Problem,
+    VajraError,
+    check_is_own_fault,
+    did_you_mean,
+)
 from vajra_py.plugins.discovery import load_registry
 from vajra_py.plugins.registry import Offer, Registry, kind_of
 
@@ -278,6 +286,7 @@ def _built(offer: Offer[Any], where: str, build: Callable[[], Any]) -> Any:
     except ValueError as error:
         problem = Problem(where, f"{offer.spec.name!r} of {offer.package} {offer.version} cannot be built: {error}")
         raise ConfigError(problem) from error
-    except Exception as error:
+    except POLICY_EXCEPTIONS as error:
+        check_is_own_fault(error)
         reason = f"building {offer.spec.name!r} raised {type(error).__name__} ({error})"
         raise PluginError(str(offer.source), reason) from error

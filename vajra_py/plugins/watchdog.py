@@ -10,7 +10,7 @@ import ctypes
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 from types import FrameType
@@ -28,17 +28,17 @@ _MAX_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 @contextmanager
-def no_endless_calls(limit_s: float | None) -> Iterator[None]:
+def no_endless_calls(limit_s: float | None, on_blocked: Callable[[str], None] | None = None) -> Iterator[None]:
     """Watch this thread while the context lasts: a call of a plug-in that takes longer than `limit_s` is interrupted.
 
     `DidNotReturn` is raised inside the call; whoever asked a policy makes a `PolicyError` of it. Elsewhere (an observer) it
-    becomes a `RunError` here. A call that is blocked outside Python cannot be interrupted: it is named in the log. None: nothing
-    is watched.
+    becomes a `RunError` here. A call that is blocked outside Python cannot be interrupted: it is named in the log, and
+    `on_blocked` is called with its description, and with "" when it has returned after all. None: nothing is watched.
     """
     if limit_s is None:
         yield
         return
-    watchdog = _Watchdog(threading.get_ident(), limit_s)
+    watchdog = _Watchdog(threading.get_ident(), limit_s, on_blocked)
     watchdog.start()
     try:
         yield
@@ -51,7 +51,7 @@ def no_endless_calls(limit_s: float | None) -> Iterator[None]:
 class _Watchdog(threading.Thread):
     """Looks at the stack of one thread."""
 
-    def __init__(self, thread_id: int, limit_s: float) -> None:
+    def __init__(self, thread_id: int, limit_s: float, on_blocked: Callable[[str], None] | None) -> None:
         super().__init__(name="vajra-watchdog", daemon=True)
         self._thread_id = thread_id
         self._limit_s = limit_s
@@ -60,6 +60,8 @@ class _Watchdog(threading.Thread):
         self._call: FrameType | None = None
         self._in_call_s = 0.0
         self._num_interrupts = 0
+        self._on_blocked = on_blocked
+        self._is_blocked = False
 
     def stop(self) -> None:
         """Look no more."""
@@ -79,6 +81,8 @@ class _Watchdog(threading.Thread):
         top = sys._current_frames().get(self._thread_id)
         call = None if top is None else _plugin_call(top)
         if call is None or call is not self._call:
+            if self._is_blocked:
+                self._tell("")
             self._call, self._in_call_s, self._num_interrupts = call, 0.0, 0
             return
         self._in_call_s += passed_s
@@ -92,9 +96,16 @@ class _Watchdog(threading.Thread):
         message = f"did not return within {self._limit_s:g} s"
         if self._num_interrupts == 3:
             where = place_of_frame(call)
-            _log.error("%s %s; it is blocked outside Python or takes no interruption, and goes on", where, message)
+            what = f"{where} {message}; it is blocked outside Python or takes no interruption, and goes on"
+            _log.error("%s", what)
+            self._tell(what)
         kind = type("DidNotReturn", (DidNotReturn,), {"message": message})
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), ctypes.py_object(kind))
+
+    def _tell(self, what: str) -> None:
+        self._is_blocked = bool(what)
+        if self._on_blocked is not None:
+            self._on_blocked(what)
 
 
 def _plugin_call(top: FrameType) -> FrameType | None:

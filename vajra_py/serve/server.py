@@ -1,24 +1,28 @@
 """Life cycle of the server process.
 
 SIGTERM or SIGINT: nothing new is taken (503), what runs may finish within the grace time, the rest is answered 503, then the
-process ends. A second signal ends the wait.
+process ends. A second signal ends the wait. Whatever hangs (a worker, a driver, a policy, a log that nobody reads), the process is gone
+`END_S` after the grace time: a thread sees to it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import signal
 import socket
 import ssl
 import stat
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import uvicorn
 from uvicorn.server import HANDLED_SIGNALS
@@ -26,14 +30,22 @@ from uvicorn.server import HANDLED_SIGNALS
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.serve.access import AccessLog
 from vajra_py.serve.app import Service, create_app
-from vajra_py.serve.connections import Connections
+from vajra_py.serve.connections import Connection, Connections
+from vajra_py.serve.listener import Listener
 from vajra_py.serve.options import ServeOptions
-from vajra_py.serve.session import SessionState
+from vajra_py.serve.session import RECORD_S, STOP_S, SessionState
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048
-_LAST_BYTES_S = 5.0
-"""How long connections get, at the very end, to take what was written to them."""
+_LAST_BYTES_S = 1.0
+"""How long connections get, at the very end, to take what was written to them; more where grace time is left."""
+_MOST_LAST_BYTES_S = 5.0
+END_S = 8.0
+"""After the grace time, or a second signal, what is left takes less; then the process is ended from outside the event loop."""
+EXIT_STUCK = 5
+"""Exit code of a process whose engine or event loop did not stop."""
+_LOG_S = 0.5
+_GUARD_PAUSE_S = 0.25
 
 
 class DrainingServer(uvicorn.Server):
@@ -41,17 +53,23 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, service: Service) -> None:
         self.connections = Connections(service.options)
-        super().__init__(_config(service, self.connections))
+        super().__init__(_config(service))
         self._service = service
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
         self.on_listening: Callable[[], None] | None = None
+        self.guard: Guard | None = None
+        """Ends the process when it does not end by itself; None: nobody does."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come; called between two bytecodes of the main thread."""
-        if self._event_loop is None or self._drain is not None:
+        is_first = self._event_loop is not None and self._drain is None
+        if self.guard is not None:
+            self.guard.end_within(self._service.options.grace_s + END_S if is_first else END_S)
+        if not is_first:
             self.should_exit = True
             return
+        assert self._event_loop is not None
         self._event_loop.call_soon_threadsafe(self.begin_drain)
 
     @contextmanager
@@ -75,11 +93,16 @@ class DrainingServer(uvicorn.Server):
     def begin_drain(self) -> None:
         """Stop taking requests, and exit when those that run are done; in the event loop's thread."""
         if self._drain is None:
+            if self.guard is not None:  # nobody may have sent a signal
+                self.guard.end_within(self._service.options.grace_s + END_S)
             self._drain = asyncio.get_running_loop().create_task(self._drained())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn; a task watches over the session from here on."""
-        await super().startup(sockets)
+        """See uvicorn, except for who accepts connections; a task watches over the session from here on."""
+        await super().startup([])
+        config, state = self.config, self.server_state
+        make = partial(self.connections.make, config, state, self.lifespan.state)
+        self.servers = [Listener(one, self.connections, make, config.ssl) for one in sockets or ()]  # type: ignore[misc]
         self._event_loop = asyncio.get_running_loop()
         self._watch = self._event_loop.create_task(self._until_engine_ends())
         if self.on_listening is not None:
@@ -106,11 +129,46 @@ class DrainingServer(uvicorn.Server):
         deadline = loop.time() + service.options.grace_s
         while service.num_exchanges and loop.time() < deadline and not self.should_exit:
             await asyncio.sleep(0.02)
-        await session.close()
-        deadline = loop.time() + _LAST_BYTES_S
+        left_s = 0.0 if self.should_exit else deadline - loop.time()
+        await session.close(0.5 if self.should_exit else STOP_S)
+        last_bytes_s = min(max(left_s, _LAST_BYTES_S), _MOST_LAST_BYTES_S)
+        self.config.timeout_graceful_shutdown = round(last_bytes_s)
+        deadline = loop.time() + last_bytes_s
         while service.num_exchanges and loop.time() < deadline:
             await asyncio.sleep(0.01)
         self.should_exit = True
+
+
+class Guard(threading.Thread):
+    """Ends the process from a thread of its own, which waits for nothing that may hang."""
+
+    def __init__(self, is_writing: Callable[[], bool]) -> None:
+        """`is_writing`: whether a recording is being ended, which gets `RECORD_S` more."""
+        super().__init__(name="vajra-guard", daemon=True)
+        self._is_writing = is_writing
+        self._deadline = float("inf")
+
+    def end_within(self, seconds: float) -> None:
+        """End the process so much later, if it is still there, unless an earlier time was said before."""
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+    def run(self) -> None:
+        """Wait until then; nobody wakes it, so that a signal's handler has no lock to take."""
+        while True:
+            late_s = time.monotonic() - self._deadline
+            if late_s > (RECORD_S if self._is_writing() else 0.0):
+                end_process(EXIT_STUCK, "the server does not end by itself; its process is ended")
+            time.sleep(_GUARD_PAUSE_S)
+
+
+def end_process(code: int, why: str) -> NoReturn:
+    """End the process and its workers at once, without anything that may hang."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    log = threading.Thread(target=lambda: _log.warning("%s (exit code %d)", why, code), daemon=True)
+    log.start()
+    log.join(_LOG_S)
+    os._exit(code)
 
 
 def _address(bound: socket.socket, options: ServeOptions) -> str:
@@ -122,16 +180,16 @@ def _address(bound: socket.socket, options: ServeOptions) -> str:
     return f"{'http' if options.ssl_certfile is None else 'https'}://{shown}:{port}{options.root_path}"
 
 
-def _config(service: Service, connections: Connections) -> uvicorn.Config:
+def _config(service: Service) -> uvicorn.Config:
     options = service.options
     return uvicorn.Config(
         AccessLog(create_app(service), service.statuses, enabled=options.access_log),
-        http=cast(Any, connections.make),  # what uvicorn calls for each connection; it need not be a class
+        http=cast(Any, Connection),
         log_config=None,
         access_log=False,
         server_header=False,
         timeout_keep_alive=service.options.idle_timeout_s,  # type: ignore[arg-type]
-        timeout_graceful_shutdown=int(_LAST_BYTES_S),
+        timeout_graceful_shutdown=round(_LAST_BYTES_S),
         ws="none",
         lifespan="on",
         root_path=options.root_path,
@@ -182,11 +240,17 @@ def bind_unix(path: Path) -> socket.socket:
 
 
 def serve(service: Service, on_listening: Callable[[str], None]) -> None:
-    """Listen and answer until a signal comes. Raises what ended the engine, if anything did."""
+    """Listen and answer until a signal comes. Raises what ended the engine, if anything did.
+
+    Does not return when something hangs that cannot be stopped: the process is ended.
+    """
     options = service.options
     options.check()
     bound = bind(options.host, options.port) if options.uds is None else bind_unix(options.uds)
     server = DrainingServer(service)
+    session = service.session
+    server.guard = Guard(lambda: session.is_writing)
+    server.guard.start()
     server.on_listening = lambda: on_listening(_address(bound, options))
     try:
         server.run(sockets=[bound])
@@ -195,5 +259,11 @@ def serve(service: Service, on_listening: Callable[[str], None]) -> None:
         if options.uds is not None:
             with suppress(FileNotFoundError):
                 os.unlink(options.uds)
-    if service.session.error is not None:
-        raise service.session.error
+        for child in multiprocessing.active_children():  # of a load that was given up: they may hang
+            child.kill()
+    error = session.error
+    if session.is_left_behind:
+        code = EXIT_STUCK if session.is_stuck else getattr(error, "exit_code", 1) if error is not None else 0
+        end_process(code, "something of the engine hangs and is left behind")
+    if error is not None:
+        raise error

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -43,6 +44,15 @@ from vajra_py.serve.output_streams import End, LoopBridge, OutputStream
 from vajra_py.serve.recording import RunRecording, SessionEnd
 
 _log = logging.getLogger(__name__)
+STOP_S = 2.0
+"""How long the engine's thread may take to notice that it is to stop, and, later, workers to be given back."""
+_KILL_S = 0.5
+"""The same once more when its workers were killed: it may have been handing one of them a step."""
+_GIVE_BACK_S = 3.0
+_WRITE_S = 1.5
+"""How long the recording of an engine that hangs may take to be closed."""
+RECORD_S = 30.0
+"""The same of one that has stopped: it writes its tables then."""
 
 
 class SessionState(Enum):
@@ -109,6 +119,15 @@ class EngineSession:
         self._is_abandoned = False
         """The session was closed while the engine was being loaded; its thread only gives back what it made."""
         self._changed: asyncio.Event | None = None
+        self.is_left_behind = False
+        """Whether the session was closed although something of it still hangs: the process has to be ended."""
+        self.is_stuck = False
+        """Whether that is the engine's own thread."""
+        self._has_stopped = False
+        """The loop has come to its end, and everybody was told; what is left is the recording, and giving back."""
+        self._records_end = threading.Lock()
+        """Held while the recording is being ended."""
+        self._is_recorded = False
         self._given_up: VajraError | None = None
         """Why it ends although its loop could go on."""
         self._thread = threading.Thread(target=self._run, name="vajra-engine", daemon=True)
@@ -174,9 +193,12 @@ class EngineSession:
     def unavailable(self) -> dict[str, str]:
         """Replicasets that take no requests, and why; none while there is no engine yet."""
         found = {}
+        blocked = "" if self._loop is None else self._loop.blocked
         for name, one in ({} if self.controller is None else self.controller.replicasets).items():
             if one.out_of_service:
                 found[name] = one.out_of_service
+            elif blocked:
+                found[name] = f"a policy is blocked: {blocked}"
             elif not one.num_up:
                 loss = "" if self._loop is None else self._loop.last_loss
                 found[name] = f"no replica is up ({loss}); {self.num_restarting} are being started again"
@@ -264,16 +286,54 @@ class EngineSession:
             assert self._loop is not None
             self._loop.stop()
 
-    async def close(self) -> None:
-        """End everything that is left and the engine; returns when its thread is done."""
+    @property
+    def is_writing(self) -> bool:
+        """Whether the recording is being ended."""
+        return self._records_end.locked()
+
+    async def close(self, stop_s: float = STOP_S) -> None:
+        """End everything that is left and the engine; returns when its thread is done, or is left behind (`is_left_behind`).
+
+        A thread that does not stop within `stop_s` gets its workers killed; then clients are answered and the recording is ended
+        without it. Workers that are not given back in time are left too.
+        """
         self.drain()
-        if self._thread.ident is None or self._abandon_load():
+        if self._thread.ident is None or self.is_left_behind or self._abandon_load():
             return
         await self._until(lambda: self.state is not SessionState.LOADING)
         if self._loop is not None:
             self._loop.stop()
-        await self.ended()
+        if self._loop is not None and self._loop.blocked:
+            stop_s = _KILL_S
+        if not await self._within(stop_s, lambda: self._has_stopped):
+            assert self.engine is not None
+            self.engine.discard_workers()
+            if not await self._within(_KILL_S, lambda: self._has_stopped):
+                await self._leave_thread()
+                return
+        await self._within(RECORD_S, lambda: self._is_recorded)
+        if not await self._within(_GIVE_BACK_S, lambda: self.state in (SessionState.CLOSED, SessionState.FAILED)):
+            _log.warning("workers are not given back within %g s; they are left behind", _GIVE_BACK_S)
+            self.is_left_behind = True
+            return
         await asyncio.to_thread(self._thread.join)
+
+    async def _within(self, limit_s: float, holds: Callable[[], bool]) -> bool:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._until(lambda: holds() or self.state is SessionState.FAILED), limit_s)
+        return holds() or self.state is SessionState.FAILED
+
+    async def _leave_thread(self) -> None:
+        """End the session without the engine's thread."""
+        why = "" if self._loop is None else self._loop.blocked
+        self.is_left_behind = self.is_stuck = True
+        self.error = error = ExecutorError(f"engine: it does not stop{': ' if why else ''}{why}")
+        _log.error("%s", error)
+        self._end_all(None)
+        writer = threading.Thread(target=self._end_recording, args=(error,), name="vajra-recording", daemon=True)
+        writer.start()
+        await self._within(_WRITE_S, lambda: self._is_recorded)
+        self._set_state(SessionState.FAILED)
 
     def _abandon_load(self) -> bool:
         """Close the session without waiting for a load that is under way; False when there is none."""
@@ -311,6 +371,11 @@ class EngineSession:
         if self._loop is not None:
             self._loop.refuse_swaps()
         self._end_all(error)  # first: closing may have to wait for a step, and clients need not
+        if self.is_left_behind:
+            return
+        self.error = error
+        self._has_stopped = True
+        self._tell_changed()
         try:
             self._finish(error)
         except BaseException as raised:
@@ -372,11 +437,21 @@ class EngineSession:
 
     def _finish(self, error: BaseException | None) -> None:
         try:
-            if self._parts.recording is not None:
-                self._parts.recording.finish(None if self._loop is None else _end_of(self._loop), error)
+            self._end_recording(error)
         finally:
             if self.engine is not None:
                 self.engine.close()
+
+    def _end_recording(self, error: BaseException | None) -> None:
+        """Complete the recording's folder, once."""
+        recording = self._parts.recording
+        try:
+            with self._records_end:
+                if recording is not None and not self._is_recorded:
+                    recording.finish(None if self._loop is None else _end_of(self._loop), error)
+        finally:
+            self._is_recorded = True
+            self._tell_changed()
 
     def _end_all(self, error: BaseException | None) -> None:
         """Tell everyone who still waits; a ticket that has ended meanwhile keeps its own end."""
@@ -394,6 +469,9 @@ class EngineSession:
 
     def _set_state(self, state: SessionState) -> None:
         self.state = state
+        self._tell_changed()
+
+    def _tell_changed(self) -> None:
         assert self._mailbox is not None
         assert self._changed is not None
         self._mailbox.call(self._changed.set)

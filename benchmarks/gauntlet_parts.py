@@ -1,0 +1,107 @@
+"""Parts of the gauntlet: each has a server of its own, clients of its own, and the same checks in its end.
+
+A part is an entry of a list, so that a file of further attacks needs nothing but a list of its own.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import flood
+from gauntlet_clients import KEY, Tally
+
+MAX_GROWTH_MIB = 128
+"""A server that has more memory than this in the end than when it was ready has a leak; caches and reused heaps stay below."""
+GRACE_S = 5.0
+END_S = 9.0
+"""How long after its grace time a server may still be there; see `docs/serving.md`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a part is given.
+
+    Attributes:
+        model: directory of a tiny model.
+        seconds: about how long it goes on, without starting its server.
+        seed: of everything that it draws; the same seed draws the same.
+    """
+
+    model: str
+    seconds: float
+    seed: int
+
+    def stream(self, *names: object) -> random.Random:
+        """A random stream of its own for each name."""
+        return random.Random("/".join(map(str, (self.seed, *names))))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part by name, and its share of the time (of all parts' shares together)."""
+
+    name: str
+    share: float
+    run: Callable[[Given], Tally]
+
+
+Attack = Callable[[subprocess.Popen[bytes], str, Tally], None]
+"""Called with a server's process, its URL and what is to be filled in."""
+
+
+def serve(flags: list[str], part: Attack, file_limit: int | None = None, *, rests: bool = True, code: int = 0) -> Tally:
+    """Run a part of the gauntlet against a server of its own, look at what is left, and end it by SIGTERM.
+
+    Without `rests` the part leaves something behind on purpose. The process has to end with `code` in time.
+    """
+    tally = Tally()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if file_limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, before[1]))  # servers inherit it
+    flags = [*flags, "--api-key", KEY, "--served-model-name", "tiny", "--no-access-log", "--grace", f"{GRACE_S:g}"]
+    with flood.own_server(flags) as (process, url):
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        before_mib = round(flood.resident_bytes(process.pid) / 2**20)
+        part(process, url, tally)
+        if rests:
+            outcome = flood.Outcome(num_killed=10**9)
+            found = flood.check_rest(url, outcome)
+            tally.wrong += outcome.wrong
+            tally.facts["blocks in use in the end"] = found.get("vajra:kv_cache_usage_perc", -1.0)
+        if process.poll() is None:
+            note_memory(tally, before_mib, round(flood.resident_bytes(process.pid) / 2**20))
+            end_in_time(process, tally)
+    if process.returncode != code:
+        tally.wrong.append(f"the server ended with {process.returncode}")
+    return tally
+
+
+def end_in_time(process: subprocess.Popen[bytes], tally: Tally) -> None:
+    """Send SIGTERM, and note it when the process outlives its grace time."""
+    began = time.monotonic()
+    process.terminate()
+    try:
+        process.wait(GRACE_S + END_S)
+    except subprocess.TimeoutExpired:
+        tally.wrong.append(f"{GRACE_S + END_S:g} s after SIGTERM with --grace {GRACE_S:g} the server is still there")
+        process.kill()
+    tally.facts["seconds from SIGTERM to the end"] = round(time.monotonic() - began, 1)
+
+
+def note_memory(tally: Tally, before_mib: int, after_mib: int) -> None:
+    """Keep a server's memory before and after, and whether it grew too much."""
+    tally.facts["memory before, MiB"], tally.facts["memory after, MiB"] = before_mib, after_mib
+    grown = after_mib - before_mib
+    if grown > MAX_GROWTH_MIB:
+        tally.wrong.append(f"memory grew by {grown} MiB; at most {MAX_GROWTH_MIB} are allowed")
+
+
+def sized(model: str, *more: str) -> list[str]:
+    """Flags of a small server."""
+    sizes = ["--max-model-len", "512", "--num-gpu-blocks-override", "256", "--block-size", "16"]
+    return ["--model", model, *sizes, "--max-num-seqs", "16", *more]

@@ -1,0 +1,208 @@
+"""Lose workers that hang: a step has a time limit, which follows from what steps took.
+
+One thread looks at all replicas a few times a second. A worker whose step takes too long is lost as one that died: the loop gets the
+same message, and the worker is discarded, which kills its processes. What it answers after that is dropped.
+
+It stands outside the deterministic world: it reads the wall clock, and what it decides reaches the loop as any other failure does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from vajra_py.engine.compute import Foreseen, StepInput
+from vajra_py.engine.worker import Deliver, Finished, LeftFirstStage, ReplicaKey, Worker
+from vajra_py.errors import ExecutorError
+
+_log = logging.getLogger(__name__)
+_FACTOR = 10.0
+"""A step may take so many times the longest seen."""
+_FLOOR_S = {"cpu": 10.0}
+_DEVICE_FLOOR_S = 60.0
+"""A step may always take as long: a machine stalls now and then, and a device's libraries compile what a step is the first to need."""
+_NUM_FIRST = 8
+"""First steps of a worker tell nothing: they load libraries and fill caches."""
+_FIRST_S = 600.0
+"""What these may take."""
+_FIRST_AGAIN_S = 60.0
+"""The same where other workers of the replica have computed before."""
+_LOADING_FACTOR, _LOADING_FLOOR_S = 10.0, 300.0
+"""The same for loading a worker again, against loading the first ones."""
+_PAUSE_S = 0.25
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """What the steps of a replica took, on all its workers; first steps are left out.
+
+    Attributes:
+        fixed_s: a limit that somebody set; None: it follows from the rest.
+        floor_s: least limit that follows.
+        longest_s: longest step.
+        most_tokens: of the step that computed the most.
+    """
+
+    fixed_s: float | None
+    floor_s: float
+    longest_s: float = 0.0
+    most_tokens: int = 0
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """A step of so many tokens took so long."""
+        self.longest_s = max(self.longest_s, seconds)
+        self.most_tokens = max(self.most_tokens, num_tokens)
+
+    def allowed_s(self, num_tokens: int, num_before: int) -> float:
+        """How long a step may take, before which its worker has computed `num_before`.
+
+        Steps with more tokens than any so far may take longer in proportion, and (attention grows with the square) up to ten minutes
+        by the square of that.
+        """
+        if self.fixed_s is not None:
+            return self.fixed_s
+        growth = max(1.0, num_tokens / self.most_tokens) if self.most_tokens else 1.0
+        linear = _FACTOR * self.longest_s * growth
+        allowed = max(self.floor_s, linear, min(linear * growth, _FIRST_S))
+        if num_before >= _NUM_FIRST:
+            return allowed
+        return max(allowed, _FIRST_AGAIN_S if self.longest_s else _FIRST_S)
+
+
+@dataclass(slots=True, eq=False)
+class _Timer:
+    """The steps that one worker has been given."""
+
+    replica: ReplicaKey
+    worker: Worker
+    deliver: Deliver
+    times: StepTimes
+    num_tokens: deque[int] = field(default_factory=deque)
+    """Of the steps that have not come back."""
+    num_done: int = 0
+    began_at: float = 0.0
+    """The first of them, on the monotonic clock."""
+    age_s: float = 0.0
+    """The same as this process has lived it: one that was stopped has not aged."""
+    is_over: bool = False
+
+
+class StepWatch:
+    """Limits how long the workers of an engine take for their steps."""
+
+    def __init__(self, fixed_s: float | None) -> None:
+        """`fixed_s`: the limit; None: it follows from what steps took."""
+        self._fixed_s = fixed_s
+        self._times: dict[ReplicaKey, StepTimes] = {}
+        self._timers: dict[ReplicaKey, _Timer] = {}
+        self._gate = threading.Lock()
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._look_on, name="vajra-steps", daemon=True)
+        self._thread.start()
+
+    def watched(self, replica: ReplicaKey, worker: Worker, deliver: Deliver) -> Deliver:
+        """What a new worker of a replica delivers to, in place of `deliver`."""
+        times = self._times.get(replica)
+        if times is None:
+            floor_s = _FLOOR_S.get(worker.facts.device, _DEVICE_FLOOR_S)
+            times = self._times[replica] = StepTimes(self._fixed_s, floor_s)
+        timer = _Timer(replica, worker, deliver, times)
+        with self._gate:
+            self._timers[replica] = timer
+        return lambda news: self._deliver(timer, news)
+
+    def begin(self, replica: ReplicaKey, step: StepInput | Foreseen) -> None:
+        """A step is about to be given to the replica's worker."""
+        wanted = step.step if isinstance(step, Foreseen) else step
+        num_tokens = len(wanted.decodes) + sum(len(chunk.token_ids) for chunk in wanted.chunks)
+        with self._gate:
+            timer = self._timers.get(replica)
+            if timer is None:
+                return
+            if not timer.num_tokens:
+                timer.began_at, timer.age_s = time.monotonic(), 0.0
+            timer.num_tokens.append(num_tokens)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._is_closed.set()
+        self._thread.join()
+
+    def _deliver(self, timer: _Timer, news: Finished | LeftFirstStage) -> None:
+        with self._gate:
+            if timer.is_over:
+                return
+            if isinstance(news, Finished):
+                self._note(timer, news)
+            timer.deliver(news)
+
+    def _note(self, timer: _Timer, news: Finished) -> None:
+        now = time.monotonic()
+        timer.is_over = news.output is None
+        if timer.num_tokens:
+            num_tokens = timer.num_tokens.popleft()
+            timer.num_done += 1
+            if timer.num_done > _NUM_FIRST:
+                timer.times.note(num_tokens, min(now - timer.began_at, timer.age_s + 2 * _PAUSE_S))
+        timer.began_at, timer.age_s = now, 0.0
+
+    def _look_on(self) -> None:
+        looked_at = time.monotonic()
+        while not self._is_closed.wait(_PAUSE_S):
+            now = time.monotonic()
+            passed_s, looked_at = min(now - looked_at, 2 * _PAUSE_S), now
+            with self._gate:
+                late = [timer for timer in self._timers.values() if self._is_late(timer, passed_s)]
+            for timer in late:
+                # Beside the message: the loop may be the one that waits for this worker, to take a step.
+                threading.Thread(target=_discard, args=(timer.worker,), name="vajra-discard", daemon=True).start()
+
+    def _is_late(self, timer: _Timer, passed_s: float) -> bool:
+        if timer.is_over or not timer.num_tokens:
+            return False
+        timer.age_s += passed_s
+        allowed_s = timer.times.allowed_s(timer.num_tokens[0], timer.num_done)
+        if timer.age_s <= allowed_s:
+            return False
+        timer.is_over = True
+        what = f"it hangs: a step of {timer.num_tokens[0]} tokens has taken {timer.age_s:.1f} s ({allowed_s:.3g} s are allowed)"
+        timer.deliver(Finished(timer.replica, None, what))
+        return True
+
+
+class LoadLimit:
+    """How long a worker may take to load again: one that takes longer is discarded, and its load fails."""
+
+    def __init__(self, first_s: float) -> None:
+        """`first_s`: how long the first ones took."""
+        self.allowed_s = max(_LOADING_FACTOR * first_s, _LOADING_FLOOR_S)
+
+    def wait_loaded(self, worker: Worker) -> None:
+        """Wait for it. Raises what loading raised, `ExecutorError` when it took too long."""
+        is_late = threading.Event()
+
+        def give_up() -> None:
+            is_late.set()
+            _discard(worker)
+
+        timer = threading.Timer(self.allowed_s, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            worker.wait_loaded()
+        except Exception as error:
+            if is_late.is_set():
+                raise ExecutorError(f"its worker was not loaded within {self.allowed_s:.0f} s") from error
+            raise
+        finally:
+            timer.cancel()
+
+
+def _discard(worker: Worker) -> None:
+    try:
+        worker.discard()
+    except Exception:
+        _log.warning("what was left of a worker stays", exc_info=True)

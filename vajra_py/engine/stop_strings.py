@@ -1,0 +1,124 @@
+"""Find stop strings in a text that comes piece by piece, in constant amortised work a character.
+
+The automaton is Aho's and Corasick's ("Efficient string matching", 1975): a trie of the stop strings whose nodes know the longest end of
+what was read that begins a stop string, so that no character is compared again, however many stop strings there are and however much text
+they hold back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from weakref import WeakValueDictionary
+
+MAX_STOP_CHARACTERS = 1024
+"""Longest stop string."""
+MAX_ALL_STOP_CHARACTERS = 4096
+"""All stop strings of a request together."""
+
+
+class StopAutomaton:
+    """What a set of stop strings looks like to a search; nothing of it changes, so that any number of searches share it.
+
+    Nodes are numbers, 0 the root. A node stands for a beginning of stop strings.
+    """
+
+    __slots__ = ("__weakref__", "beginnings", "depths", "edges", "fallbacks", "found", "held_nodes")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.beginnings = frozenset(stop[0] for stop in stops)
+        self.edges: dict[tuple[int, str], int] = {}
+        self.depths = [0]
+        """By node, how many characters it stands for."""
+        self.fallbacks = [0]
+        """By node, the longest proper end of it that is a node too."""
+        self.found = [0]
+        """By node, length of the longest stop string that it ends with; 0: with none."""
+        self.held_nodes = [0]
+        """By node, the longest end of it (or itself) that more has to follow for a stop string to be complete."""
+        children: list[list[tuple[str, int]]] = [[]]
+        for stop in stops:
+            node = 0
+            for character in stop:
+                following = self.edges.get((node, character))
+                if following is None:
+                    following = self.edges[node, character] = len(self.depths)
+                    children[node].append((character, following))
+                    children.append([])
+                    self.depths.append(self.depths[node] + 1)
+                    self.fallbacks.append(0)
+                    self.found.append(0)
+                    self.held_nodes.append(0)
+                node = following
+            self.found[node] = len(stop)
+        nodes = deque(node for _, node in children[0])
+        while nodes:
+            node = nodes.popleft()
+            if not self.found[node]:
+                self.found[node] = self.found[self.fallbacks[node]]
+            self.held_nodes[node] = node if children[node] else self.held_nodes[self.fallbacks[node]]
+            for character, child in children[node]:
+                self.fallbacks[child] = self.step(self.fallbacks[node], character)
+                nodes.append(child)
+
+    def step(self, node: int, character: str) -> int:
+        """The node after one more character."""
+        while True:
+            following = self.edges.get((node, character))
+            if following is not None:
+                return following
+            if not node:
+                return 0
+            node = self.fallbacks[node]
+
+
+_automata: WeakValueDictionary[tuple[str, ...], StopAutomaton] = WeakValueDictionary()
+
+
+def stop_automaton(stops: tuple[str, ...]) -> StopAutomaton:
+    """The automaton of these strings; the outputs of a request, and requests alike, share one while any of them is there."""
+    found = _automata.get(stops)
+    if found is None:
+        found = _automata[stops] = StopAutomaton(stops)
+    return found
+
+
+class StopSearch:
+    """A search of one text, which holds back what may begin a stop string."""
+
+    __slots__ = ("_automaton", "_has_searched", "_node", "held")
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._automaton = stop_automaton(stops)
+        self._node = 0
+        self._has_searched = False
+        self.held = ""
+        """The end of the text so far, as far as it begins a stop string."""
+
+    def push(self, text: str, may_stop: bool) -> tuple[str, str | None]:
+        """Take in more text: what is certain not to belong to a stop string, and the stop string that ends the text, if one does.
+
+        With `may_stop`, the text ends before the stop string that begins first, the least of those that begin there; a stop string
+        that was complete before that counts while it is held back.
+        """
+        automaton, node = self._automaton, self._node
+        if not node and automaton.beginnings.isdisjoint(text):
+            return text, None
+        text, num_held = self.held + text, len(self.held)
+        if may_stop and not self._has_searched:
+            self._has_searched = True
+            node, num_held = 0, 0  # once: what was held back has not been searched
+        start, end, place = len(text), 0, num_held
+        while place < len(text):
+            node = automaton.step(node, text[place])
+            place += 1
+            length = automaton.found[node]
+            if may_stop and length and place - length < start:
+                start, end = place - length, place
+        if end:
+            self.held = ""
+            return text[:start], text[start:end]
+        self._node = automaton.held_nodes[node]
+        keep = automaton.depths[self._node]
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
