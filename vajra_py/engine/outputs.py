@@ -55,7 +55,7 @@ class OutputBuffer:
 
     @property
     def text(self) -> str:
-        """What a client may see: without the stop string that ended it; complete once the request has ended."""
+        """What a client may see: without the stop string that ended it, unless it is wanted; complete once the request has ended."""
         if self.stream is not None:
             unread = self.unread()
             if unread:
@@ -83,7 +83,8 @@ class OutputBuffer:
 
     def unread(self) -> list[int]:
         """Tokens that are to become text."""
-        end = len(self.token_ids) - isinstance(self.stopped_by, int)
+        is_left_out = isinstance(self.stopped_by, int) and not self.sampling.include_stop_str_in_output
+        end = len(self.token_ids) - is_left_out
         return self.token_ids[self._num_read : end]
 
     def read(self, text: str) -> None:
@@ -102,7 +103,8 @@ class OutputBuffer:
             found = [(place, stop) for stop in stops if (place := self._held.find(stop)) >= 0]
             if found:
                 place, self.stopped_by = min(found)
-                self._text += self._held[:place]
+                shown = place + len(self.stopped_by) * self.sampling.include_stop_str_in_output
+                self._text += self._held[:shown]
                 self._held = ""
                 return
         keep = _longest_beginning(self._held, stops)
@@ -148,6 +150,7 @@ class Submission:
         collected: what comes out.
         content: segments that identify the prompt in the prefix cache; None: its tokens do.
         shares: whether its prompt's blocks may be shared at all.
+        salt: only requests with the same one share prefixes; None: as the settings say.
         num_output_tokens: after how many tokens it ends, where that is known beforehand.
         sent_at: when its client sent it, in ticks; None: when it is taken in.
         on_progress: who is told.
@@ -161,13 +164,14 @@ class Submission:
     content: tuple[tuple[SegmentId, int], ...] | None = None
     shares: bool = True
     num_output_tokens: int | None = None
+    salt: str | None = None
     sent_at: int | None = None
     on_progress: OnProgress | None = None
     follows_steps: bool = True
 
     def block_hashes(self, block_size: int, tenant_salt: bool) -> BlockHashes:
         """What identifies its blocks in a prefix cache; with `tenant_salt`, only among requests of its tenant."""
-        salt = self.facts.tenant if tenant_salt else ""
+        salt = self.salt if self.salt is not None else self.facts.tenant if tenant_salt else ""
         if self.content is not None:
             return SegmentBlockHashes(self.content, self.facts.request_id, block_size, salt)
         if self.shares:
@@ -178,4 +182,4 @@ class Submission:
         """The entry of the input log that says it was taken in at tick `now`."""
         by_tokens = self.shares and self.content is None
         tokens = tuple(self.prompt_token_ids) if by_tokens else None
-        return Arrival(now, arrived_at, self.facts, self.content, tokens, self.num_output_tokens)
+        return Arrival(now, arrived_at, self.facts, self.content, tokens, self.num_output_tokens, self.salt)
