@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from vajra_py.engine.compute import Ahead, Chunk, NewRow, StepInput, StepOutput, TableUpdate, TokenLogprobs
-from vajra_py.engine.compute.interface import needs_outputs, needs_prompt
+from vajra_py.engine.compute.interface import LOST_ROW, NOTHING_LEFT, forbids_tokens, needs_outputs, needs_prompt
 from vajra_py.engine.outputs import OutputBuffer, Submission, detokenize
 from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.requests.decode_pool import DecodePool
@@ -188,6 +188,9 @@ class EngineExecutor:
         searched: dict[Request, OutputBuffer] = {}
         step, logprobs, faults = self._steps.popleft(), output.logprobs, output.faults
         faulty = {step.entries[slot]: why for slot, why in faults.items() if slot in step.entries}
+        for request, why in faulty.items():
+            if why == LOST_ROW and forbids_tokens(self._submissions[request].collected.sampling):
+                faulty[request] = NOTHING_LEFT
         failed = {request: f"{request.request_id}: {why}" for request, why in faulty.items()}
         for request in failed:
             self._submissions[request].collected.is_faulty = True

@@ -103,8 +103,9 @@ class OutputBuffer:
             found = [(place, stop) for stop in stops if (place := self._held.find(stop)) >= 0]
             if found:
                 place, self.stopped_by = min(found)
-                shown = place + len(self.stopped_by) * self.sampling.include_stop_str_in_output
-                self._text += self._held[:shown]
+                self._text += self._held[:place]
+                if self.sampling.include_stop_str_in_output:
+                    self._text += self.stopped_by
                 self._held = ""
                 return
         keep = _longest_beginning(self._held, stops)

@@ -129,6 +129,8 @@ def _config(service: Service, connections: Connections) -> uvicorn.Config:
         http=cast(Any, connections.make),  # what uvicorn calls for each connection; it need not be a class
         log_config=None,
         access_log=False,
+        proxy_headers=bool(options.forwarded_allow_ips),
+        forwarded_allow_ips=list(options.forwarded_allow_ips),
         server_header=False,
         timeout_keep_alive=service.options.idle_timeout_s,  # type: ignore[arg-type]
         timeout_graceful_shutdown=int(_LAST_BYTES_S),
@@ -181,11 +183,20 @@ def bind_unix(path: Path) -> socket.socket:
     return bound
 
 
+def _unlink(path: Path, made: os.stat_result | None) -> None:
+    """Remove a Unix socket, unless another server's is there by now."""
+    with suppress(OSError):
+        found = path.stat()
+        if made is not None and (found.st_dev, found.st_ino) == (made.st_dev, made.st_ino):
+            path.unlink()
+
+
 def serve(service: Service, on_listening: Callable[[str], None]) -> None:
     """Listen and answer until a signal comes. Raises what ended the engine, if anything did."""
     options = service.options
     options.check()
     bound = bind(options.host, options.port) if options.uds is None else bind_unix(options.uds)
+    made = None if options.uds is None else options.uds.stat()
     server = DrainingServer(service)
     server.on_listening = lambda: on_listening(_address(bound, options))
     try:
@@ -193,7 +204,6 @@ def serve(service: Service, on_listening: Callable[[str], None]) -> None:
     finally:
         bound.close()
         if options.uds is not None:
-            with suppress(FileNotFoundError):
-                os.unlink(options.uds)
+            _unlink(options.uds, made)
     if service.session.error is not None:
         raise service.session.error

@@ -20,6 +20,11 @@ from typing import Protocol
 
 from vajra_py.runtime.kv import BlockCopy
 
+LOST_ROW = "its logits are not finite numbers, so that no token can be sampled"
+"""Why a row gave no token that has no finite logit."""
+NOTHING_LEFT = "its allowed_token_ids, bad_words and min_tokens leave no token that can be sampled"
+"""The same of a row that forbids tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -402,6 +407,11 @@ class ForeseeingRunner(ModelRunner, Protocol):
 
         Raises like `submit`. Without this call it is computed with the step that counts on it.
         """
+
+
+def forbids_tokens(sampling: SamplingParams) -> bool:
+    """Whether it may leave no token to sample."""
+    return sampling.allowed_token_ids is not None or bool(sampling.bad_words_token_ids)
 
 
 def needs_history(sampling: SamplingParams) -> bool:

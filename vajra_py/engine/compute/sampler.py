@@ -35,8 +35,6 @@ Logprobs = tuple[list[int], PendingLogprobs]
 _NEG_INF = float("-inf")
 NO_TOKEN = -1
 """In the place of a token of a row that cannot be sampled."""
-LOST_ROW = "its logits are not finite numbers, so that no token can be sampled"
-"""What is said of such a row."""
 
 
 @dataclass(slots=True)
