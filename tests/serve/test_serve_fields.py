@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -510,3 +510,50 @@ def test_the_bodys_own_shape(client: httpx.Client) -> None:
         "/v1/completions", json={"model": "tiny", "prompt": TEXT, "max_tokens": 1}, headers={"x-slo-ttft-ms": "0.001"}
     )
     assert fine.status_code == 200
+
+
+# Recordings
+
+
+def test_a_session_of_constrained_and_salted_requests_replays_equal(
+    tiny_model: Path, tmp_path: Path, start_server_process: Callable[..., ServerProcess], until: Callable[..., None]
+) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from vajra_py.experiment.replay import replay
+
+    folder = tmp_path / "session"
+    flags = ["--num-gpu-blocks-override", "24", "--block-size", "16", "--max-model-len", "256", "--max-num-seqs", "8"]
+    server = start_server_process("--model", str(tiny_model), *flags, "--save-run", str(folder))
+    more: list[dict[str, Any]] = [
+        {"cache_salt": "a"},
+        {"cache_salt": "b", "allowed_token_ids": [40, 41, 42, 43], "bad_words": ["a", "the river"]},
+        {"logit_bias": {"50": 4, "51": -100}, "prompt_logprobs": 2},
+        {"bad_words": ["old man", "x y"], "stop": ["zzz"], "include_stop_str_in_output": True},
+    ]
+    bodies = [
+        {"model": "tiny", "prompt": [9 + k % 50 for k in range(70)], "max_tokens": 60, "ignore_eos": True}
+        | {"temperature": 0.7 * (number % 2), "seed": number, "return_token_ids": True, **more[number % 4]}
+        for number in range(16)
+    ]
+    try:
+        until(lambda: httpx.get(f"{server.url}/ready").status_code == 200, "the server is ready", 240)
+
+        def ask(body: dict[str, Any]) -> list[int]:
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+            assert answer.status_code == 200, answer.text
+            tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+            return tokens
+
+        with ThreadPoolExecutor(8) as pool:
+            together = list(pool.map(ask, bodies))
+        numbers = httpx.get(f"{server.url}/metrics").text
+        alone = [ask(body) for body in bodies]
+    finally:
+        assert server.terminate() == 0, "".join(server.log)
+    assert together == alone
+    assert float(numbers.partition("vajra:num_preemptions_total{")[2].split("} ")[1].split("\n")[0]) > 0
+    report = replay(folder)
+    assert report.difference is None
+    assert report.num_requests == 32
+    assert "cache_salt" not in (folder / "manifest.json").read_text()

@@ -14,7 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
+from vajra_py.engine.compute import RunnerOptions
+from vajra_py.engine.processes import ProcessWorker
 from vajra_py.serve.logs import JsonFormatter, SaysOnce, TextFormatter, logging_to_stderr
+from vajra_py.testing.fake_runner import FakeRunner
 
 BODY = {"model": "puppet", "prompt": [1, 2, 3], "max_tokens": 2}
 
@@ -417,3 +420,43 @@ def test_swaps_have_the_limits_of_other_bodies(puppet_server: Callable[..., Any]
     assert httpx.post(f"{server.url}/admin/policy", content=b"{}").status_code == 400  # not said to be JSON
     assert httpx.get(f"{server.url}/admin/policy").json() == before
     assert swap(server, params={"chunk_size": 256}).status_code == 200
+
+
+# Logs of workers
+
+
+class Talkative(FakeRunner):
+    """Says something while it is loaded."""
+
+    def __init__(self, options: RunnerOptions) -> None:
+        super().__init__(options)
+        logging.getLogger("vajra_py.engine.compute.runner").warning("slot %d is left out", 3)
+        logging.getLogger("vajra_py.engine.compute.runner").debug("not wanted")
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_worker_processes_write_lines_as_their_server_does(
+    log_format: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # the process finds this module
+    with logging_to_stderr(log_format, "info"):
+        worker = ProcessWorker(("default", 0), RunnerOptions(model="none"), 0, Talkative)
+        try:
+            worker.wait_loaded()
+        finally:
+            worker.close()
+    (line,) = capfd.readouterr().err.splitlines()
+    if log_format == "json":
+        assert json.loads(line)["message"] == "slot 3 is left out"
+    else:
+        assert re.fullmatch(r"\S+Z WARNING vajra_py\.engine\.compute\.runner: slot 3 is left out", line)
+
+
+def test_what_the_server_fails_to_answer_is_a_warning(
+    puppet_server: Callable[..., Any], lines: Callable[[], list[str]]
+) -> None:
+    server = puppet_server(engine={"recovery": {"max_restarts": 0}})
+    server.strings.breaks = True
+    assert server.post().status_code == 503
+    server.thread.join(60)
+    assert [one for one in lines() if " WARNING vajra_py.serve.access: " in one and " 503 " in one]
