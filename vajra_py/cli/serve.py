@@ -137,14 +137,6 @@ def _server_options(command: click.Command | Any) -> Any:
     options = (
         click.option("--host", default=default.host, show_default=True, help="Address to listen on."),
         click.option("--port", type=int, default=default.port, show_default=True, help="0 takes a free one."),
-        click.option(
-            "--api-key",
-            multiple=True,
-            help=f"Bearer key that requests must carry; better: the variable {API_KEY_VARIABLE}. May be repeated.",
-        ),
-        click.option(
-            "--api-key-file", type=_PATH, help="Keys, a line each: KEY, or KEY and the TENANT that it stands for."
-        ),
         click.option("--served-model-name", "served_names", multiple=True, help="Name of the model. May be repeated."),
         click.option(
             "--max-choices",
@@ -189,8 +181,6 @@ def _server_options(command: click.Command | Any) -> Any:
             "--admin-api-key",
             help=f"Bearer key of /admin, in the place of --api-key; better: the variable {ADMIN_KEY_VARIABLE}.",
         ),
-        click.option("--guard-health", is_flag=True, help="Ask for the key at /health and /ready too."),
-        click.option("--guard-metrics", is_flag=True, help="Ask for the key at /metrics too."),
         click.option("--save-run", type=click.Path(path_type=Path), help="Keep the session as a run in this folder."),
     )
     for option in reversed(options):
@@ -223,10 +213,24 @@ def _listed(values: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _doors(command: click.Command | Any) -> Any:
-    """Who may use the server, besides whoever has a key."""
-    command = click.option(
-        "--allow-credentials", is_flag=True, help="Pages of --allowed-origins may send cookies and the like."
-    )(command)
+    """Who may use the server: keys, names, browsers, proxies."""
+    options = (
+        click.option(
+            "--api-key",
+            multiple=True,
+            help=f"Bearer key that requests must carry; better: the variable {API_KEY_VARIABLE}. May be repeated.",
+        ),
+        click.option(
+            "--api-key-file", type=_PATH, help="Keys, a line each: KEY, or KEY and the TENANT that it stands for."
+        ),
+        click.option("--guard-health", is_flag=True, help="Ask for the key at /health and /ready too."),
+        click.option("--guard-metrics", is_flag=True, help="Ask for the key at /metrics too."),
+        click.option(
+            "--allow-credentials", is_flag=True, help="Pages of --allowed-origins may send cookies and the like."
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
     for flag, says in reversed(_LISTS.items()):
         command = click.option(flag, multiple=True, help=f"{says} May be repeated.")(command)
     return command
