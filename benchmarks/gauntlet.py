@@ -26,6 +26,7 @@ from typing import Any
 
 import flood
 import gauntlet_doors
+import gauntlet_fields
 import httpx
 from gauntlet_clients import ADMIN_KEY, KEY, Tally, bodies, innocents, siege
 from gauntlet_parts import Given, Part, serve, sized
@@ -137,6 +138,7 @@ PARTS = [
     Part("kills", 0.2, part_kills),
     Part("end", 0.0, part_end),
     *gauntlet_doors.PARTS,
+    *gauntlet_fields.PARTS,
     *(Part(preset, 0.3 / len(PRESETS), partial(part_preset, preset)) for preset in PRESETS),
 ]
 """In the order in which they run; a file of further parts adds its own list here."""

@@ -155,7 +155,7 @@ def test_a_prompt_that_cannot_fit_is_not_tokenized_whole() -> None:
     tokenizer, tokenizing = Letters(), Tokenizing()
 
     async def ask() -> None:
-        await tokenizing.tokens(tokenizer, "a" * 2**23, 1000, param="prompt")
+        await tokenizing.tokens(tokenizer, "a" * 2**23, 1000, param="prompt", is_rendered=False)
 
     with pytest.raises(ApiError, match="Allowed: up to 999 tokens") as error:
         asyncio.run(ask())
@@ -171,7 +171,7 @@ def test_prompts_take_turns_and_one_that_fits_is_tokenized_as_it_stands() -> Non
         texts = ("a" * 100_000, "b" * 100_000, "c" * (SHORT_TEXT + 1))
         return await asyncio.gather(
             *(
-                tokenizing.tokens(tokenizer, text, most, param="prompt")
+                tokenizing.tokens(tokenizer, text, most, param="prompt", is_rendered=False)
                 for text, most in zip(texts, (90_000, 200_000, 9_999), strict=True)
             ),
             return_exceptions=True,

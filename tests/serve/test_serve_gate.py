@@ -30,7 +30,8 @@ BROKEN: list[tuple[str, Any, str | None]] = [
     ("an unknown stop token", {"model": "puppet", "prompt": [1], "stop_token_ids": [1000]}, "stop_token_ids"),
     ("stream options without a stream", {"model": "puppet", "prompt": [1], "stream_options": {}}, None),
     ("an empty stop", {"model": "puppet", "prompt": [1], "stop": ["a", ""]}, None),
-    ("what is not supported", {"model": "puppet", "prompt": [1], "logit_bias": {"1": 2.0}}, "logit_bias"),
+    ("what is not supported", {"model": "puppet", "prompt": [1], "suffix": "x"}, "suffix"),
+    ("a field of chats", {"model": "puppet", "prompt": [1], "max_completion_tokens": 3}, "max_completion_tokens"),
     ("a list", [1, 2], None),
     ("nothing", None, None),
 ]

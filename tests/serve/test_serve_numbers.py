@@ -38,7 +38,7 @@ def traffic(server: Any) -> None:
             "user": f"tenant-{number % 2}",
             "slo_class": "chat",
             "ttft_slo_ms": 1e-3 if number == 3 else 1e9,
-            "tbt_slo_ms": 1e-6 if number > 1 else 1e9,
+            "tbt_slo_ms": 1e-3 if number > 1 else 1e9,
         }
         assert server.post(prompt=[5] * 40, max_tokens=6, **body).status_code == 200
     assert server.post(prompt=[1], temperature=-1).status_code == 400

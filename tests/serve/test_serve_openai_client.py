@@ -207,7 +207,7 @@ def test_what_other_servers_do_is_refused_by_name(client: openai.OpenAI) -> None
     with pytest.raises(openai.BadRequestError) as tools:
         chat(client, tools=[tool])
     assert (tools.value.param, tools.value.code) == ("tools", "not_supported")
-    assert "tools is not supported: this server has no tool calls" in tools.value.message
+    assert "tools is not supported: this server does not offer tool calls" in tools.value.message
     with pytest.raises(openai.BadRequestError) as structured:
         chat(client, response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {}}})
     assert structured.value.code == "not_supported"

@@ -15,6 +15,8 @@ from schemathesis.checks import CHECKS, load_all_checks
 PATHS = {
     "/v1/completions",
     "/v1/chat/completions",
+    "/tokenize",
+    "/detokenize",
     "/v1/models",
     "/v1/models/{name}",
     "/health",
@@ -30,6 +32,7 @@ KEPT = (
     "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "seed", "ignore_eos", "return_token_ids", "priority", "slo_class", "ttft_slo_ms", "tpot_slo_ms", "tbt_slo_ms",
     "deadline_ms", "session_id", "user", "metadata", "logprobs", "stream",
+    "add_special_tokens", "skip_special_tokens", "include_stop_str_in_output", "return_tokens_as_token_ids", "cache_salt",
 )  # fmt: skip
 
 

@@ -64,6 +64,14 @@ FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
     "idle_timeout_s": (("--idle-timeout", "0.5"), 0.5),
     "send_timeout_s": (("--send-timeout", "0.5"), 0.5),
     "guard_health": (("--guard-health",), True),
+    "guard_metrics": (("--guard-metrics",), True),
+    "api_key_file": (("--api-key-file", "keys"), Path("keys")),
+    "allowed_hosts": (("--allowed-hosts", "a", "--allowed-hosts", "*.b, c"), ("a", "*.b", "c")),
+    "allowed_origins": (("--allowed-origins", '["http://a", "http://b"]'), ("http://a", "http://b")),
+    "allowed_methods": (("--allowed-methods", "PUT"), ("PUT",)),
+    "allowed_headers": (("--allowed-headers", "x-a,x-b"), ("x-a", "x-b")),
+    "allow_credentials": (("--allow-credentials",), True),
+    "forwarded_allow_ips": (("--forwarded-allow-ips", "10.0.0.1", "--forwarded-allow-ips", "*"), ("10.0.0.1", "*")),
     "max_choices": (("--max-choices", "7"), 7),
     "max_concurrent": (("--max-concurrent", "7"), 7),
     "strict_fields": (("--strict-fields",), True),
@@ -111,6 +119,7 @@ def test_secrets_come_from_the_environment_and_a_flag_wins(
     found = options.api_key, options.admin_api_key, options.ssl_keyfile_password
     assert found == tuple(f"of {name}" for name in SECRETS)
     assert started("--api-key", "mine").api_key == "mine"
+    assert started("--api-key", "mine", "--api-key", "yours").api_key == ("mine", "yours")
 
 
 def test_an_empty_variable_is_no_key(started: Callable[..., ServeOptions], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +200,14 @@ INFINITY = float("inf")
         ({"ssl_certfile": Path("nowhere.pem")}, "ssl_certfile: is not a file (nowhere.pem)"),
         ({"ssl_keyfile": Path(__file__)}, "ssl_certfile: is missing, and TLS is asked for"),
         ({"ssl_ca_certs": Path(__file__)}, "ssl_certfile: is missing, and TLS is asked for"),
+        ({"api_key": ("fine", "not fine")}, "api_key: has characters that a header cannot carry"),
+        ({"api_key_file": Path("nowhere.txt")}, "api_key_file: cannot be read ("),
+        ({"api_key": ("k",), "admin": True}, "admin_api_key: is missing"),
+        ({"allowed_hosts": ("a:80",)}, "allowed_hosts: has what is not a name ('a:80')"),
+        ({"allowed_origins": ("chat.example.org",)}, "allowed_origins: has what is not an origin ('chat.example.org')"),
+        ({"allow_credentials": True}, "allow_credentials: needs origins by name"),
+        ({"allow_credentials": True, "allowed_origins": ("*",)}, "allow_credentials: needs origins by name"),
+        ({"forwarded_allow_ips": ("proxy",)}, "forwarded_allow_ips: has what is no address ('proxy')"),
         ({"root_path": "llm"}, "root_path: is not a prefix of paths ('llm'). Allowed: such as /llm"),
         ({"root_path": "/llm/"}, "root_path: is not a prefix of paths ('/llm/')"),
         ({"root_path": "/a?b"}, "root_path: is not a prefix of paths ('/a?b')"),

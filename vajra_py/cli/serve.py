@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import sys
@@ -136,9 +137,6 @@ def _server_options(command: click.Command | Any) -> Any:
     options = (
         click.option("--host", default=default.host, show_default=True, help="Address to listen on."),
         click.option("--port", type=int, default=default.port, show_default=True, help="0 takes a free one."),
-        click.option(
-            "--api-key", help=f"Bearer key that requests must carry; better: the variable {API_KEY_VARIABLE}."
-        ),
         click.option("--served-model-name", "served_names", multiple=True, help="Name of the model. May be repeated."),
         click.option(
             "--max-choices",
@@ -183,11 +181,58 @@ def _server_options(command: click.Command | Any) -> Any:
             "--admin-api-key",
             help=f"Bearer key of /admin, in the place of --api-key; better: the variable {ADMIN_KEY_VARIABLE}.",
         ),
-        click.option("--guard-health", is_flag=True, help="Ask for the key at /health and /ready too."),
         click.option("--save-run", type=click.Path(path_type=Path), help="Keep the session as a run in this folder."),
     )
     for option in reversed(options):
         command = option(command)
+    return command
+
+
+_LISTS = {
+    "--allowed-hosts": "Name that clients may call the server by, *.NAME for all below; without it: any.",
+    "--allowed-origins": "Origin whose pages browsers let use the server, * for all; without it: none.",
+    "--allowed-methods": "Method that such pages may use; without it: GET and POST.",
+    "--allowed-headers": "Header that they may send; without it: any.",
+    "--forwarded-allow-ips": "Proxy, or network of proxies, whose X-Forwarded-For is believed, * for all; without it: none.",
+}
+"""Options that may be repeated, or have a JSON list as vLLM's have, or commas between."""
+
+
+def _listed(values: tuple[str, ...]) -> tuple[str, ...]:
+    """Every entry of values that are entries, lists of them in JSON, or entries with commas between."""
+    found: list[str] = []
+    for value in values:
+        if value.startswith('["'):
+            try:
+                found += map(str, json.loads(value))
+            except ValueError as error:
+                raise click.BadParameter(f"is not a JSON list ({error})") from None
+        else:
+            found += filter(None, map(str.strip, value.split(",")))
+    return tuple(found)
+
+
+def _doors(command: click.Command | Any) -> Any:
+    """Who may use the server: keys, names, browsers, proxies."""
+    options = (
+        click.option(
+            "--api-key",
+            multiple=True,
+            help=f"Bearer key that requests must carry; better: the variable {API_KEY_VARIABLE}. May be repeated.",
+        ),
+        click.option(
+            "--api-key-file", type=_PATH, help="Keys, a line each: KEY, or KEY and the TENANT that it stands for."
+        ),
+        click.option("--guard-health", is_flag=True, help="Ask for the key at /health and /ready too."),
+        click.option("--guard-metrics", is_flag=True, help="Ask for the key at /metrics too."),
+        click.option(
+            "--allow-credentials", is_flag=True, help="Pages of --allowed-origins may send cookies and the like."
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    for flag, says in reversed(_LISTS.items()):
+        command = click.option(flag, multiple=True, help=f"{says} May be repeated.")(command)
     return command
 
 
@@ -197,6 +242,7 @@ def _server_options(command: click.Command | Any) -> Any:
 @on_option
 @_flags
 @_server_options
+@_doors
 @_operations
 @_limits
 def serve(file: Path | None, overrides: tuple[str, ...], on: str, **given: Any) -> None:
@@ -218,11 +264,18 @@ def serve(file: Path | None, overrides: tuple[str, ...], on: str, **given: Any) 
             message = f"do not go with an experiment file ({', '.join(said)})"
             raise ConfigError(Problem("serve", message, "Write it into the file, or `--set PATH=VALUE`"))
         config = config_of_file(file, overrides, registry)
+    for flag in _LISTS:
+        name = flag[2:].replace("-", "_")
+        entries = _listed(given.pop(name))
+        if entries:
+            given[name] = entries
+    keys = given["api_key"]
+    given["api_key"] = keys if len(keys) > 1 else keys[0] if keys else None
     for name, variable in _SECRETS.items():
         given[name] = given[name] or os.environ.get(variable) or None
     if not given["admin"] and os.environ.get(ADMIN_KEY_VARIABLE) == given["admin_api_key"]:
         given["admin_api_key"] = None
-    if given["host"] not in LOOPBACK and given["uds"] is None and given["api_key"] is None:
+    if given["host"] not in LOOPBACK and given["uds"] is None and not (given["api_key"] or given["api_key_file"]):
         click.echo(f"anyone who reaches {given['host']} can use this server: there is no --api-key", err=True)
     with ray_cluster(on) as cluster:
         _run(config, registry, given, cluster)

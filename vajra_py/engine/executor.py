@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from vajra_py.engine.compute import Ahead, Chunk, NewRow, StepInput, StepOutput, TableUpdate, TokenLogprobs
-from vajra_py.engine.compute.interface import needs_history, needs_prompt
+from vajra_py.engine.compute.interface import LOST_ROW, NOTHING_LEFT, forbids_tokens, needs_outputs, needs_prompt
 from vajra_py.engine.outputs import OutputBuffer, Submission, detokenize
 from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.requests.decode_pool import DecodePool
@@ -166,7 +166,7 @@ class EngineExecutor:
     def foreseen(self, rows: Iterable[tuple[Request, int]], max_model_len: int, num_spare: int) -> Ahead | None:
         """One more decode of (request, tokens computed by then); None without any, or when they must not be begun ahead.
 
-        Penalties and log-probabilities would have to be taken back with a row that is dropped. At most `num_spare` rows may
+        Penalties, bad words and log-probabilities would have to be taken back with a row that is dropped. At most `num_spare` rows may
         need a block.
         """
         decodes, growing = [], []
@@ -188,6 +188,9 @@ class EngineExecutor:
         searched: dict[Request, OutputBuffer] = {}
         step, logprobs, faults = self._steps.popleft(), output.logprobs, output.faults
         faulty = {step.entries[slot]: why for slot, why in faults.items() if slot in step.entries}
+        for request, why in faulty.items():
+            if why == LOST_ROW and forbids_tokens(self._submissions[request].collected.sampling):
+                faulty[request] = NOTHING_LEFT
         failed = {request: f"{request.request_id}: {why}" for request, why in faulty.items()}
         for request in failed:
             self._submissions[request].collected.is_faulty = True
@@ -297,7 +300,7 @@ class EngineExecutor:
         row = self._rows.get(request)
         if row is None:
             sampling = self._submissions[request].collected.sampling
-            is_foreseeable = sampling.logprobs is None and not needs_history(sampling)
+            is_foreseeable = sampling.logprobs is None and not needs_outputs(sampling)
             row = self._rows[request] = _Row(heapq.heappop(self._free), is_foreseeable=is_foreseeable)
             changes.new.append(self._new_row(request, row.slot))
         return row
@@ -312,10 +315,9 @@ class EngineExecutor:
     def _new_row(self, request: Request, slot: int) -> NewRow:
         submission = self._submissions[request]
         sampling, outputs = submission.collected.sampling, submission.collected.token_ids
-        if not needs_prompt(sampling):
-            return NewRow(slot, sampling, submission.seed, num_output_tokens=len(outputs))
-        prompt = list(submission.prompt_token_ids)
-        return NewRow(slot, sampling, submission.seed, prompt, list(outputs), len(outputs))
+        prompt = list(submission.prompt_token_ids) if needs_prompt(sampling) else ()
+        told = list(outputs) if needs_outputs(sampling) or prompt else ()
+        return NewRow(slot, sampling, submission.seed, prompt, told, len(outputs))
 
     def _make_room(self, requests: Sequence[Request]) -> None:
         """Free the slots of the longest-known requests that are not these of a step, when it would run out of them."""

@@ -27,10 +27,10 @@ from vajra_py.engine.build import Engine
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
 from vajra_py.engine.config import MODEL_BACKENDS, ModelBackendConfig
 from vajra_py.engine.outputs import OutputBuffer, Submission
-from vajra_py.engine.params import check_prompt, check_sampling
+from vajra_py.engine.params import check_backend, check_prompt, check_sampling
 from vajra_py.engine.prompts import request_seed
 from vajra_py.engine.services import engine_services
-from vajra_py.engine.tokenizer import HubTokenizer, Tokenizer, has_tokenizer, text_stream
+from vajra_py.engine.tokenizer import HubTokenizer, Tokenizer, has_tokenizer, text_stream, with_bad_words
 from vajra_py.errors import ConfigError, ExecutorError, Problem, VajraError, did_you_mean
 from vajra_py.plugins import load_registry
 from vajra_py.runtime.requests.request import Request, RequestFacts
@@ -176,6 +176,7 @@ class RequestMaker:
 
     def __init__(self, config: ExperimentConfig, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self._seed = config.seed
+        self._backend = config.backend.kind
         self._facts = engine.facts
         self._limits = engine.prompt_limits()
         self._tokenizer = tokenizer
@@ -184,6 +185,10 @@ class RequestMaker:
     def make(self, prompt: Prompt, params: SamplingParams, where: str = "prompt") -> Submission:
         """One request. Raises `ConfigError`."""
         check_sampling(params, "sampling", self._limits.vocab_size)
+        if params.bad_words:
+            params = with_bad_words(params, self._tokenizer)
+            check_sampling(params, "sampling", self._limits.vocab_size)
+        check_backend(params, self._backend)
         if params.stop and self._tokenizer is None:
             raise ConfigError(Problem("sampling.stop", "needs a tokenizer, and the model has none"))
         tokens = self._tokens(prompt, where)

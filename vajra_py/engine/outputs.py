@@ -55,7 +55,7 @@ class OutputBuffer:
 
     @property
     def text(self) -> str:
-        """What a client may see: without the stop string that ended it; complete once the request has ended."""
+        """What a client may see: without the stop string that ended it, unless it is wanted; complete once the request has ended."""
         if self.stream is not None:
             unread = self.unread()
             if unread:
@@ -83,7 +83,8 @@ class OutputBuffer:
 
     def unread(self) -> list[int]:
         """Tokens that are to become text."""
-        end = len(self.token_ids) - isinstance(self.stopped_by, int)
+        is_left_out = isinstance(self.stopped_by, int) and not self.sampling.include_stop_str_in_output
+        end = len(self.token_ids) - is_left_out
         return self.token_ids[self._num_read : end]
 
     def read(self, text: str) -> None:
@@ -96,6 +97,8 @@ class OutputBuffer:
         self._text += shown
         if found is not None:
             self.stopped_by = found
+            if self.sampling.include_stop_str_in_output:
+                self._text += found
 
     def finish(self) -> None:
         """No more tokens come: what was held back is text after all."""
@@ -125,6 +128,7 @@ class Submission:
         collected: what comes out.
         content: segments that identify the prompt in the prefix cache; None: its tokens do.
         shares: whether its prompt's blocks may be shared at all.
+        salt: only requests with the same one share prefixes; None: as the settings say.
         num_output_tokens: after how many tokens it ends, where that is known beforehand.
         sent_at: when its client sent it, in ticks; None: when it is taken in.
         on_progress: who is told.
@@ -138,13 +142,14 @@ class Submission:
     content: tuple[tuple[SegmentId, int], ...] | None = None
     shares: bool = True
     num_output_tokens: int | None = None
+    salt: str | None = None
     sent_at: int | None = None
     on_progress: OnProgress | None = None
     follows_steps: bool = True
 
     def block_hashes(self, block_size: int, tenant_salt: bool) -> BlockHashes:
         """What identifies its blocks in a prefix cache; with `tenant_salt`, only among requests of its tenant."""
-        salt = self.facts.tenant if tenant_salt else ""
+        salt = self.salt if self.salt is not None else self.facts.tenant if tenant_salt else ""
         if self.content is not None:
             return SegmentBlockHashes(self.content, self.facts.request_id, block_size, salt)
         if self.shares:
@@ -155,4 +160,4 @@ class Submission:
         """The entry of the input log that says it was taken in at tick `now`."""
         by_tokens = self.shares and self.content is None
         tokens = tuple(self.prompt_token_ids) if by_tokens else None
-        return Arrival(now, arrived_at, self.facts, self.content, tokens, self.num_output_tokens)
+        return Arrival(now, arrived_at, self.facts, self.content, tokens, self.num_output_tokens, self.salt)

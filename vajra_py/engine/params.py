@@ -6,14 +6,18 @@ library.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from vajra_py.engine.compute.interface import SamplingParams
 from vajra_py.engine.stop_strings import MAX_ALL_STOP_CHARACTERS, MAX_STOP_CHARACTERS
 from vajra_py.errors import ConfigError, Problem
 
 MAX_LOGPROBS = 100
+MAX_BIASES = 1024
+"""Tokens of `logit_bias`."""
+MAX_BIAS = 100.0
 SMALLEST = 2.0**-126
 """Smallest positive number that float32 holds without losing digits; a device may take smaller ones for 0."""
 LARGEST = (2.0 - 2.0**-23) * 2.0**127
@@ -62,17 +66,19 @@ def check_sampling(params: SamplingParams, where: str = "sampling", vocab_size: 
         message = f"is too long (the longest string has {longest} characters, all together {num_characters})"
         allowed = f"Allowed: up to {MAX_STOP_CHARACTERS} characters each, {MAX_ALL_STOP_CHARACTERS} together"
         problems.append(Problem(f"{where}.stop", message, allowed))
-    num_tokens = LARGEST_COUNT if vocab_size is None else vocab_size
-    wrong = [_shown(token) for token in params.stop_token_ids if not (_is_whole(token) and 0 <= token < num_tokens)]
-    if wrong:
-        most = "" if vocab_size is None else f" to {vocab_size - 1}"
-        problems.append(
-            Problem(
-                f"{where}.stop_token_ids", f"are not tokens of the model ({', '.join(wrong[:5])})", f"Allowed: 0{most}"
-            )
-        )
+    problems += _wrong_tokens(params, where, vocab_size)
+    problems += _wrong_constraints(params, where)
     if problems:
         raise ConfigError(problems)
+
+
+def check_backend(params: SamplingParams, kind: str, where: str = "sampling") -> None:
+    """Raises `ConfigError` for what the workers of this kind of backend cannot compute exactly."""
+    if kind == "vllm" and any(len(word) > 1 for word in params.bad_words_token_ids):
+        message = "has a word of several tokens, which vLLM's workers forget when a request is computed again"
+        raise ConfigError(
+            Problem(f"{where}.bad_words", message, "Allowed: words of one token, or `backend: {engine: …}`")
+        )
 
 
 def _out_of_range(params: SamplingParams, limits: _Range, where: str) -> list[Problem]:
@@ -80,6 +86,49 @@ def _out_of_range(params: SamplingParams, limits: _Range, where: str) -> list[Pr
     if limits.holds(value):
         return []
     return [Problem(f"{where}.{limits.name}", f"is out of range ({_shown(value)})", limits.says)]
+
+
+def _wrong_tokens(params: SamplingParams, where: str, vocab_size: int | None) -> list[Problem]:
+    """Fields that name tokens which the model does not have."""
+    num_tokens = LARGEST_COUNT if vocab_size is None else vocab_size
+    most = "" if vocab_size is None else f" to {vocab_size - 1}"
+    named: dict[str, Iterable[object]] = {
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "logit_bias": (token for token, _ in params.logit_bias),
+        "bad_words_token_ids": (token for word in params.bad_words_token_ids for token in word),
+    }
+    problems = []
+    for name, tokens in named.items():
+        wrong = (_shown(token) for token in tokens if not (_is_whole(token) and 0 <= token < num_tokens))  # type: ignore[operator]
+        few = list(islice(wrong, 5))
+        if few:
+            message = f"are not tokens of the model ({', '.join(few)})"
+            problems.append(Problem(f"{where}.{name}", message, f"Allowed: 0{most}"))
+    return problems
+
+
+def _wrong_constraints(params: SamplingParams, where: str) -> list[Problem]:
+    """What is wrong with the tokens that a request forbids or favours, besides their numbers."""
+    problems = []
+    allowed = params.allowed_token_ids
+    if allowed is not None and not allowed:
+        problems.append(Problem(f"{where}.allowed_token_ids", "is empty", "Allowed: one token or more, or none of it"))
+    if len(params.logit_bias) > MAX_BIASES:
+        message = f"has too many tokens ({len(params.logit_bias)})"
+        problems.append(Problem(f"{where}.logit_bias", message, f"Allowed: up to {MAX_BIASES}"))
+    biases = _Range("logit_bias", -MAX_BIAS, MAX_BIAS, "Allowed: -100 to 100")
+    wrong = [_shown(bias) for _, bias in params.logit_bias if not biases.holds(bias)]
+    if wrong:
+        problems.append(Problem(f"{where}.logit_bias", f"is out of range ({', '.join(wrong[:5])})", biases.says))
+    if any(not word.strip() for word in params.bad_words):
+        problems.append(Problem(f"{where}.bad_words", "has a word without characters", "Allowed: more than blanks"))
+    if any(not word for word in params.bad_words_token_ids):
+        problems.append(Problem(f"{where}.bad_words_token_ids", "has an empty sequence", "Allowed: one token or more"))
+    if allowed and {word[0] for word in params.bad_words_token_ids if len(word) == 1} >= set(allowed):
+        message = "leaves no token: `bad_words` forbid every one of them"
+        problems.append(Problem(f"{where}.allowed_token_ids", message, "Allowed: one token or more besides"))
+    return problems
 
 
 def _shown(value: object) -> str:

@@ -24,10 +24,10 @@ _SENTENCE_PIECE = [
 """Decoders of SentencePiece vocabularies; some strip blanks behind these."""
 
 
-def piece_reader(tokenizer: Any) -> Callable[[int], bytes | None]:
+def piece_reader(tokenizer: Any, *, keeps_special: bool = False) -> Callable[[int], bytes | None]:
     """A function that gives a token's bytes: None for special tokens, which are no text, and for numbers without a token.
 
-    `tokenizer` is one of transformers.
+    `tokenizer` is one of transformers. `keeps_special`: special tokens are text, as the vocabulary writes them.
     """
     added = tokenizer.added_tokens_decoder
     special = {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)}
@@ -39,11 +39,13 @@ def piece_reader(tokenizer: Any) -> Callable[[int], bytes | None]:
 
     @lru_cache(_CACHED_PIECES)
     def read(token_id: int) -> bytes | None:
-        if token_id in special or not 0 <= token_id < size:
+        if (token_id in special and not keeps_special) or not 0 <= token_id < size:
             return None
         name: str | None = tokenizer.convert_ids_to_tokens(token_id)
         if name is None:
             return None
+        if token_id in special:
+            return name.encode()
         if "ByteLevel" in parts:
             return _byte_level(name)
         found = _BYTE.fullmatch(name) if "ByteFallback" in parts else None

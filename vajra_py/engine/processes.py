@@ -35,6 +35,7 @@ from vajra_py.engine.compute import (
 )
 from vajra_py.engine.rank_answers import RankAnswers
 from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, calm_threads, keep_freed_memory, placed, said
+from vajra_py.engine.worker_logs import WorkerLogs
 from vajra_py.errors import ExecutorError
 from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
@@ -43,8 +44,12 @@ _CLOSE_S = 2.0
 """How long processes may take to end by themselves; then, and as long again, to be killed."""
 
 
-def serve_steps(pipe: Connection, options: RunnerOptions, ordinal: int, load: LoadRunner) -> None:
+def serve_steps(
+    pipe: Connection, options: RunnerOptions, ordinal: int, load: LoadRunner, logs: WorkerLogs | None = None
+) -> None:
     """A worker process: load, then answer what comes through the pipe until it is closed."""
+    if logs is not None:
+        logs.install()
     calm_threads()
     keep_freed_memory()
     try:
@@ -128,7 +133,7 @@ class ProcessWorker:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=serve_steps,
-                args=(theirs, replace(options, rank=rank), first_ordinal + rank, load),
+                args=(theirs, replace(options, rank=rank), first_ordinal + rank, load, WorkerLogs.of_this_process()),
                 name=f"vajra-worker-{replica[1]}-{rank}",
                 daemon=True,
             )

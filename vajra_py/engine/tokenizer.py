@@ -7,16 +7,31 @@ only once the tokens so far end in a whole character.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from encodings.utf_8 import IncrementalDecoder
-from functools import partial
+from enum import Enum
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from vajra_py.engine.compute.interface import SamplingParams
 from vajra_py.engine.pieces import piece_reader, stripped_blanks
 from vajra_py.errors import ConfigError, Problem
 
 _INCOMPLETE = "\ufffd"
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+class ChatEnd(Enum):
+    """Where the text of a conversation ends."""
+
+    ANSWER = "answer"
+    """Where the model's answer begins."""
+    MESSAGE = "message"
+    """Within the last message, which the model continues."""
+    NOWHERE = "nowhere"
+    """After the last message."""
 
 
 class Tokenizer(Protocol):
@@ -38,8 +53,15 @@ class Tokenizer(Protocol):
     def piece(self, token_id: int) -> bytes | None:
         """The bytes that a token stands for; None for special tokens and numbers without a token."""
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text of a conversation, up to where the model's answer begins. Raises `ConfigError`."""
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], end: ChatEnd = ChatEnd.ANSWER) -> str:
+        """The text of a conversation. Raises `ConfigError`."""
+
+    @property
+    def with_special(self) -> Tokenizer:
+        """The same tokenizer, which writes special tokens out where it turns tokens into text."""
+
+    def name(self, token_id: int) -> str:
+        """The token as the vocabulary writes it; empty for a number without a token."""
 
 
 class HubTokenizer:
@@ -57,7 +79,7 @@ class HubTokenizer:
         except Exception as error:  # whatever the library meets in a broken file
             reason = " ".join(str(error).split())
             raise ConfigError(Problem(f"model {folder}", f"its tokenizer cannot be loaded ({reason})")) from error
-        self._decode_all = _batch_decoder(self._tokenizer)
+        self._decode_all = _batch_decoder(self._tokenizer, skips_special=True)
         self._piece = piece_reader(self._tokenizer)
         self.stripped_blanks = stripped_blanks(self._tokenizer) if has_plain_decode(self._tokenizer) else None
 
@@ -77,15 +99,51 @@ class HubTokenizer:
         """See `Tokenizer`."""
         return self._piece(token_id)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    @cached_property
+    def with_special(self) -> HubTokenizer:
         """See `Tokenizer`."""
-        if getattr(self._tokenizer, "chat_template", None) is None:
+        other = copy(self)
+        other.__dict__["with_special"] = other
+        other._decode_all = _batch_decoder(self._tokenizer, skips_special=False)
+        other._piece = piece_reader(self._tokenizer, keeps_special=True)
+        return other
+
+    def name(self, token_id: int) -> str:
+        """See `Tokenizer`."""
+        return self._tokenizer.convert_ids_to_tokens(token_id) or ""
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], end: ChatEnd = ChatEnd.ANSWER) -> str:
+        """See `Tokenizer`. Messages of a developer are the system's where the template knows no such role."""
+        template = getattr(self._tokenizer, "chat_template", None)
+        if template is None:
             raise ConfigError(Problem("messages", "the model has no chat template", "Give a prompt instead"))
+        if "developer" not in str(template):
+            messages = [{**one, "role": "system"} if one.get("role") == "developer" else one for one in messages]
+        ends = {"add_generation_prompt": end is ChatEnd.ANSWER, "continue_final_message": end is ChatEnd.MESSAGE}
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **ends)
         except Exception as error:  # templates raise what they like
             raise ConfigError(Problem("messages", f"do not fit the model's chat template ({error})")) from error
         return str(text)
+
+
+def with_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """The same parameters, their `bad_words` among `bad_words_token_ids`. Raises `ConfigError` without a tokenizer.
+
+    Each word is forbidden at a text's beginning, and behind a blank where that makes as many tokens, of which the first is
+    another one: vLLM's rule.
+    """
+    if not params.bad_words:
+        return params
+    if tokenizer is None:
+        raise ConfigError(Problem("sampling.bad_words", "need a tokenizer, and the model has none"))
+    sequences: dict[tuple[int, ...], None] = dict.fromkeys(params.bad_words_token_ids)
+    for word in params.bad_words:
+        alone, behind = (tuple(tokenizer.encode(blank + word.lstrip(), is_rendered=True)) for blank in ("", " "))
+        sequences[alone] = None
+        if len(alone) == len(behind) and alone[:1] != behind[:1]:
+            sequences[behind] = None
+    return replace(params, bad_words=(), bad_words_token_ids=tuple(filter(None, sequences)))
 
 
 def has_plain_decode(tokenizer: Any) -> bool:
@@ -97,14 +155,14 @@ def has_plain_decode(tokenizer: Any) -> bool:
     return isinstance(tokenizer, PreTrainedTokenizerFast) and (kind.decode, kind._decode) == plain
 
 
-def _batch_decoder(tokenizer: Any) -> Callable[[Sequence[Sequence[int]]], list[str]]:
+def _batch_decoder(tokenizer: Any, *, skips_special: bool) -> Callable[[Sequence[Sequence[int]]], list[str]]:
     """What turns sequences of tokens into texts.
 
     A tokenizer that decodes as most do is asked below the library's own layers, which take three times as long as it does.
     """
     if has_plain_decode(tokenizer):
-        return partial(tokenizer.backend_tokenizer.decode_batch, skip_special_tokens=True)
-    decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return partial(tokenizer.backend_tokenizer.decode_batch, skip_special_tokens=skips_special)
+    decode = partial(tokenizer.decode, skip_special_tokens=skips_special, clean_up_tokenization_spaces=False)
     return lambda rows: [str(decode(row)) for row in rows]
 
 

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vajra_py.serve.logs import FIELDS
+from vajra_py.serve.logs import FIELDS, cut
 
 _log = logging.getLogger(__name__)
 DIRECT_SEND = "vajra.send"
@@ -22,7 +22,9 @@ ANSWER_ID = "vajra.answer_id"
 """Under this name a handler may leave the id of its answer for the access log."""
 _HEADER = b"x-request-id"
 _ALLOWED = re.compile(rb"[\x21-\x7e]{1,128}")
-_PROBES = frozenset({"/health", "/ready", "/metrics", "/dashboard/data"})
+PROBES = frozenset({"/health", "/ready"})
+"""Paths by which others find out whether the server serves; what they are answered is no figure of its work."""
+_OFTEN = PROBES | {"/metrics", "/dashboard/data"}
 """Paths that are asked for all the time: what succeeds there is logged as debugging only."""
 
 
@@ -59,20 +61,26 @@ class AccessLog:
             status = status or 500
             raise
         finally:
-            self._statuses[status] += 1
+            if (
+                route_path(scope) not in PROBES
+            ):  # while a model is loaded they get 503 all the time, which is no failure
+                self._statuses[status] += 1
             if self._enabled:
                 self._write(scope, inner.get(ANSWER_ID, ""), status, request_id.decode(), time.perf_counter() - started)
 
     def _write(self, scope: Scope, answer_id: str, status: int, request_id: str, seconds: float) -> None:
-        level = logging.DEBUG if status < 400 and route_path(scope) in _PROBES else logging.INFO
+        is_asked_often, path = route_path(scope) in _OFTEN, cut(scope["path"])
+        level = logging.DEBUG if status < 400 and is_asked_often else logging.INFO
+        if status >= 500 and not is_asked_often:
+            level = logging.WARNING
         if not _log.isEnabledFor(level):
             return
         client = scope.get("client")
-        address = "-" if client is None else f"{client[0]}:{client[1]}"
+        address = "-" if client is None else f"{cut(client[0], 64)}:{client[1]}"
         fields = {
             "client": address,
             "method": scope["method"],
-            "path": scope["path"],
+            "path": path,
             "status": status,
             "duration_ms": round(1e3 * seconds, 1),
             "request_id": request_id,
@@ -83,7 +91,7 @@ class AccessLog:
             "%s %s %s %d %.1f ms %s %s",
             address,
             scope["method"],
-            scope["path"],
+            path,
             status,
             1e3 * seconds,
             request_id,

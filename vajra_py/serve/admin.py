@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Literal
+import json
+from typing import Any
 
-from fastapi import Body, FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field, ValidationError
 
 from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, PolicyError, Problem, VajraError
 from vajra_py.runtime.serving.policy_swap import Swapped
 from vajra_py.serve import schema_answers as answers
-from vajra_py.serve.errors import ApiError, bad_request
+from vajra_py.serve.errors import ApiError, bad_request, of_validation
+from vajra_py.serve.reading import BodyReader, documented_body
+from vajra_py.serve.schema_admin import LayerName, PolicyBody
 from vajra_py.serve.session import EngineSession, Unavailable
 
-LayerName = Literal["request_prioritizer", "replicaset_scheduler", "replica_scheduler"]
-
-
-class PolicyBody(BaseModel):
-    """Which policy shall be in force, in which layer."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    layer: LayerName
-    policy: str = Field(min_length=1, description="Name of an installed policy.")
-    params: dict[str, Any] = Field(default_factory=dict, description="Its parameters; the others have their defaults.")
-    replicaset: str | None = Field(None, description="May be left out where there is only one.")
+MAX_BYTES = 2**20
+"""Of a body: a policy and its parameters are a few hundred."""
 
 
 class PolicyInForce(BaseModel):
@@ -62,7 +55,7 @@ class PoliciesAnswer(BaseModel):
     replicasets: dict[str, ReplicasetPolicies]
 
 
-def add_admin(app: FastAPI, session: EngineSession) -> None:
+def add_admin(app: FastAPI, session: EngineSession, bodies: BodyReader) -> None:
     """Add the paths."""
 
     @app.get(
@@ -76,11 +69,12 @@ def add_admin(app: FastAPI, session: EngineSession) -> None:
         "/admin/policy",
         response_model=SwapAnswer,
         responses=answers.errors(400, 401, 409, 413, 503),
+        openapi_extra=documented_body(PolicyBody),
         tags=["administration"],
     )
-    async def swap(body: Annotated[PolicyBody, Body()]) -> JSONResponse:
+    async def swap(request: Request) -> JSONResponse:
         """Let a policy take another's place between two steps; whatever is being served goes on."""
-        swapped = (await _swap(session, body)).swap
+        swapped = (await _swap(session, await bodies.read(request, PolicyBody, MAX_BYTES))).swap
         return JSONResponse(
             {
                 "replicaset": swapped.replicaset,
@@ -121,6 +115,12 @@ async def _swap(session: EngineSession, body: PolicyBody) -> Swapped:
         change = await asyncio.to_thread(engine.check_change, replicaset, layer, body.policy, body.params)
     except VajraError as error:
         raise _refused(error, body.layer) from None
+    config = engine.maker.services.registry.policy(layer, body.policy).spec.config
+    try:  # a number as text is a client's mistake, whatever a file of settings may say
+        config.model_validate_json(json.dumps(body.params), strict=True)
+    except ValidationError as error:
+        named = error.errors(include_url=False, include_input=False)
+        raise of_validation([{**one, "loc": ("params", *one["loc"])} for one in named]) from None
     try:
         return await session.swap_policy(change)
     except Unavailable as error:
@@ -136,7 +136,11 @@ def _refused(error: VajraError, layer: str) -> ApiError:
     problems = [
         Problem(one.where.split(f"scheduling.{layer}.")[-1], one.message, one.allowed) for one in error.problems
     ]
-    return bad_request(" ".join(map(str, problems)), problems[0].where)
+    return bad_request(" ".join(map(str, problems[:_MOST_SHOWN])), problems[0].where)
+
+
+_MOST_SHOWN = 8
+"""Problems of one request."""
 
 
 def _one_line(error: VajraError) -> str:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vajra_py.contract.observer import EndReason
+from vajra_py.engine.compute.interface import NOTHING_LEFT
 from vajra_py.engine.tokenizer import Tokenizer
 from vajra_py.runtime.serving.controller import OUT_OF_SERVICE
 from vajra_py.runtime.serving.replicaset import ALL_FAILED, QUEUE_FULL
@@ -51,6 +52,8 @@ def failure(end: End, retry_after_s: float) -> ApiError | None:
         return ApiError(408, f"the request {end.detail}", code="expired")
     if end.reason is EndReason.ABORTED:
         return ApiError(400, f"the request was {end.detail}", code="aborted")
+    if end.detail.endswith(NOTHING_LEFT):
+        return ApiError(400, end.detail, code="no_token_left")
     return ApiError(503, end.detail, code="replica_failed", retry_after_s=retry_after_s)
 
 
@@ -100,7 +103,7 @@ class Answer:
 
     @property
     def _writer(self) -> LogprobWriter:
-        return LogprobWriter(self.tokenizer)
+        return LogprobWriter(self.tokenizer, self.body.return_tokens_as_token_ids)
 
     @property
     def _is_chat(self) -> bool:
@@ -110,7 +113,10 @@ class Answer:
         """The answer of a request that has ended without an error."""
         choices = [self._choice(ticket) for ticket in self.reply.tickets]
         kind = "chat.completion" if self._is_chat else "text_completion"
-        return {**self._head(kind), "choices": choices, "usage": usage(self.reply.tickets, self.body.n)}
+        answer = {**self._head(kind), "choices": choices, "usage": usage(self.reply.tickets, self.body.n)}
+        if self._is_chat and self.body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self._ranked_prompt(self.reply.tickets[0])
+        return answer
 
     def events(self, changed: Collection[OutputStream]) -> list[bytes]:
         """What is new about these outputs, as server-sent events."""
@@ -188,6 +194,8 @@ class Answer:
         if before is not None:
             for name, column in before.items():
                 choice["logprobs"][name] = column and column + choice["logprobs"][name]
+        if not self._is_chat and self.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._ranked_prompt(ticket)
         return self._ended(choice, ticket, 0)
 
     def _text_choice(self, index: int, text: str) -> dict[str, Any]:
@@ -229,7 +237,7 @@ class Answer:
             return None
         submission = ticket.submission
         logprobs = [None, *submission.collected.prompt_logprobs]
-        found = self._writer.columns(submission.prompt_token_ids, logprobs, TextOffsets(), bool(self.body.num_logprobs))
+        found = self._writer.columns(submission.prompt_token_ids, logprobs, TextOffsets(), self.body.num_logprobs)
         said.offsets = TextOffsets(len(self._echo(ticket)))
         return found
 
@@ -239,4 +247,10 @@ class Answer:
         token_ids, logprobs = ticket.token_ids(said.num_tokens), ticket.logprobs(said.num_tokens)
         if self._is_chat:
             return self._writer.entries(token_ids, logprobs)
-        return self._writer.columns(token_ids, logprobs, said.offsets, bool(self.body.num_logprobs))
+        return self._writer.columns(token_ids, logprobs, said.offsets, self.body.num_logprobs)
+
+    def _ranked_prompt(self, ticket: OutputStream) -> list[dict[str, dict[str, Any]] | None]:
+        """Those of the prompt as vLLM writes them; of the likeliest, as many as `prompt_logprobs` says."""
+        most, scored = self.body.prompt_logprobs, ticket.submission.collected.prompt_logprobs
+        logprobs = [None, *(replace(one, top=one.top[:most]) for one in scored)]
+        return self._writer.ranked(ticket.submission.prompt_token_ids, logprobs)

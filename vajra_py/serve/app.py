@@ -21,7 +21,7 @@ from vajra_py.serve import errors as api_errors
 from vajra_py.serve import schema_answers as answers
 from vajra_py.serve.admin import add_admin
 from vajra_py.serve.answers import Answer
-from vajra_py.serve.auth import AuthMiddleware, open_paths
+from vajra_py.serve.auth import HAS_KEY, TENANT, AuthMiddleware, BrowserMiddleware, HostMiddleware, open_paths
 from vajra_py.serve.catalogue import Catalogue
 from vajra_py.serve.errors import ApiError, bad_request
 from vajra_py.serve.exposition import Exposition
@@ -29,13 +29,15 @@ from vajra_py.serve.history import History
 from vajra_py.serve.live import live, server_health, totals
 from vajra_py.serve.openapi import true_document
 from vajra_py.serve.options import ServeOptions
+from vajra_py.serve.page import page_rules
 from vajra_py.serve.prepare import Preparer, Wanted, unknown_model
-from vajra_py.serve.reading import BodyReader, documented, read_headers
+from vajra_py.serve.reading import BodyReader, documented, read_headers, with_tenant
 from vajra_py.serve.replies import Exchange, now_s
 from vajra_py.serve.schema import ChatBody, CompletionBody, GenerationBody, SchedulingHeaders, unknown_fields
 from vajra_py.serve.session import EngineSession
 from vajra_py.serve.stats import ServerStats, time_policies
 from vajra_py.serve.tokenizing import Tokenizing
+from vajra_py.serve.tokens import TokenPaths
 from vajra_py.serve.unsupported import UnknownFields
 
 if TYPE_CHECKING:  # needs an extra
@@ -117,7 +119,7 @@ class Service:
 
     async def generate(self, request: Request, body: GenerationBody) -> Response:
         """Answer a request for outputs."""
-        headers = read_headers(request.headers)
+        headers = with_tenant(read_headers(request.headers), request.scope.get(TENANT))
         for name in unknown_fields(body):
             wrong = self._unknown_fields.check(name, type(body).model_fields)
             if wrong is not None:
@@ -199,12 +201,17 @@ def create_app(service: Service) -> FastAPI:
     )
     api_errors.install(app)
     _add_generation(app, service)
+    TokenPaths(session, service.catalogue, service.bodies, service.tokenizing).add_to(app)
     _add_facts(app, service)
     _add_numbers(app, service)
     if service.options.admin:
-        add_admin(app, session)
-    app.add_middleware(AuthMiddleware, options=service.options)
-    needs_no_key = None if service.options.api_key is None else open_paths(service.options)
+        add_admin(app, session, service.bodies)
+    options = service.options
+    app.add_middleware(AuthMiddleware, options=options)
+    if options.allowed_origins:
+        app.add_middleware(BrowserMiddleware, options=options)
+    app.add_middleware(HostMiddleware, options=options)
+    needs_no_key = open_paths(options) if options.has_keys else None
     app.openapi = lambda: true_document(app, service.names, open_paths=needs_no_key)  # type: ignore[method-assign]
     return app
 
@@ -235,17 +242,19 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 def _add_numbers(app: FastAPI, service: Service) -> None:
     page = resources.files("vajra_py.serve").joinpath("dashboard.html").read_text("utf-8")
+    rules = page_rules(page)
     text = {"text/plain": {"schema": {"type": "string"}}}
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": text}})
-    async def metrics() -> Response:
-        """Numbers for Prometheus."""
-        return Response(service.exposition.text(), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(request: Request) -> Response:
+        """Numbers for Prometheus; those of tenants only with a key, where there are keys."""
+        text = service.exposition.text(names_tenants=request.scope.get(HAS_KEY, False))
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/dashboard", response_class=HTMLResponse, responses=answers.errors(401))
     async def dashboard() -> HTMLResponse:
         """A page that shows the server at work."""
-        return HTMLResponse(page)
+        return HTMLResponse(page, headers=rules)
 
     @app.get("/dashboard/data", response_model=dict[str, Any], responses=answers.errors(401))
     async def dashboard_data(since: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0) -> JSONResponse:

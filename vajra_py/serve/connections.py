@@ -132,6 +132,21 @@ class Phase(Enum):
     """Its last answer is sent; what still comes is a body that nobody wants."""
 
 
+class _UntilClosed(int):
+    """The length of a body that ends with its connection, for uvicorn, which counts down to 0."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __isub__(self, other: object) -> _UntilClosed:
+        return self
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol with limits.
 
@@ -215,6 +230,14 @@ class Connection(HttpToolsProtocol):
         elif self._phase is not Phase.BODY and self._num_head_bytes > most:
             self._refuse_head()
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP as everything else that is wrong."""
+        error = ApiError(400, "the request is not HTTP that this server reads", code="not_http")
+        self._write_error(error)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Another protocol is asked for: the request is answered as if it were not, which is what HTTP says."""
+
     def on_message_begin(self) -> None:
         """A request begins."""
         if self._is_refused:
@@ -238,6 +261,9 @@ class Connection(HttpToolsProtocol):
             return
         self._enter(Phase.BODY)
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":  # it knows no chunks: the answer ends with the connection
+            self.cycle.chunked_encoding = False
+            self.cycle.expected_content_length = _UntilClosed()
 
     def on_chunk_header(self) -> None:
         """A chunk begins."""
@@ -349,9 +375,12 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
             return
         codes = {408: "request_timeout", 431: "header_too_large", 503: "too_many_connections"}
-        error = ApiError(status, message, code=codes[status], retry_after_s=1 if status == 503 else None)
+        self._write_error(ApiError(status, message, code=codes[status], retry_after_s=1 if status == 503 else None))
+
+    def _write_error(self, error: ApiError) -> None:
+        """Answer with an error, past the application, and close."""
         response = error.response()
-        head = [STATUS_LINE[status], b"connection: close\r\n"]
+        head = [STATUS_LINE[error.status], b"connection: close\r\n"]
         head += [name + b": " + value + b"\r\n" for name, value in response.raw_headers]
         self.transport.write(b"".join((*head, b"\r\n", response.body)))
         self.transport.close()

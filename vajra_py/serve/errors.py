@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from vajra_py.errors import ConfigError
-from vajra_py.serve.unsupported import NOT_SUPPORTED, Unsupported, not_supported, unsupported_path
+from vajra_py.serve.unsupported import NOT_SUPPORTED, Unsupported, WrongField, not_supported, unsupported_path
 
 TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -105,12 +105,22 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
             param = ".".join(filter(None, (_param(error["loc"]), cause.field)))
             return bad_request(str(cause), param, NOT_SUPPORTED)
     by_param: dict[str, list[str]] = {}
+    named: set[str] = set()
+    """Parameters whose texts name them already."""
     for error in errors:
         text = str(error["msg"]).removeprefix("Value error, ")
-        texts = by_param.setdefault(_param(error["loc"]), [])
+        cause = error.get("ctx", {}).get("error")
+        is_named = isinstance(cause, WrongField)
+        param = ".".join(filter(None, (_param(error["loc"]), cause.field))) if is_named else _param(error["loc"])
+        if is_named:
+            named.add(param)
+        texts = by_param.setdefault(param, [])
         if text not in texts:
             texts.append(text)
-    found = [f"{param}: {' or '.join(texts)}" if param else " or ".join(texts) for param, texts in by_param.items()]
+    found = [
+        f"{param}: {' or '.join(texts)}" if param and param not in named else " or ".join(texts)
+        for param, texts in by_param.items()
+    ]
     more = [f"and {len(found) - _MOST_SHOWN} more"] if len(found) > _MOST_SHOWN else []
     return bad_request("; ".join((*found[:_MOST_SHOWN], *more)), next((one for one in by_param if one), None))
 

@@ -90,11 +90,13 @@ class Exposition(Collector):
     def __init__(self, source: Source, names: MetricNames) -> None:
         self._source = source
         self._prefixes = ("vajra:", "vllm:") if names == "both" else (f"{names}:",)
+        self._names_tenants = True
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def text(self) -> bytes:
-        """The numbers of now, in Prometheus' text format."""
+    def text(self, *, names_tenants: bool = True) -> bytes:
+        """The numbers of now, in Prometheus' text format; those that name tenants only on demand."""
+        self._names_tenants = names_tenants
         return generate_latest(self._registry)
 
     def describe(self) -> Iterable[Metric]:
@@ -105,7 +107,7 @@ class Exposition(Collector):
         """Every number."""
         source = self._source
         yield GaugeMetricFamily("vajra:replicas_up", "Replicas that compute.", source.num_replicas_up)
-        answers = CounterMetricFamily("vajra:http_answers", "HTTP answers.", labels=("status",))
+        answers = CounterMetricFamily("vajra:http_answers", "HTTP answers, but those of probes.", labels=("status",))
         for status, count in dict(source.statuses).items():
             answers.add_metric((str(status),), count)
         yield answers
@@ -198,10 +200,11 @@ class Exposition(Collector):
             measured.add_metric(self._at(name), one.measured_s)
         yield from (violations, predicted, measured)
         yield from self._troubles(stats)
-        service = CounterMetricFamily("vajra:tenant_service_tokens", "Tokens served.", labels=("tenant",))
-        for tenant, count in dict(stats.service_tokens).items():
-            service.add_metric((tenant,), count)
-        yield service
+        if self._names_tenants:
+            service = CounterMetricFamily("vajra:tenant_service_tokens", "Tokens served.", labels=("tenant",))
+            for tenant, count in dict(stats.service_tokens).items():
+                service.add_metric((tenant,), count)
+            yield service
         yield GaugeMetricFamily("vajra:tenant_jain_index", "Jain's index of the tenants' tokens.", stats.jain_index())
 
     def _troubles(self, stats: ServerStats) -> Iterator[Metric]:

@@ -42,21 +42,40 @@ class LogprobWriter:
     """Writes the log-probabilities of one model's tokens."""
 
     tokenizer: Tokenizer | None
+    names_ids: bool = False
+    """Whether tokens are named by their ids."""
 
     def columns(
         self,
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprobs | None],
         offsets: TextOffsets,
-        with_top: bool,
+        num_top: int,
     ) -> dict[str, Any]:
-        """Of completions; a token without log-probability (the first of a prompt) has null."""
-        tops = [self._top(token_id, one) for token_id, one in zip(token_ids, logprobs, strict=True)]
+        """Of completions, with so many of the likeliest; a token without log-probability (the first of a prompt) has null."""
+        tops = [self._top(token_id, one, num_top) for token_id, one in zip(token_ids, logprobs, strict=True)]
         return {
             "text_offset": [offsets.add(self.tokenizer, token_id) for token_id in token_ids],
             "token_logprobs": [None if one is None else _finite(one.logprob) for one in logprobs],
             "tokens": [self._text(token_id) for token_id in token_ids],
-            "top_logprobs": tops if with_top else None,
+            "top_logprobs": tops if num_top else None,
+        }
+
+    def ranked(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> list[dict[str, dict[str, Any]] | None]:
+        """Of a prompt, as vLLM writes them: by token id, the prompt's own first."""
+        return [
+            None if one is None else self._ranked(token_id, one)
+            for token_id, one in zip(token_ids, logprobs, strict=True)
+        ]
+
+    def _ranked(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, dict[str, Any]]:
+        rows = [(token_id, logprobs.logprob, logprobs.rank)]
+        rows += [(other, logprob, rank) for rank, (other, logprob) in enumerate(logprobs.top, 1) if other != token_id]
+        return {
+            str(token): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._text(token)}
+            for token, logprob, rank in rows
         }
 
     def entries(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -67,10 +86,10 @@ class LogprobWriter:
         ]
         return {"content": content, "refusal": None}
 
-    def _top(self, token_id: int, logprobs: TokenLogprobs | None) -> dict[str, float] | None:
+    def _top(self, token_id: int, logprobs: TokenLogprobs | None, num_top: int) -> dict[str, float] | None:
         if logprobs is None:
             return None
-        top = {self._text(other): _finite(logprob) for other, logprob in reversed(logprobs.top)}
+        top = {self._text(other): _finite(logprob) for other, logprob in reversed(logprobs.top[:num_top])}
         top[self._text(token_id)] = _finite(logprobs.logprob)
         return top
 
@@ -84,7 +103,7 @@ class LogprobWriter:
 
     def _text(self, token_id: int) -> str:
         """A token as text: its bytes where these are whole characters, else the bytes in hexadecimal, else its number."""
-        piece = None if self.tokenizer is None else self.tokenizer.piece(token_id)
+        piece = None if self.tokenizer is None or self.names_ids else self.tokenizer.piece(token_id)
         if piece is None:
             return f"token_id:{token_id}"
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -12,9 +13,27 @@ from typing import Literal, TypeAlias
 
 LogFormat: TypeAlias = Literal["text", "json"]
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+_SAY_EVERY_S = 1.0
+_MOST_KINDS = 64
 FIELDS = "fields"
 """Under this name a record has facts that JSON lines show apart; its message shows them too."""
 _PACKAGES = ("vajra_py", "vajra_policies", "vajra_kernels")
+
+
+_MOST_CHARACTERS = 4000
+"""Of a message; what a client says is cut long before."""
+
+
+def escaped(text: str) -> str:
+    """The text with everything escaped that does not print, so that a line stays one line and moves no cursor."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def cut(text: str, most: int = 200) -> str:
+    """The text, or its first characters and how many it had."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 
 class TextFormatter(logging.Formatter):
@@ -22,8 +41,9 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`. A message stays on one line, whatever a client has put into it."""
-        message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
-        trace = f"\n{self.formatException(record.exc_info)}" if record.exc_info else ""
+        message = escaped(cut(record.getMessage(), _MOST_CHARACTERS))
+        lines = self.formatException(record.exc_info).split("\n") if record.exc_info else []
+        trace = "".join(f"\n{escaped(line)}" for line in lines)
         return f"{_time(record)} {record.levelname} {record.name}: {message}{trace}"
 
 
@@ -36,11 +56,41 @@ class JsonFormatter(logging.Formatter):
             "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": cut(record.getMessage(), _MOST_CHARACTERS),
         }
         if record.exc_info:
             row["exception"] = self.formatException(record.exc_info)
-        return json.dumps({**row, **getattr(record, FIELDS, {})}, ensure_ascii=False, default=str)
+        line = json.dumps({**row, **getattr(record, FIELDS, {})}, ensure_ascii=False, default=str)
+        if line.isprintable():
+            return line
+        return "".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in line)
+
+
+class SaysOnce(logging.Filter):
+    """Lets one line a second of each kind through; the next one says how many there were.
+
+    For warnings that a client can cause as often as it likes, and that are another library's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said_at: dict[str, float] = {}
+        self._num_unsaid: Counter[str] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See `logging.Filter`."""
+        if record.name != "uvicorn.error" or record.levelno > logging.WARNING:
+            return True
+        kind = str(record.msg)
+        if record.created - self._said_at.get(kind, -_SAY_EVERY_S) < _SAY_EVERY_S:
+            self._num_unsaid[kind] += 1
+            return False
+        if kind in self._said_at or len(self._said_at) < _MOST_KINDS:
+            self._said_at[kind] = record.created
+        more = self._num_unsaid.pop(kind, 0)
+        if more:
+            record.msg, record.args = f"{record.getMessage()} ({more} more since the last such line)", None
+        return True
 
 
 class StandardError(logging.Handler):
@@ -63,6 +113,7 @@ def logging_to_stderr(log_format: LogFormat, level: LogLevel) -> Iterator[None]:
     """Within it, log lines go to standard error: this program's from `level` on, those of libraries from warnings on."""
     handler = StandardError()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    handler.addFilter(SaysOnce())
     root = logging.getLogger()
     levels: dict[logging.Logger, int | str] = {
         root: logging.WARNING,

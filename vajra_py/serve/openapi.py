@@ -11,8 +11,12 @@ from pydantic.json_schema import models_json_schema
 
 from vajra_py.serve.auth import BROWSER_PATHS
 from vajra_py.serve.schema import ChatBody, CompletionBody
+from vajra_py.serve.schema_admin import PolicyBody
+from vajra_py.serve.schema_tokens import DetokenizeBody, TokenizeBody
 
-BODIES = (CompletionBody, ChatBody)
+NAMING = (CompletionBody, ChatBody)
+"""Bodies that name a model."""
+BODIES = (*NAMING, TokenizeBody, DetokenizeBody, PolicyBody)
 
 
 def true_document(app: FastAPI, names: Sequence[str], *, open_paths: Collection[str] | None) -> dict[str, Any]:
@@ -30,7 +34,7 @@ def true_document(app: FastAPI, names: Sequence[str], *, open_paths: Collection[
     schemas.update(_body_schemas())
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    for body in BODIES:
+    for body in NAMING:
         schemas[body.__name__]["properties"]["model"]["enum"] = list(names)
     for path, operations in document["paths"].items():
         for operation in operations.values():

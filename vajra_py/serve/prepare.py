@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from uuid import uuid4
 
 from vajra_py.config import ExperimentConfig
+from vajra_py.engine.compute import SamplingParams
 from vajra_py.engine.outputs import OutputBuffer, Submission
-from vajra_py.engine.params import PromptLimits, check_prompt, check_sampling
+from vajra_py.engine.params import PromptLimits, check_backend, check_prompt, check_sampling
 from vajra_py.engine.prompts import request_seed
-from vajra_py.engine.tokenizer import Tokenizer, text_stream
+from vajra_py.engine.tokenizer import Tokenizer, text_stream, with_bad_words
 from vajra_py.errors import ConfigError
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.serve.catalogue import Catalogue
@@ -72,7 +75,8 @@ class Preparer:
         prompts = []
         for one in given:
             if isinstance(one, str):
-                one = await self._tokenizing.tokens(_needed(tokenizer, "prompt"), one, longest, param="prompt")
+                known, is_rendered = _needed(tokenizer, "prompt"), not body.adds_special_tokens
+                one = await self._tokenizing.tokens(known, one, longest, param="prompt", is_rendered=is_rendered)
             prompts.append(one)
         echoes = [one if isinstance(one, str) else _text_of(tokenizer, one) for one in given] if body.echo else ()
         return self._prepared(wanted, prompts, tokenizer, name, echoes)
@@ -85,17 +89,19 @@ class Preparer:
         messages = [message.plain() for message in body.messages]
         tokenizer, longest = _needed(self._tokenizer(wanted), "messages"), self._longest(wanted)
         try:
-            text = await self._tokenizing.render(tokenizer, messages)
+            text = await self._tokenizing.render(tokenizer, messages, body.ends)
         except ConfigError as error:
             raise of_config_error(error) from None
-        prompt = await self._tokenizing.tokens(tokenizer, text, longest, param="messages", is_rendered=True)
+        is_rendered = not body.adds_special_tokens
+        prompt = await self._tokenizing.tokens(tokenizer, text, longest, param="messages", is_rendered=is_rendered)
         return self._prepared(wanted, [prompt], tokenizer, name)
 
     def _tokenizer(self, wanted: Wanted) -> Tokenizer | None:
         replicaset = self._catalogue.tokenises(request_facts(wanted, "", 1))
         if replicaset is None:
             raise _no_replicaset()
-        return self._session.tokenizers[replicaset]
+        tokenizer = self._session.tokenizers[replicaset]
+        return tokenizer if tokenizer is None or wanted.body.skip_special_tokens else tokenizer.with_special
 
     def _longest(self, wanted: Wanted) -> int:
         """Most tokens of a request, prompt and output, wherever it may run."""
@@ -115,6 +121,7 @@ class Preparer:
         drawn = request_seed(self._run_seed, str(next(self._numbers)))
         queued: Counter[str] = Counter()
         queued_tokens: Counter[str] = Counter()
+        words = self._bad_words(body, tokenizer)
         for prompt in prompts:
             replicaset, facts = self._checked(wanted, prompt)
             queued[replicaset] += body.n
@@ -123,7 +130,10 @@ class Preparer:
             for _ in range(body.n):
                 index = len(reply.tickets)
                 one = facts._replace(request_id=f"{name}-{index}")
-                submission = self._submission(body, prompt, replicaset, one, _seed_of(body.seed, drawn, index))
+                assert one.max_tokens is not None
+                sampling = body.sampling(one.max_tokens, _seed_of(body.seed, drawn, index))
+                sampling = replace(sampling, bad_words=(), bad_words_token_ids=words) if words else sampling
+                submission = self._submission(body, prompt, replicaset, one, sampling)
                 if tokenizer is not None:
                     submission.collected.stream = text_stream(tokenizer)
                 elif submission.collected.sampling.stop:
@@ -131,6 +141,17 @@ class Preparer:
                     raise bad_request(message, "stop", "no_tokenizer")
                 reply.tickets.append(OutputStream(index, submission, reply, hides_output=body.wanted_tokens() == 0))
         return Prepared(reply, tokenizer, echoes)
+
+    def _bad_words(self, body: GenerationBody, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
+        """The sequences of tokens that the body's `bad_words` are. Raises `ApiError`."""
+        sampling = SamplingParams(bad_words=tuple(dict.fromkeys(body.bad_words or ())))
+        if not sampling.bad_words:
+            return ()
+        try:
+            check_sampling(sampling, "request")
+            return with_bad_words(sampling, _needed(tokenizer, "bad_words")).bad_words_token_ids
+        except ConfigError as error:
+            raise of_config_error(error) from None
 
     def _check_queues(self, replicaset: str, num_outputs: int, num_tokens: int) -> None:
         """Refuse what even empty queues could not take, so that nobody tries it again and again."""
@@ -153,20 +174,20 @@ class Preparer:
         return replicaset, facts._replace(max_tokens=max_tokens)
 
     def _submission(
-        self, body: GenerationBody, prompt: list[int], replicaset: str, facts: RequestFacts, seed: int
+        self, body: GenerationBody, prompt: list[int], replicaset: str, facts: RequestFacts, sampling: SamplingParams
     ) -> Submission:
         session = self._session
-        assert facts.max_tokens is not None
-        sampling = body.sampling(facts.max_tokens, seed)
         try:
             check_sampling(sampling, "request", session.prompt_limits(replicaset).vocab_size)
+            check_backend(sampling, session.config.backend.kind, "request")
         except ConfigError as error:
             raise of_config_error(error) from None
         eos = () if sampling.ignore_eos else session.model(replicaset).eos_token_ids
         return Submission(
             facts=facts,
             prompt_token_ids=prompt,
-            seed=seed,
+            seed=sampling.seed or 0,
+            salt=None if body.cache_salt is None else _salt(facts.tenant, body.cache_salt),
             collected=OutputBuffer(sampling, frozenset((*eos, *sampling.stop_token_ids))),
             shares=sampling.prompt_logprobs is None,
         )
@@ -184,6 +205,11 @@ def _run_seed(config: ExperimentConfig) -> int:
 def _seed_of(wanted: int | None, drawn: int, index: int) -> int:
     """The seed of the `index`-th output of a request."""
     return ((drawn if wanted is None else wanted) + index * _SEED_STRIDE) % 2**63
+
+
+def _salt(tenant: str, cache_salt: str) -> str:
+    """What a tenant's blocks of this salt are told apart by; longer than any tenant's name, and no client's secret itself."""
+    return hashlib.blake2b(json.dumps([tenant, cache_salt]).encode()).hexdigest() * 4
 
 
 def _text_of(tokenizer: Tokenizer | None, token_ids: Sequence[int]) -> str:
@@ -220,6 +246,8 @@ def _max_tokens(body: GenerationBody, prompt: Sequence[int], limits: PromptLimit
     wanted = body.wanted_tokens()
     if wanted == 0 and isinstance(body, CompletionBody) and body.echo:
         wanted = 1  # the engine ends a request by a token, which is not shown
+    if wanted == 0:
+        raise bad_request("max_tokens: is 0. Allowed: 1 or more; 0 with echo, for the prompt alone", "max_tokens")
     if wanted is None:
         return room
     if wanted > room:

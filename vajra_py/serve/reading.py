@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fastapi import Request
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -19,9 +19,9 @@ from starlette.requests import ClientDisconnect
 from vajra_py.serve.body_scan import JsonLimits, check_structure
 from vajra_py.serve.errors import ApiError, bad_request, not_json, of_validation
 from vajra_py.serve.options import ServeOptions
-from vajra_py.serve.schema import GenerationBody, SchedulingHeaders
+from vajra_py.serve.schema import SchedulingHeaders
 
-B = TypeVar("B", bound=GenerationBody)
+B = TypeVar("B", bound=BaseModel)
 _FIELDS = {name.replace("_", "-"): name for name in SchedulingHeaders.model_fields}
 _NOTHING = SchedulingHeaders()
 
@@ -47,8 +47,8 @@ class BodyReader:
         """Read nothing more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def read(self, request: Request, kind: type[B]) -> B:
-        """The body. Raises `ApiError`."""
+    async def read(self, request: Request, kind: type[B], max_bytes: int | None = None) -> B:
+        """The body, of at most so many bytes where that is less than others may have. Raises `ApiError`."""
         media_type = request.headers.get("content-type", "")
         if not _is_json(media_type):
             raise not_json(media_type)
@@ -57,12 +57,14 @@ class BodyReader:
             body = bytearray()
             async for piece in request.stream():
                 body += piece
+                if max_bytes is not None and len(body) > max_bytes:
+                    raise ApiError(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
                 if len(body) > SMALL_BODY:
                     self._num_bytes += len(body) - held
                     held = len(body)
                     self._check_room()
             if not held:
-                return parsed(body, kind)
+                return parsed(body, kind, self._limits if _may_be_deep(body, self._limits) else None)
             return await asyncio.get_running_loop().run_in_executor(self._thread, parsed, body, kind, self._limits)
         except ClientDisconnect:
             raise bad_request("the body is not complete", code="not_json") from None
@@ -83,12 +85,19 @@ def parsed(body: bytearray, kind: type[B], limits: JsonLimits | None = None) -> 
         given = from_json(body, allow_inf_nan=False, cache_strings=False)
     except ValueError as error:
         raise bad_request(f"the body is not JSON ({error})", code="not_json") from None
-    if isinstance(given, dict) and len(given) > _MOST_FIELDS:
+    if not isinstance(given, dict):
+        raise bad_request("the body is not a JSON object", code="not_an_object")
+    if len(given) > _MOST_FIELDS:
         raise bad_request(f"the body has {len(given)} fields. Allowed: up to {_MOST_FIELDS}", code="too_complex")
     try:
         return kind.model_validate(given)
     except ValidationError as error:
         raise of_validation(error.errors(include_url=False, include_input=False)) from None
+
+
+def _may_be_deep(body: bytearray, limits: JsonLimits) -> bool:
+    """Whether a small body has enough brackets to be nested too deeply, so that its structure has to be looked at."""
+    return body.count(b"[") + body.count(b"{") > limits.max_depth
 
 
 def _is_json(media_type: str) -> bool:
@@ -111,12 +120,30 @@ def read_headers(headers: Headers) -> SchedulingHeaders:
         raise of_validation(named) from None
 
 
-def documented(body: type[GenerationBody]) -> dict[str, Any]:
-    """Body and headers of an operation of the OpenAPI document, whose components have the body's schema."""
+def with_tenant(headers: SchedulingHeaders, tenant: str | None) -> SchedulingHeaders:
+    """The headers of a request whose key stands for this tenant; None: for nobody.
+
+    Such a key is its tenant, whatever `user` says. Raises `ApiError` where a header names another one.
+    """
+    if tenant is None:
+        return headers
+    named = headers.x_llm_d_inference_fairness_id
+    if named not in (None, "", tenant):
+        raise bad_request("is another tenant than the key's", "x-llm-d-inference-fairness-id", "other_tenant")
+    return headers.model_copy(update={"x_llm_d_inference_fairness_id": tenant})
+
+
+def documented_body(body: type[BaseModel]) -> dict[str, Any]:
+    """The body of an operation of the OpenAPI document, whose components have its schema."""
+    reference = {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}
+    return {"requestBody": {"required": True, "content": {"application/json": reference}}}
+
+
+def documented(body: type[BaseModel]) -> dict[str, Any]:
+    """The same with the headers that say how a request is to be scheduled."""
     schemas = SchedulingHeaders.model_json_schema()["properties"]
     parameters = []
     for name, field in _FIELDS.items():
         shown = {key: value for key, value in schemas[field].items() if key != "default"}
         parameters.append({"name": name, "in": "header", "required": False, "schema": shown})
-    reference = {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}
-    return {"parameters": parameters, "requestBody": {"required": True, "content": {"application/json": reference}}}
+    return {"parameters": parameters, **documented_body(body)}

@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -24,10 +25,13 @@ from pydantic import (
 )
 
 from vajra_py.engine.compute import SamplingParams
-from vajra_py.engine.params import MAX_LOGPROBS
+from vajra_py.engine.params import MAX_BIAS, MAX_BIASES, MAX_LOGPROBS
+from vajra_py.engine.tokenizer import ChatEnd
 from vajra_py.serve.unsupported import (
+    WrongField,
     is_known_elsewhere,
     refuse_content_part,
+    refuse_fields_of,
     refuse_unsupported,
     refuse_unsupported_message,
 )
@@ -39,9 +43,22 @@ Switch: TypeAlias = Annotated[bool, Field(strict=True)]
 Text: TypeAlias = Annotated[str, Field(strict=True)]
 Name: TypeAlias = Annotated[str, Field(strict=True, max_length=256)]
 Priority: TypeAlias = Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]
-Milliseconds: TypeAlias = Annotated[float, Field(gt=0, le=1e12)]
+_PLAIN_NUMBER = re.compile(r"\d+(\.\d*)?([eE][+-]?\d+)?")
+
+
+def _plain_number(given: Any) -> Any:
+    """A number as text, of a header, is written as everywhere; Python takes more."""
+    if isinstance(given, str) and not _PLAIN_NUMBER.fullmatch(given.strip(" ")):
+        raise ValueError("is not a number")
+    return given
+
+
+Milliseconds: TypeAlias = Annotated[float, Field(ge=1e-3, le=1e12), BeforeValidator(_plain_number)]
+"""A microsecond or more."""
 Penalty: TypeAlias = Annotated[float, Field(strict=True, ge=-2, le=2)]
+BadWord: TypeAlias = Annotated[str, Field(strict=True, min_length=1, max_length=256)]
 _MAX_STOPS = 16
+_MAX_BAD_WORDS = 256
 _MAX_METADATA = 16
 
 
@@ -59,6 +76,22 @@ def _few_entries() -> BeforeValidator:
         return given
 
     return BeforeValidator(check)
+
+
+def _biases(given: Any) -> Any:
+    """A mapping of token ids, as text, to biases; the first wrong one ends it."""
+    if not isinstance(given, dict):
+        return given
+    if len(given) > MAX_BIASES:
+        raise ValueError(f"has {len(given)} tokens. Allowed: up to {MAX_BIASES}")
+    for token, bias in given.items():
+        if not re.fullmatch(r"\d{1,10}", token, re.ASCII):
+            raise ValueError(f"has a key that is not a token id ({token[:32]!r})")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ValueError(f"has a bias that is out of range (of token {token}). Allowed: -100 to 100")
+    if len({int(token) for token in given}) < len(given):
+        raise ValueError("has a token twice")
+    return given
 
 
 OffSwitch: TypeAlias = Annotated[bool, Field(strict=True), _null_is(False, bool)]
@@ -112,6 +145,34 @@ class GenerationBody(Body):
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=64)] | None = Field(
         None, description="Tokens that end the output, besides the model's own."
     )
+    include_stop_str_in_output: OffSwitch = Field(
+        False, description="The stop string, or the text of the token, that ends the output is part of it."
+    )
+    skip_special_tokens: Annotated[Switch, _null_is(True, bool)] = Field(
+        True, description="Special tokens are no part of the text."
+    )
+    add_special_tokens: Switch | None = Field(
+        None, description="Whether the special tokens that the model expects are put around the prompt."
+    )
+    bad_words: Annotated[list[BadWord], Field(fail_fast=True, max_length=_MAX_BAD_WORDS)] | None = Field(
+        None, description="Words that the output does not contain."
+    )
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1)] | None = Field(
+        None, description="Only these tokens are put out."
+    )
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_biases)] | None = Field(
+        None, description="By token id, what is added to its logit: -100 to 100."
+    )
+    prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None,
+        description="Report log-probabilities of the prompt's tokens, and so many of the likeliest; not in streams.",
+    )
+    return_tokens_as_token_ids: OffSwitch = Field(
+        False, description="Log-probabilities name tokens as `token_id:NUMBER`."
+    )
+    cache_salt: Annotated[str, Field(strict=True, min_length=1, max_length=256)] | None = Field(
+        None, description="Only requests with the same salt share cached prefixes."
+    )
     ignore_eos: OffSwitch = Field(False, description="The model's own end-of-sequence tokens do not end the output.")
     stream: OffSwitch = Field(False, description="Answer in server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
@@ -146,6 +207,8 @@ class GenerationBody(Body):
             raise ValueError("stream_options is only allowed with stream: true")
         if any(not one for one in self.stops):
             raise ValueError("stop has an empty string")
+        if self.prompt_logprobs is not None and self.stream:
+            raise WrongField("prompt_logprobs", "is only allowed without stream")
         return self
 
     @property
@@ -161,7 +224,12 @@ class GenerationBody(Body):
     @property
     def num_prompt_logprobs(self) -> int | None:
         """The same for the prompt's tokens."""
-        return None
+        return self.prompt_logprobs
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether special tokens are put around the prompt; by default where no template writes them."""
+        return self.add_special_tokens is not False
 
     def wanted_tokens(self) -> int | None:
         """Most output tokens as the client said; None: as many as fit."""
@@ -186,6 +254,10 @@ class GenerationBody(Body):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             min_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos,
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(sorted(set(self.allowed_token_ids))),
+            logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
+            bad_words=tuple(dict.fromkeys(self.bad_words or ())),
+            include_stop_str_in_output=self.include_stop_str_in_output,
         )
 
 
@@ -227,6 +299,13 @@ class CompletionBody(GenerationBody):
         description="The prompt comes before the output, with its tokens' log-probabilities if they are asked for.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_completions(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            refuse_fields_of(given, _CHAT_ONLY, "/v1/chat/completions")
+        return given
+
     @property
     def num_logprobs(self) -> int | None:
         """See `GenerationBody`."""
@@ -235,7 +314,8 @@ class CompletionBody(GenerationBody):
     @property
     def num_prompt_logprobs(self) -> int | None:
         """See `GenerationBody`."""
-        return self.logprobs if self.echo else None
+        asked = [one for one in (self.prompt_logprobs, self.logprobs if self.echo else None) if one is not None]
+        return max(asked, default=None)
 
     def prompts(self) -> list[str | list[int]]:
         """Every prompt."""
@@ -298,11 +378,35 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = Field(
         None, description="With `logprobs`: so many of the likeliest tokens too."
     )
+    add_generation_prompt: Switch | None = Field(
+        None, description="The template ends where the model's answer begins; null: unless `continue_final_message`."
+    )
+    continue_final_message: OffSwitch = Field(
+        False, description="The model continues the last message; not with `add_generation_prompt`."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_chats(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            refuse_fields_of(given, _COMPLETION_ONLY, "/v1/completions")
+        return given
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """See `GenerationBody`."""
+        return self.add_special_tokens is True
+
+    @property
+    def ends(self) -> ChatEnd:
+        """Where the conversation's text ends."""
+        return chat_end(self.add_generation_prompt, self.continue_final_message)
 
     @model_validator(mode="after")
     def _logprobs_asked(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is only allowed with logprobs: true")
+        self.ends  # noqa: B018, which raises
         return self
 
     @property
@@ -313,6 +417,21 @@ class ChatBody(GenerationBody):
     def wanted_tokens(self) -> int | None:
         """See `GenerationBody`."""
         return self.max_completion_tokens or self.max_tokens
+
+
+_CHAT_ONLY = frozenset(
+    ("messages", "max_completion_tokens", "top_logprobs", "add_generation_prompt", "continue_final_message")
+)
+_COMPLETION_ONLY = frozenset(("prompt",))
+
+
+def chat_end(begins_answer: bool | None, continues: bool) -> ChatEnd:
+    """Where a conversation ends that `add_generation_prompt` and `continue_final_message` say this of. Raises `ValueError`."""
+    if continues and begins_answer:
+        raise WrongField("continue_final_message", "does not go with add_generation_prompt")
+    if continues:
+        return ChatEnd.MESSAGE
+    return ChatEnd.NOWHERE if begins_answer is False else ChatEnd.ANSWER
 
 
 def unknown_fields(body: GenerationBody) -> Iterator[str]:

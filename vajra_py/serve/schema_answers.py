@@ -56,11 +56,22 @@ class Choice(BaseModel):
     prompt_token_ids: list[int] | None = Field(None, description="With `return_token_ids`.")
 
 
+class RankedLogprob(BaseModel):
+    """A token's log-probability and its rank, 1 being the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class CompletionChoice(Choice):
     """One output of `/v1/completions`."""
 
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | None = Field(
+        None, description="With `prompt_logprobs`: of each token of the prompt, by token id; null for the first."
+    )
 
 
 class CompletionAnswer(BaseModel):
@@ -119,6 +130,24 @@ class ChatAnswer(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: UsageAnswer
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | None = Field(
+        None, description="With `prompt_logprobs`: of each token of the prompt, by token id; null for the first."
+    )
+
+
+class TokenizeAnswer(BaseModel):
+    """Answer of `/tokenize`."""
+
+    count: int
+    max_model_len: int = Field(description="Longest sequence, prompt and output.")
+    tokens: list[int]
+    token_strs: list[str] | None = Field(description="With `return_token_strs`: as the vocabulary writes them.")
+
+
+class DetokenizeAnswer(BaseModel):
+    """Answer of `/detokenize`."""
+
+    prompt: str = Field(description="The tokens' text, special tokens written out.")
 
 
 class ModelAnswer(BaseModel):

@@ -187,6 +187,8 @@ def _config(service: Service) -> uvicorn.Config:
         http=cast(Any, Connection),
         log_config=None,
         access_log=False,
+        proxy_headers=bool(options.forwarded_allow_ips),
+        forwarded_allow_ips=list(options.forwarded_allow_ips),
         server_header=False,
         timeout_keep_alive=service.options.idle_timeout_s,  # type: ignore[arg-type]
         timeout_graceful_shutdown=round(_LAST_BYTES_S),
@@ -239,6 +241,14 @@ def bind_unix(path: Path) -> socket.socket:
     return bound
 
 
+def _unlink(path: Path, made: os.stat_result | None) -> None:
+    """Remove a Unix socket, unless another server's is there by now."""
+    with suppress(OSError):
+        found = path.stat()
+        if made is not None and (found.st_dev, found.st_ino) == (made.st_dev, made.st_ino):
+            path.unlink()
+
+
 def serve(service: Service, on_listening: Callable[[str], None]) -> None:
     """Listen and answer until a signal comes. Raises what ended the engine, if anything did.
 
@@ -247,6 +257,7 @@ def serve(service: Service, on_listening: Callable[[str], None]) -> None:
     options = service.options
     options.check()
     bound = bind(options.host, options.port) if options.uds is None else bind_unix(options.uds)
+    made = None if options.uds is None else options.uds.stat()
     server = DrainingServer(service)
     session = service.session
     server.guard = Guard(lambda: session.is_writing)
@@ -257,8 +268,7 @@ def serve(service: Service, on_listening: Callable[[str], None]) -> None:
     finally:
         bound.close()
         if options.uds is not None:
-            with suppress(FileNotFoundError):
-                os.unlink(options.uds)
+            _unlink(options.uds, made)
         for child in multiprocessing.active_children():  # of a load that was given up: they may hang
             child.kill()
     error = session.error

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from vajra_py.engine.tokenizer import Tokenizer
+from vajra_py.engine.tokenizer import ChatEnd, Tokenizer
 from vajra_py.serve.errors import ApiError, bad_request
 
 SHORT_TEXT = 2_000
@@ -27,10 +28,11 @@ class Tokenizing:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def tokens(
-        self, tokenizer: Tokenizer, text: str, max_tokens: int, *, param: str, is_rendered: bool = False
+        self, tokenizer: Tokenizer, text: str, max_tokens: int, *, param: str, is_rendered: bool
     ) -> list[int]:
         """The tokens of a text that has to have fewer than `max_tokens`. Raises `ApiError` once it is clear that it has more.
 
+        Special tokens are put around it unless it is rendered.
         A text that is longer than most texts of so many tokens is first counted piece by piece, and the others' pieces get
         their turns between.
         """
@@ -46,11 +48,17 @@ class Tokenizing:
                     raise _too_long(start + len(piece), max_tokens, param)
         return await loop.run_in_executor(self._thread, lambda: tokenizer.encode(text, is_rendered=is_rendered))
 
-    async def render(self, tokenizer: Tokenizer, messages: list[dict[str, str]]) -> str:
+    async def render(self, tokenizer: Tokenizer, messages: list[dict[str, str]], end: ChatEnd) -> str:
         """The text of a conversation. Raises `ConfigError`."""
         if sum(len(message["content"]) for message in messages) <= SHORT_TEXT:
-            return tokenizer.render_chat(messages)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, tokenizer.render_chat, messages)
+            return tokenizer.render_chat(messages, end)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, tokenizer.render_chat, messages, end)
+
+    async def text(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+        """The text of tokens."""
+        if len(token_ids) <= SHORT_TEXT:
+            return tokenizer.decode(token_ids)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, tokenizer.decode, token_ids)
 
 
 def _count(tokenizer: Tokenizer, text: str) -> int:

@@ -22,7 +22,7 @@ _STRUCTURED = "structured output"
 _TEMPLATE = "control of the chat template"
 _REASONING = "control of reasoning"
 _MEDIA = "images, audio and other media"
-_TOKENS = "control over which tokens may be sampled"
+_TRUNCATION = "truncation of prompts"
 _SEARCH = "beam search"
 _FIELDS: Final[Mapping[str, str]] = {
     "tools": _TOOLS,
@@ -36,6 +36,7 @@ _FIELDS: Final[Mapping[str, str]] = {
     "json_schema": _STRUCTURED,
     "regex": _STRUCTURED,
     "ebnf": _STRUCTURED,
+    "structural_tag": _STRUCTURED,
     "guided_json": _STRUCTURED,
     "guided_regex": _STRUCTURED,
     "guided_choice": _STRUCTURED,
@@ -45,34 +46,43 @@ _FIELDS: Final[Mapping[str, str]] = {
     "chat_template": _TEMPLATE,
     "chat_template_kwargs": _TEMPLATE,
     "documents": _TEMPLATE,
-    "continue_final_message": _TEMPLATE,
     "reasoning_effort": _REASONING,
     "reasoning": _REASONING,
     "thinking": _REASONING,
     "thinking_token_budget": _REASONING,
     "verbosity": _REASONING,
+    "include_reasoning": _REASONING,
     "modalities": _MEDIA,
     "audio": _MEDIA,
     "mm_processor_kwargs": _MEDIA,
-    "logit_bias": _TOKENS,
-    "logits_processors": _TOKENS,
-    "allowed_token_ids": _TOKENS,
-    "bad_words": _TOKENS,
+    "mm_payload": _MEDIA,
+    "media_io_kwargs": _MEDIA,
+    "return_mm_kwargs": _MEDIA,
+    "logits_processors": "logits processors of clients",
     "use_beam_search": _SEARCH,
     "length_penalty": _SEARCH,
     "best_of": _SEARCH,
     "echo": "echo of a conversation",
     "suffix": "filling in before a suffix",
-    "prompt_logprobs": "prompt_logprobs (`echo` with `logprobs` says the same)",
     "prompt_embeds": "embeddings as prompts",
-    "truncate_prompt_tokens": "truncation of prompts",
+    "truncate_prompt_tokens": _TRUNCATION,
+    "truncation_side": _TRUNCATION,
     "web_search_options": "web search",
     "prediction": "predicted outputs",
     "store": "storing of answers",
     "lora_path": "adapters (LoRA)",
     "lora_request": "adapters (LoRA)",
-    "cache_salt": "a salt for the prefix cache (`tenant_salt` of the configuration keeps tenants apart)",
     "kv_transfer_params": "transfer of KV blocks",
+    "ec_transfer_params": "transfer of encoder outputs",
+    "logprob_token_ids": "log-probabilities of chosen tokens",
+    "detokenize": "outputs without text (`return_token_ids` gives the tokens besides)",
+    "request_id": "names of answers that clients choose (the header X-Request-Id comes back)",
+    "return_prompt_text": "prompts in answers (`echo` of `/v1/completions`)",
+    "return_token_offsets": "offsets of a prompt's tokens",
+    "routed_experts_prompt_start": "experts of prompts' tokens",
+    "repetition_detection": "detection of repetition",
+    "stream_interval": "intervals of streams",
+    "watermarking": "watermarks",
     "vllm_xargs": "arguments for extensions of vLLM",
 }
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -81,9 +91,16 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
-    "length_penalty": (1,),
+    "length_penalty": (1, 1.0),
     "best_of": (1,),
+    "mm_payload": ("tensors",),
+    "routed_experts_prompt_start": (0,),
+    "stream_interval": (1,),
+    "include_reasoning": (True,),
+    "detokenize": (True,),
 }
+_ON_BY_DEFAULT: Final = frozenset(("include_reasoning", "detokenize"))
+"""Switches that ask for something when they are off."""
 _MESSAGE_FIELDS: Final = frozenset(("tool_calls", "tool_call_id", "function_call", "audio"))
 NO_EFFECT: Final = frozenset(
     (
@@ -94,6 +111,7 @@ NO_EFFECT: Final = frozenset(
         "prompt_cache_retention",
         "prompt_cache_options",
         "annotations",
+        "spaces_between_special_tokens",  # only tokenizers without a backend of their own ever wrote any
     )
 )
 """Fields that OpenAI documents and that mean nothing here: they are let through without a word in the log."""
@@ -119,8 +137,6 @@ _PATHS: Final[Mapping[str, str]] = {
     "/score": "scoring",
     "/pooling": "pooling",
     "/classify": "classification",
-    "/tokenize": "tokenizing",
-    "/detokenize": "tokenizing",
     "/v1/load_lora_adapter": "adapters (LoRA)",
     "/v1/unload_lora_adapter": "adapters (LoRA)",
 }
@@ -132,6 +148,14 @@ class Unsupported(ValueError):
     def __init__(self, name: str, feature: str) -> None:
         self.field = name
         super().__init__(not_supported(name, feature))
+
+
+class WrongField(ValueError):
+    """A field that does not go with the rest of its body."""
+
+    def __init__(self, name: str, message: str) -> None:
+        self.field = name
+        super().__init__(f"{name} {message}")
 
 
 def is_known_elsewhere(name: str) -> bool:
@@ -146,8 +170,24 @@ def refuse_unsupported(given: Mapping[str, Any], known: Collection[str]) -> None
     """
     for name, value in given.items():
         feature = _FIELDS.get(name)
-        if feature is not None and name not in known and value and value not in _NEUTRAL.get(name, ()):
+        if feature is not None and name not in known and _asks(name, value):
             raise Unsupported(name, feature)
+
+
+def _asks(name: str, value: Any) -> bool:
+    """Whether a value of a field asks for something: 0 does, where it is not neutral."""
+    if value is None or (value is False and name not in _ON_BY_DEFAULT):
+        return False
+    if isinstance(value, str | list | dict) and not value:
+        return False
+    return not any(type(value) is type(one) and value == one for one in _NEUTRAL.get(name, ()))
+
+
+def refuse_fields_of(given: Mapping[str, Any], others: Collection[str], path: str) -> None:
+    """Refuse fields of the other path's bodies: whoever sends them expects another answer. Raises `WrongField`."""
+    for name in others & given.keys():
+        if given[name] not in (None, False):
+            raise WrongField(name, f"is a field of {path}, and means nothing here")
 
 
 def refuse_unsupported_message(given: Mapping[str, Any]) -> None:
@@ -170,7 +210,7 @@ def unsupported_path(path: str) -> str | None:
 
 def not_supported(name: str, feature: str) -> str:
     """The text of a refusal."""
-    return f"{name} is not supported: this server has no {feature}. {POINTER}"
+    return f"{name} is not supported: this server does not offer {feature}. {POINTER}"
 
 
 class UnknownFields:

@@ -318,7 +318,7 @@ def vllm_sampling(new: NewRow, eos: Sequence[int], num_outputs: int, *, has_seed
     params: SamplingParams = new.sampling
     ending = [] if params.ignore_eos else list(eos)
     is_greedy = params.temperature == 0.0
-    return VllmSampling(
+    sampling = VllmSampling(
         temperature=params.temperature,
         top_k=params.top_k or 0,
         top_p=params.top_p,
@@ -333,7 +333,12 @@ def vllm_sampling(new: NewRow, eos: Sequence[int], num_outputs: int, *, has_seed
         min_tokens=max(0, params.min_tokens - num_outputs),
         max_tokens=None,
         detokenize=False,
+        allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
+        logit_bias=dict(params.logit_bias) or None,
     )
+    if params.bad_words_token_ids:  # strings in vLLM's own fields, which it has turned into these by the time
+        sampling._bad_words_token_ids = [list(word) for word in params.bad_words_token_ids]
+    return sampling
 
 
 def _pieces(chunk: Chunk, most: int) -> Iterator[Chunk]:

@@ -20,12 +20,18 @@ from typing import Protocol
 
 from vajra_py.runtime.kv import BlockCopy
 
+LOST_ROW = "its logits are not finite numbers, so that no token can be sampled"
+"""Why a row gave no token that has no finite logit."""
+NOTHING_LEFT = "its allowed_token_ids, bad_words and min_tokens leave no token that can be sampled"
+"""The same of a row that forbids tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How a request's tokens are chosen, and when it ends. Values are checked where they come in, not here.
 
-    The order is that of transformers' generation: penalties, temperature, top-k, top-p, min-p.
+    The order is vLLM's: allowed tokens, bad words and biases; then that of transformers' generation: penalties, temperature,
+    top-k, top-p, min-p.
 
     Attributes:
         max_tokens: output tokens at most. The controller's business.
@@ -44,6 +50,13 @@ class SamplingParams:
         stop_token_ids: tokens that end the request, besides the model's own.
         min_tokens: no token that would end the request is sampled before this many output tokens.
         ignore_eos: the model's own end-of-sequence tokens do not end the request.
+        allowed_token_ids: only these tokens; None: all.
+        logit_bias: (token, what is added to its logit), each token once.
+        bad_words: strings that the output is not to contain. They become `bad_words_token_ids` where there is a tokenizer
+            (`vajra_py.engine.tokenizer.with_bad_words`), before a request is submitted.
+        bad_words_token_ids: sequences of tokens that the output never completes, whatever the prompt ends with.
+        include_stop_str_in_output: the stop string, or the text of the token, that ends the request is part of its text.
+            The controller's business.
     """
 
     max_tokens: int = 16
@@ -61,6 +74,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
+    allowed_token_ids: tuple[int, ...] | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    include_stop_str_in_output: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +90,8 @@ class NewRow:
         sampling: how its tokens are chosen.
         seed: of its random stream: `sampling.seed`, or one that the controller drew.
         prompt_token_ids: its prompt; read only when `needs_prompt(sampling)`, may be empty otherwise.
-        output_token_ids: what it has put out already (a request that lost its slot and got another); read likewise.
+        output_token_ids: what it has put out already (a request that lost its slot and got another); read only when
+            `needs_outputs(sampling)`.
         num_output_tokens: how many that are; always read (`min_tokens`, the place in the random stream).
     """
 
@@ -143,7 +162,8 @@ class Ahead:
     """Decodes to be started before it is decided which of them are wanted.
 
     Attributes:
-        decodes: slots of requests that ask for neither penalties nor log-probabilities.
+        decodes: slots of requests that ask for no log-probabilities, and whose sampling does not depend on their outputs
+            (`needs_outputs`).
         growing: those whose next token is the first of a block: it goes to a spare one, until the step that has the row
             tells the block's own place; at most `RunnerOptions.spare_blocks`.
     """
@@ -389,11 +409,21 @@ class ForeseeingRunner(ModelRunner, Protocol):
         """
 
 
+def forbids_tokens(sampling: SamplingParams) -> bool:
+    """Whether it may leave no token to sample."""
+    return sampling.allowed_token_ids is not None or bool(sampling.bad_words_token_ids)
+
+
 def needs_history(sampling: SamplingParams) -> bool:
-    """Whether the tokens so far change how the next one is sampled."""
+    """Whether the tokens of prompt and output are counted for penalties."""
     return sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or sampling.repetition_penalty != 1.0
 
 
 def needs_prompt(sampling: SamplingParams) -> bool:
-    """Whether `NewRow` must carry the prompt and earlier outputs."""
+    """Whether `NewRow` must carry the prompt."""
     return sampling.prompt_logprobs is not None or needs_history(sampling)
+
+
+def needs_outputs(sampling: SamplingParams) -> bool:
+    """Whether earlier outputs change how the next token is sampled, so that `NewRow` must carry them."""
+    return needs_history(sampling) or any(len(word) > 1 for word in sampling.bad_words_token_ids)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from vajra_py.engine.compute.batch import Ints
-from vajra_py.engine.compute.interface import PendingStep, StepOutput, TokenLogprobs
+from vajra_py.engine.compute.interface import LOST_ROW, PendingStep, StepOutput, TokenLogprobs
 from vajra_py.engine.compute.logprobs import PendingLogprobs
-from vajra_py.engine.compute.sampler import LOST_ROW, NO_TOKEN, Logprobs
+from vajra_py.engine.compute.sampler import NO_TOKEN, Logprobs
 from vajra_py.errors import ExecutorError
 
 

@@ -23,6 +23,7 @@ import torch
 from vajra_kernels import uses_triton
 from vajra_kernels.sampling import Column, sample_tokens
 from vajra_py.engine.compute.batch import Ints
+from vajra_py.engine.compute.constraints import Constraints
 from vajra_py.engine.compute.interface import NewRow, SamplingParams, needs_history
 from vajra_py.engine.compute.logprobs import PendingLogprobs, token_logprobs
 from vajra_py.engine.compute.penalties import Histories, apply_penalties
@@ -34,8 +35,6 @@ Logprobs = tuple[list[int], PendingLogprobs]
 _NEG_INF = float("-inf")
 NO_TOKEN = -1
 """In the place of a token of a row that cannot be sampled."""
-LOST_ROW = "its logits are not finite numbers, so that no token can be sampled"
-"""What is said of such a row."""
 
 
 @dataclass(slots=True)
@@ -50,7 +49,7 @@ class RowState:
 class Sampler:
     """Samples batches of rows by slot."""
 
-    __slots__ = ("_device", "_eos", "_histories", "_is_plain", "_min_tokens", "_num_outputs", "_parameters", "_rows",
+    __slots__ = ("_constraints", "_device", "_eos", "_histories", "_is_plain", "_min_tokens", "_num_outputs", "_parameters", "_rows",
                  "_seeds", "_vocab_size")  # fmt: skip
 
     def __init__(
@@ -61,6 +60,7 @@ class Sampler:
         self._eos = eos_token_ids
         self._rows: list[RowState | None] = [None] * max_requests
         self._histories = Histories(vocab_size, device)
+        self._constraints = Constraints(max_requests, vocab_size, device)
         self._is_plain = np.ones(max_requests, bool)
         self._parameters: Doubles = np.zeros((max_requests, len(Column)))
         self._parameters[:, Column.HISTORY] = -1
@@ -78,10 +78,15 @@ class Sampler:
         history = -1
         if needs_history(sampling):
             history = self._histories.add(new.prompt_token_ids, new.output_token_ids)
+        try:
+            is_constrained = self._constraints.add(slot, sampling, new.output_token_ids)
+        except BaseException:
+            if history >= 0:
+                self._histories.remove(history)
+            raise
         self._rows[slot] = RowState(sampling, ids)
-        self._is_plain[slot] = (
-            sampling.temperature == 0.0 and history < 0 and not ids.size and sampling.logprobs is None
-        )
+        is_free = history < 0 and not ids.size and not is_constrained
+        self._is_plain[slot] = sampling.temperature == 0.0 and is_free and sampling.logprobs is None
         row = self._parameters[slot]
         row[Column.TEMPERATURE] = sampling.temperature
         row[Column.TOP_P] = sampling.top_p
@@ -101,11 +106,12 @@ class Sampler:
         if history >= 0:
             self._histories.remove(history)
         self._parameters[slot, Column.HISTORY] = -1
+        self._constraints.remove(slot)
         self._rows[slot] = None
         self._is_plain[slot] = True
 
     def undo(self, slots: Sequence[int]) -> None:
-        """Take back one token of each of these slots, which keep no history."""
+        """Take back one token of each of these slots, whose sampling does not depend on their outputs."""
         self._num_outputs[list(slots)] -= 1
 
     def sample(
@@ -122,7 +128,7 @@ class Sampler:
             return tokens, None
         parameters = self._parameters[slots]
         parameters[:, Column.NUMBER] = uniform_numbers(self._seeds[slots], self._num_outputs[slots])
-        possible = self._without_early_ends(logits, slots)
+        possible = self._constraints.apply(self._without_early_ends(logits, slots), slots)
         if uses_triton(self._device):
             tokens = sample_tokens(possible, to_device(parameters, self._device), self._histories.seen)
         else:
@@ -130,6 +136,7 @@ class Sampler:
         logprobs = self._logprobs(logits, tokens, slots)
         self._num_outputs[slots] += 1
         self._histories.count(parameters[:, Column.HISTORY].astype(np.int64), tokens)
+        self._constraints.count(tokens, slots)
         return tokens, logprobs
 
     def _without_early_ends(self, logits: torch.Tensor, slots: Ints) -> torch.Tensor:

@@ -1,0 +1,46 @@
+"""Log lines of worker processes: as their parent writes its own."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+_PACKAGES = ("vajra_py", "vajra_kernels")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLogs:
+    """How a process writes its lines to standard error.
+
+    Attributes:
+        formatter: of each line.
+        levels: least level, by logger; empty: the root's.
+    """
+
+    formatter: logging.Formatter
+    levels: Mapping[str, int]
+
+    @classmethod
+    def of_this_process(cls) -> Self | None:
+        """As this process does; None where nobody said how, or it cannot be told another process."""
+        handlers = reversed(logging.getLogger().handlers)  # whoever came last said what is wanted now
+        formatter = next((one.formatter for one in handlers if one.formatter is not None), None)
+        if formatter is None:
+            return None
+        made = cls(formatter, {name: logging.getLogger(name).level for name in ("", *_PACKAGES)})
+        try:
+            pickle.dumps(made)
+        except Exception:  # whatever a program's own formatter holds
+            return None
+        return made
+
+    def install(self) -> None:
+        """Let this process write its lines so."""
+        handler = logging.StreamHandler()
+        handler.setFormatter(self.formatter)
+        logging.getLogger().addHandler(handler)
+        for name, level in self.levels.items():
+            logging.getLogger(name).setLevel(level)
