@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from vajra_py.vllm import Scheduler
 
@@ -175,7 +176,7 @@ def test_wrong_objectives_are_refused_with_the_reason(ours: LLM) -> None:
     params = SamplingParams(max_tokens=4, extra_args={"vajra_ttft_slo_s": -1})
     fine = SamplingParams(max_tokens=4, extra_args={"vajra_ttft_slo_s": 0.5, "vajra_tenant": "a"}, ignore_eos=True)
     engine = ours.llm_engine
-    with pytest.raises(ValueError, match="vajra_ttft_slo_s"):
+    with pytest.raises(VLLMValidationError, match="vajra_ttft_slo_s"):
         engine.add_request("wrong", prompts(1)[0], params)
     engine.add_request("fine", prompts(1)[0], fine)
     ended = {}
