@@ -108,8 +108,8 @@ def test_csv_is_of_plain_numbers(make_run: Make, comparison: Comparison) -> None
     for row in rows:
         for name in set(row) - words:
             assert row[name] == "" or float(row[name]) == float(row[name]), (name, row[name])
-    row = next(row for row in rows if row["metric"] == "throughput_output_tokens_per_s" and row["scope"] == "overall")
-    base, value = comparison.values["overall"]["throughput_output_tokens_per_s"]
+    row = next(row for row in rows if row["metric"] == "ttft_mean_s" and row["scope"] == "overall")
+    base, value = comparison.values["overall"]["ttft_mean_s"]
     assert (float(row["baseline_value"]), float(row["value"])) == (base, value)
     assert float(row["difference_low"]) < float(row["difference"]) < float(row["difference_high"])
     assert float(row["low"]) < float(row["value"]) < float(row["high"])

@@ -20,6 +20,7 @@ from vajra_py.metrics import comparison as comparisons
 from vajra_py.metrics.baseline_table import difference_table
 from vajra_py.metrics.comparison import OVERALL, Comparison, compare
 from vajra_py.metrics.comparison_metrics import DEFAULT_PRIMARY
+from vajra_py.metrics.copies import COPIED
 from vajra_py.metrics.pairs import holm
 from vajra_py.metrics.replications import group_replications
 from vajra_py.metrics.report import findings, render_report
@@ -127,8 +128,8 @@ def test_runs_that_count_as_one_observation_have_no_interval_no_test_and_a_reaso
     make_run: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = replicated(make_run, 3)
-    reason = "The seeds have the same requests"
-    settings = [replace(one, one_sample=reason) for one in group_replications(runs)]
+    reason = COPIED
+    settings = [replace(one, runs=one.runs[:1], num_seeds=3, note=reason) for one in group_replications(runs)]
     monkeypatch.setattr(comparisons, "group_replications", lambda *_, **__: settings)
     found = compare(runs)
     assert found.replications == (1, 1, 1)
@@ -136,7 +137,7 @@ def test_runs_that_count_as_one_observation_have_no_interval_no_test_and_a_reaso
     assert BEST not in {mark for key in DEFAULT_PRIMARY for mark in found.marks(key).values()}
     assert found.versus(0, 1, P99).verdict.startswith(f"not tested: {reason}")
     assert f"{reason}: {', '.join(found.names)}" in found.render().table.notes
-    assert (reason, list(found.names)) in warnings_of(settings, found)
+    assert (reason, []) in warnings_of(settings, found), "of all settings"
     assert reason in json.loads(found.to_json())["notes"][-1]
 
 
