@@ -17,6 +17,7 @@ CALIBRATION ?=
 SECONDS ?= 600
 COUNT ?= 2000
 PYTEST_ARGS ?=
+TENSOR_TESTS := tests/engine tests/kernels
 SEED ?= $(shell date +%s)
 
 VENV := .venv
@@ -62,8 +63,10 @@ format: install ## let ruff sort imports, apply safe fixes and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# In two runs: tensor libraries keep what compiling and loading models took, and a worker of all tests would need 2.5 GB.
 test: lint ## lint, then every test (slow ones too; those that need a GPU are skipped without one)
-	$(BIN)/pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(WORKERS) $(addprefix --ignore=,$(TENSOR_TESTS)) $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(WORKERS) $(TENSOR_TESTS) $(PYTEST_ARGS)
 
 test-fast: install ## the tests that take seconds
 	$(BIN)/pytest -n $(WORKERS) -m "not slow and not gpu" $(PYTEST_ARGS)
