@@ -168,7 +168,7 @@ def test_a_node_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_policies_of_a_script_do_not_go_to_a_cluster(tmp_path: Path) -> None:
-    config = vajra_py.load(SWEEP | {"output": {"dir": str(tmp_path)}})
+    config = config_from_mapping(SWEEP | {"output": {"dir": str(tmp_path)}})
     spec = replace(load_registry().policy(Layer.REQUEST_PRIORITIZER, "fcfs").spec, name="mine")
     for call in (vajra_py.run, vajra_py.sweep):
         with pytest.raises(

@@ -196,7 +196,7 @@ def test_words_do_not_occur_in_the_text(tiny_model: Path) -> None:
         ({"logit_bias": ((3, float("nan")),)}, "sampling.logit_bias: is out of range (nan)"),
         ({"logit_bias": ((-1, 1.0),)}, "sampling.logit_bias: are not tokens of the model (-1)"),
         ({"logit_bias": tuple((k, 1.0) for k in range(1025))}, "sampling.logit_bias: has too many tokens (1025)"),
-        ({"bad_words": ("fine", " ")}, "sampling.bad_words: has a word without characters"),
+        ({"bad_words": ("fine", " ")}, "sampling.bad_words: has what is no word"),
         ({"bad_words_token_ids": ((),)}, "sampling.bad_words_token_ids: has an empty sequence"),
         ({"bad_words_token_ids": ((4, 2**70),)}, "sampling.bad_words_token_ids: are not tokens of the model (1180"),
     ],

@@ -121,11 +121,16 @@ def _wrong_constraints(params: SamplingParams, where: str) -> list[Problem]:
     wrong = [_shown(bias) for _, bias in params.logit_bias if not biases.holds(bias)]
     if wrong:
         problems.append(Problem(f"{where}.logit_bias", f"is out of range ({', '.join(wrong[:5])})", biases.says))
-    if any(not word.strip() for word in params.bad_words):
-        problems.append(Problem(f"{where}.bad_words", "has a word without characters", "Allowed: more than blanks"))
+    words: Iterable[object] = params.bad_words
+    if any(not isinstance(word, str) or not word.strip() for word in words):
+        problems.append(Problem(f"{where}.bad_words", "has what is no word", "Allowed: strings of more than blanks"))
     if any(not word for word in params.bad_words_token_ids):
         problems.append(Problem(f"{where}.bad_words_token_ids", "has an empty sequence", "Allowed: one token or more"))
-    if allowed and {word[0] for word in params.bad_words_token_ids if len(word) == 1} >= set(allowed):
+    if (
+        allowed
+        and all(map(_is_whole, allowed))
+        and {word[0] for word in params.bad_words_token_ids if len(word) == 1} >= set(allowed)
+    ):
         message = "leaves no token: `bad_words` forbid every one of them"
         problems.append(Problem(f"{where}.allowed_token_ids", message, "Allowed: one token or more besides"))
     return problems

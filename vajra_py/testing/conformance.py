@@ -26,7 +26,6 @@ from vajra_py.contract import (
     Key,
     KeyMotion,
     Layer,
-    PolicyContext,
     PolicySpec,
     ReplicaScheduler,
     ReplicasetScheduler,
@@ -40,12 +39,13 @@ from vajra_py.plugins.build import hooks_of
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.testing import scenarios
 from vajra_py.testing.habits import futile_preemptions, kept_requests, uncalled_methods
-from vajra_py.testing.harness import Harness, PolicySource
+from vajra_py.testing.harness import Harness
 from vajra_py.testing.hash_seeds import Rows, first_difference, rows_by_hash_seed
 from vajra_py.testing.purity import ImpureError, only_pure
-from vajra_py.testing.reference_policies import ByArrival, InTurn, PlainChunks, Shared, by_slack
-from vajra_py.testing.scenarios import Outcome, Policies, Rules, Scenario, StuckError, simulate
+from vajra_py.testing.reference_policies import ByArrival, InTurn
+from vajra_py.testing.scenarios import Outcome, Scenario, StuckError
 from vajra_py.testing.strict import StrictViews, interpose
+from vajra_py.testing.subject import NUM_REPLICAS, UNCOUNTED, Interposing, Subject, context_of
 
 __all__ = ["Check", "ConformanceWarning", "check_policy", "conformance_checks", "policies_under_test"]
 
@@ -54,13 +54,7 @@ PROTOCOLS: Mapping[Layer, type] = {
     Layer.REPLICASET_SCHEDULER: ReplicasetScheduler,
     Layer.REPLICA_SCHEDULER: ReplicaScheduler,
 }
-NUM_REPLICAS = {Layer.REQUEST_PRIORITIZER: 2, Layer.REPLICASET_SCHEDULER: 2, Layer.REPLICA_SCHEDULER: 1}
 ALL_LAYERS = tuple(Layer)
-COUNTED = Rules()
-UNCOUNTED = Rules(check_every_step=False)
-
-Interposing = Callable[[Any], Any]
-"""Puts something between a policy and the mechanism."""
 
 
 class ConformanceWarning(UserWarning):
@@ -132,79 +126,11 @@ class Check:
         return None
 
 
-@dataclass(eq=False)
-class Subject:
-    """A policy with its parameters, and what it did in each scenario so far."""
-
-    spec: PolicySpec
-    params: Mapping[str, Any]
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    is_endless: bool = False
-    """Whether it did not return once, so that asking on would take as long each time."""
-
-    def __str__(self) -> str:
-        """How failures name it."""
-        return f"{self.spec.layer.value} {self.spec.name!r}"
-
-    @property
-    def layer(self) -> Layer:
-        """The policy's layer."""
-        return self.spec.layer
-
-    def build(self, context: PolicyContext) -> Any:
-        """A fresh policy."""
-        return self.spec.build(self.spec.config(**self.params), context)
-
-    def suits(self, scenario: Scenario) -> bool:
-        """Whether the policy takes replicas of this kind; it may refuse some by a `ValueError`."""
-        try:
-            self.build(_context(scenario))
-        except ValueError:
-            return False
-        return True
-
-    def run(self, scenario: Scenario, interposing: Interposing | None = None, rules: Rules = COUNTED) -> Outcome:
-        """Put it into a scenario, perhaps with something between it and the mechanism. Failures name the scenario."""
-        layer = self.layer
-
-        def source(context: PolicyContext) -> Any:
-            policy = self.build(context)
-            return policy if interposing is None else interposing(policy)
-
-        rules = replace(rules, num_replicas=max(rules.num_replicas, NUM_REPLICAS[layer]))
-        try:
-            return simulate(scenario, _beside_partners(layer, source, scenario), rules)
-        except (VajraError, StuckError, RuntimeError, AssertionError) as error:
-            raise AssertionError(f"{error} ({scenario.name})") from error
-
-    def base(self, scenario: Scenario) -> Outcome:
-        """What it does in a scenario when left alone."""
-        outcome = self.outcomes.get(scenario.name)
-        if outcome is None:
-            outcome = self.outcomes[scenario.name] = self.run(scenario)
-        return outcome
-
-
 def _is_from_endless_call(error: BaseException | None) -> bool:
     """Whether an error goes back to a call that was interrupted."""
     while error is not None and not isinstance(error, DidNotReturn):
         error = error.__cause__
     return error is not None
-
-
-def _context(scenario: Scenario) -> PolicyContext:
-    return Harness(ByArrival(), Shared(), lambda context: PlainChunks(), scenario.options).context
-
-
-def _beside_partners(layer: Layer, source: PolicySource, scenario: Scenario) -> Policies:
-    """The policy with plain ones in the other layers; where it is told apart by them, scenarios take turns."""
-    odd = scenarios.SCENARIOS.index(scenario) % 2 == 1 if scenario in scenarios.SCENARIOS else False
-    prioritizer: PolicySource = by_slack if odd else ByArrival()
-    if layer is Layer.REQUEST_PRIORITIZER:
-        return Policies(source, InTurn() if odd else Shared(), lambda context: PlainChunks())
-    if layer is Layer.REPLICASET_SCHEDULER:
-        return Policies(prioritizer, source, lambda context: PlainChunks())
-    return Policies(prioritizer, Shared() if odd else InTurn(), source)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -217,7 +143,7 @@ def _require(condition: bool, message: str) -> None:
 
 def _builds(subject: Subject) -> None:
     try:
-        policy = subject.build(_context(scenarios.LIGHT))
+        policy = subject.build(context_of(scenarios.LIGHT))
     except Exception as error:
         message = f"cannot be built from {dict(subject.params) or 'its default parameters'}"
         raise AssertionError(f"{message}: {type(error).__name__}: {error}") from error
@@ -299,7 +225,7 @@ def _is_the_same_under_every_hash_seed(subject: Subject) -> None:
 
 
 def _calls_its_methods(subject: Subject) -> None:
-    names = uncalled_methods(subject.build(_context(scenarios.LIGHT)), hooks_of(subject.layer))
+    names = uncalled_methods(subject.build(context_of(scenarios.LIGHT)), hooks_of(subject.layer))
     allowed = "a name of the contract (such as on_step_end), or a leading underscore"
     _require(not names, f"public methods that neither the mechanism nor its package calls: {names}. Allowed: {allowed}")
 
@@ -325,7 +251,11 @@ def _forgets_ended_requests(subject: Subject) -> None:
 
 def _is_pure(subject: Subject) -> None:
     spec = subject.spec
-    modules = {spec.build.__module__, spec.config.__module__, type(subject.build(_context(scenarios.LIGHT))).__module__}
+    modules = {
+        spec.build.__module__,
+        spec.config.__module__,
+        type(subject.build(context_of(scenarios.LIGHT))).__module__,
+    }
     packages = {name.partition(".")[0] for name in modules} - {"vajra_py"}
     violations: list[str] = []
     with only_pure(packages, violations):
@@ -409,7 +339,7 @@ def _keys_move_as_declared(subject: Subject) -> None:
 
 def _order_would_be_the_same_if_volatile(subject: Subject) -> None:
     """Warn of keys that are declared ARBITRARY and move while a step is formed, where the newer ones would count."""
-    if subject.build(_context(scenarios.LIGHT)).key_motion is not KeyMotion.ARBITRARY:
+    if subject.build(context_of(scenarios.LIGHT)).key_motion is not KeyMotion.ARBITRARY:
         return
 
     def volatile(policy: Any) -> Any:
@@ -449,7 +379,7 @@ def _is_the_same_when_fast_forwarded(subject: Subject) -> None:
     The reference policies beside it repeat their decodes, so that a prioritizer or replicaset scheduler is put through
     runs of steps as well: what it reads when it is asked or told must be what it would have read step by step.
     """
-    traits = traits_of(subject.build(_context(scenarios.LIGHT)))
+    traits = traits_of(subject.build(context_of(scenarios.LIGHT)))
     if subject.layer is Layer.REPLICA_SCHEDULER and not traits.repeats_decodes:
         return  # every step is formed by itself anyway
     claim = "it decides otherwise while decode steps are fast-forwarded"
@@ -473,7 +403,7 @@ def _is_the_same_when_fast_forwarded(subject: Subject) -> None:
 
 
 def _lone_chunks_are_true(subject: Subject) -> None:
-    policy = subject.build(_context(scenarios.LIGHT))
+    policy = subject.build(context_of(scenarios.LIGHT))
     solo_chunk_size = solo_chunk_size_of(policy)
     if solo_chunk_size is None:
         return
@@ -508,7 +438,7 @@ def _preempts_for_somebody(subject: Subject) -> None:
 
 
 def _works_while_there_is_work(subject: Subject) -> None:
-    if not traits_of(subject.build(_context(scenarios.LIGHT))).is_work_conserving:
+    if not traits_of(subject.build(context_of(scenarios.LIGHT))).is_work_conserving:
         return
     for scenario in scenarios.SCENARIOS:
         if scenario.is_memory_ample and subject.suits(scenario):

@@ -115,7 +115,7 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
 
 def _unsupported_outputs(config: Any) -> Iterator[tuple[str, str]]:
     """Options whose figures or outputs come from vLLM's own scheduler."""
-    outputs, observed = getattr(config, "aux_output_config", None), config.observability_config
+    outputs, observed = (getattr(config, name, None) for name in ("aux_output_config", "observability_config"))
     if outputs is not None and outputs.enabled:
         yield "--enable-return-routed-experts", "the experts of each token are not collected"
     for name, what in (

@@ -80,13 +80,22 @@ def test_parameters_at_the_edge_of_a_type_are_refused_or_sample_and_harm_nobody(
     assert all(0 <= token < VOCAB for step in together for token in step)
 
 
+IN_SEQUENCES: dict[str, Callable[[Any], Any]] = {
+    "stop_token_ids": lambda value: (value,),
+    "allowed_token_ids": lambda value: (value,),
+    "bad_words": lambda value: (value,),
+    "bad_words_token_ids": lambda value: ((value,),),
+    "logit_bias": lambda value: ((value, 1.0), (5, value)),
+}
+"""How a value stands in fields of several."""
+
 STRANGE = [10**400, -(10**5000), 1e-320, float("inf"), float("nan"), "1", [1.5], 2**70]
 
 
 @pytest.mark.parametrize("name", [one.name for one in fields(SamplingParams) if one.name not in ("stop", "ignore_eos")])
 def test_any_value_of_any_parameter_is_refused_in_a_line_or_taken(name: str) -> None:
     for value in STRANGE:
-        said = complaint(SamplingParams(**{name: (value,) if name == "stop_token_ids" else value}))
+        said = complaint(SamplingParams(**{name: IN_SEQUENCES.get(name, lambda one: one)(value)}))
         assert said is None or (f"sampling.{name}" in said and len(said) < 600)
 
 

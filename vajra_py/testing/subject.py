@@ -1,0 +1,90 @@
+"""A policy under test: how it is built beside plain policies for the other layers, and what it did in each scenario so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vajra_py.contract import Layer, PolicyContext, PolicySpec
+from vajra_py.errors import VajraError
+from vajra_py.testing import scenarios
+from vajra_py.testing.harness import Harness, PolicySource
+from vajra_py.testing.reference_policies import ByArrival, InTurn, PlainChunks, Shared, by_slack
+from vajra_py.testing.scenarios import Outcome, Policies, Rules, Scenario, StuckError, simulate
+
+NUM_REPLICAS = {Layer.REQUEST_PRIORITIZER: 2, Layer.REPLICASET_SCHEDULER: 2, Layer.REPLICA_SCHEDULER: 1}
+COUNTED = Rules()
+UNCOUNTED = Rules(check_every_step=False)
+
+Interposing = Callable[[Any], Any]
+"""Puts something between a policy and the mechanism."""
+
+
+@dataclass(eq=False)
+class Subject:
+    """A policy with its parameters, and what it did in each scenario so far."""
+
+    spec: PolicySpec
+    params: Mapping[str, Any]
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    is_endless: bool = False
+    """Whether it did not return once, so that asking on would take as long each time."""
+
+    def __str__(self) -> str:
+        """How failures name it."""
+        return f"{self.spec.layer.value} {self.spec.name!r}"
+
+    @property
+    def layer(self) -> Layer:
+        """The policy's layer."""
+        return self.spec.layer
+
+    def build(self, context: PolicyContext) -> Any:
+        """A fresh policy."""
+        return self.spec.build(self.spec.config(**self.params), context)
+
+    def suits(self, scenario: Scenario) -> bool:
+        """Whether the policy takes replicas of this kind; it may refuse some by a `ValueError`."""
+        try:
+            self.build(context_of(scenario))
+        except ValueError:
+            return False
+        return True
+
+    def run(self, scenario: Scenario, interposing: Interposing | None = None, rules: Rules = COUNTED) -> Outcome:
+        """Put it into a scenario, perhaps with something between it and the mechanism. Failures name the scenario."""
+        layer = self.layer
+
+        def source(context: PolicyContext) -> Any:
+            policy = self.build(context)
+            return policy if interposing is None else interposing(policy)
+
+        rules = replace(rules, num_replicas=max(rules.num_replicas, NUM_REPLICAS[layer]))
+        try:
+            return simulate(scenario, _beside_partners(layer, source, scenario), rules)
+        except (VajraError, StuckError, RuntimeError, AssertionError) as error:
+            raise AssertionError(f"{error} ({scenario.name})") from error
+
+    def base(self, scenario: Scenario) -> Outcome:
+        """What it does in a scenario when left alone."""
+        outcome = self.outcomes.get(scenario.name)
+        if outcome is None:
+            outcome = self.outcomes[scenario.name] = self.run(scenario)
+        return outcome
+
+
+def context_of(scenario: Scenario) -> PolicyContext:
+    """What a policy is built with in a scenario."""
+    return Harness(ByArrival(), Shared(), lambda context: PlainChunks(), scenario.options).context
+
+
+def _beside_partners(layer: Layer, source: PolicySource, scenario: Scenario) -> Policies:
+    """The policy with plain ones in the other layers; where it is told apart by them, scenarios take turns."""
+    odd = scenarios.SCENARIOS.index(scenario) % 2 == 1 if scenario in scenarios.SCENARIOS else False
+    prioritizer: PolicySource = by_slack if odd else ByArrival()
+    if layer is Layer.REQUEST_PRIORITIZER:
+        return Policies(source, InTurn() if odd else Shared(), lambda context: PlainChunks())
+    if layer is Layer.REPLICASET_SCHEDULER:
+        return Policies(prioritizer, source, lambda context: PlainChunks())
+    return Policies(prioritizer, Shared() if odd else InTurn(), source)
