@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,7 +164,8 @@ async def _ask(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
         if streamed.status_code != 200:
             await streamed.aread()
             return _status(streamed.status_code, streamed.text)
-        events = [line.removeprefix("data: ") async for line in streamed.aiter_lines() if line]
+        text = (await streamed.aread()).decode()
+    events = [line.removeprefix("data: ") for line in text.split("\n") if line]  # U+2028 and the like end no line
     if not events or events[-1] != "[DONE]":
         return f"wrong: a stream ended without [DONE] ({events[-1:]})"
     pieces = [json.loads(event) for event in events[:-1]]
@@ -209,11 +210,13 @@ def worker_pids(pid: int) -> list[int]:
 
 
 @contextmanager
-def own_server(arguments: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """`vajra serve` with these arguments, ready; its process and its URL."""
+def own_server(
+    arguments: list[str], variables: Mapping[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """`vajra serve` with these arguments and further environment variables, ready; its process and its URL."""
     command = [sys.executable, "-P", "-c", "from vajra_py.cli.main import main; main()", "serve", "--port", "0"]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([*command, *arguments], stderr=log)
+        process = subprocess.Popen([*command, *arguments], stderr=log, env={**os.environ, **(variables or {})})
         try:
             yield process, _ready_url(process, log)
         finally:

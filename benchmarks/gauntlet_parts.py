@@ -16,7 +16,10 @@ import flood
 from gauntlet_clients import KEY, Tally
 
 MAX_GROWTH_MIB = 128
-"""A server that has more memory than this in the end than when it was ready has a leak; caches and reused heaps stay below."""
+"""A server that has more memory than this in the end than when it was ready has a leak; reused heaps stay below."""
+NO_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
+"""Environment of servers whose memory is judged. oneDNN and PyTorch each keep up to 1,024 kernels, one for each number of rows
+that a weight was multiplied with: hundreds of MiB that come with new batch sizes and would hide a leak. Tokens stay the same."""
 GRACE_S = 5.0
 END_S = 9.0
 """How long after its grace time a server may still be there; see `docs/serving.md`."""
@@ -64,7 +67,7 @@ def serve(flags: list[str], part: Attack, file_limit: int | None = None, *, rest
     if file_limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, before[1]))  # servers inherit it
     flags = [*flags, "--api-key", KEY, "--served-model-name", "tiny", "--no-access-log", "--grace", f"{GRACE_S:g}"]
-    with flood.own_server(flags) as (process, url):
+    with flood.own_server(flags, NO_KERNEL_CACHES) as (process, url):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         before_mib = round(flood.resident_bytes(process.pid) / 2**20)
         part(process, url, tally)
