@@ -19,7 +19,7 @@ MAX_GROWTH_MIB = 128
 """A server that has more memory than this in the end than when it was ready has a leak; reused heaps stay below."""
 NO_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
 """Environment of servers whose memory is judged. oneDNN and PyTorch each keep up to 1,024 kernels, one for each number of rows
-that a weight was multiplied with: hundreds of MiB that come with new batch sizes and would hide a leak. Tokens stay the same."""
+that a weight was multiplied with: hundreds of MiB that come with new batch sizes and would hide a leak."""
 GRACE_S = 5.0
 END_S = 9.0
 """How long after its grace time a server may still be there; see `docs/serving.md`."""
