@@ -213,7 +213,7 @@ def _listed(values: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _doors(command: click.Command | Any) -> Any:
-    """Who may use the server: keys, names, browsers, proxies."""
+    """Access options of the server: keys, names, browsers, proxies."""
     options = (
         click.option(
             "--api-key",

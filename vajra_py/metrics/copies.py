@@ -22,7 +22,7 @@ COPIED = "All seeds give equal requests and nothing else is random: one run, no 
 """Why a setting of several seeds counts as one observation, without its stop."""
 HOW = "In `workload`, `window: random`, `bootstrap` and `thin` draw replications from a trace."
 MEASURED = "measured times"
-"""What varies between runs on a device."""
+"""Name of the variation between runs on a device."""
 _TIMES = ("arrived_at", "first_token_at", "ended_at")
 _LOAD = ("num_prompt_tokens", "num_output_tokens", "tenant", "slo_class")
 

@@ -24,7 +24,7 @@ class Difference:
 
     mean: float
     interval: Interval | None
-    """Of the mean difference, for this comparison alone; None where `p_value` is."""
+    """Interval of the mean difference, for this comparison alone; None where `p_value` is."""
     above_fraction: float
     """Probability that a replication of the first is above one of the second; equal ones count half."""
     p_value: float | None

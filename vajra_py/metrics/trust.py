@@ -78,7 +78,7 @@ def _of_chance(settings: Sequence[Setting], comparison: Comparison) -> list[tupl
 
 
 def _is_of_one_seed(setting: Setting) -> bool:
-    """Whether further seeds would tell something of chance."""
+    """True where further seeds would show variation by chance."""
     return len(setting.runs) == 1 and not setting.is_copied
 
 

@@ -430,7 +430,7 @@ class Scheduler(WithoutExtras):
         return request_id in self.requests
 
     def has_finished_requests(self) -> bool:
-        """Whether workers or clients have to be told of an end."""
+        """True while workers or clients have not received an end."""
         return bool(self._messages.finished) or self._endings.is_pending
 
     def get_request_counts(self) -> tuple[int, int]:

@@ -420,7 +420,7 @@ def needs_history(sampling: SamplingParams) -> bool:
 
 
 def needs_prompt(sampling: SamplingParams) -> bool:
-    """Whether `NewRow` must carry the prompt."""
+    """True where `NewRow` must carry the prompt."""
     return sampling.prompt_logprobs is not None or needs_history(sampling)
 
 
