@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.serve.processes import SOON_S
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.replay import replay
 from vajra_py.metrics.run_data import RunData
@@ -216,3 +219,16 @@ def test_a_log_that_nobody_reads_any_more_harms_no_request(
         assert answer.status_code == 200
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(60) == 0
+
+
+def test_a_process_that_goes_on_after_its_server_is_not_ended() -> None:
+    code = """
+from vajra_py.serve.server import Guard
+with Guard(lambda: False) as guard:
+    guard.end_within(60.0)  # a signal came
+guard.end_within(0.0)
+guard.join()
+print("went on")
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=SOON_S)
+    assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr

@@ -147,6 +147,16 @@ class Guard(threading.Thread):
         super().__init__(name="vajra-guard", daemon=True)
         self._is_writing = is_writing
         self._deadline = float("inf")
+        self._is_over = False
+
+    def __enter__(self) -> Guard:
+        """Start the thread."""
+        self.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """The server has ended: what else this process does has no deadline."""
+        self._is_over = True
 
     def end_within(self, seconds: float) -> None:
         """End the process so much later, if it is still there, unless an earlier time was said before."""
@@ -154,7 +164,7 @@ class Guard(threading.Thread):
 
     def run(self) -> None:
         """Wait until then; nobody wakes it, so that a signal's handler has no lock to take."""
-        while True:
+        while not self._is_over:
             late_s = time.monotonic() - self._deadline
             if late_s > (RECORD_S if self._is_writing() else 0.0):
                 end_process(EXIT_STUCK, "the server does not end by itself; its process is ended")
@@ -260,20 +270,19 @@ def serve(service: Service, on_listening: Callable[[str], None]) -> None:
     made = None if options.uds is None else options.uds.stat()
     server = DrainingServer(service)
     session = service.session
-    server.guard = Guard(lambda: session.is_writing)
-    server.guard.start()
     server.on_listening = lambda: on_listening(_address(bound, options))
-    try:
-        server.run(sockets=[bound])
-    finally:
-        bound.close()
-        if options.uds is not None:
-            _unlink(options.uds, made)
-        for child in multiprocessing.active_children():  # of a load that was given up: they may hang
-            child.kill()
-    error = session.error
-    if session.is_left_behind:
-        code = EXIT_STUCK if session.is_stuck else getattr(error, "exit_code", 1) if error is not None else 0
-        end_process(code, "something of the engine hangs and is left behind")
+    with Guard(lambda: session.is_writing) as server.guard:
+        try:
+            server.run(sockets=[bound])
+        finally:
+            bound.close()
+            if options.uds is not None:
+                _unlink(options.uds, made)
+            for child in multiprocessing.active_children():  # of a load that was given up: they may hang
+                child.kill()
+        error = session.error
+        if session.is_left_behind:
+            code = EXIT_STUCK if session.is_stuck else getattr(error, "exit_code", 1) if error is not None else 0
+            end_process(code, "something of the engine hangs and is left behind")
     if error is not None:
         raise error
