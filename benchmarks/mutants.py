@@ -196,19 +196,16 @@ class _Collector(ast.NodeVisitor):
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         if type(node.op) in TURNED:
-            self._turn(node, "op", TURNED)
+            self._turn(node)
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
-        texts = any(
-            isinstance(part, ast.JoinedStr | ast.Constant) and _is_text(part) for part in (node.left, node.right)
-        )
-        if type(node.op) in TURNED and not texts:
-            self._turn(node, "op", TURNED)
+        if type(node.op) in TURNED and not (_is_text(node.left) or _is_text(node.right)):
+            self._turn(node)
         self.generic_visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        self._turn(node, "op", TURNED)
+        self._turn(node)
         self.generic_visit(node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
@@ -231,11 +228,9 @@ class _Collector(ast.NodeVisitor):
         elif isinstance(node.value, int):
             self._add(node, str(node.value + 1))
 
-    def _turn(
-        self, node: ast.AugAssign | ast.BinOp | ast.BoolOp, name: str, table: dict[type[ast.AST], type[ast.AST]]
-    ) -> None:
+    def _turn(self, node: ast.AugAssign | ast.BinOp | ast.BoolOp) -> None:
         changed = copy.deepcopy(node)
-        setattr(changed, name, table[type(getattr(node, name))]())
+        changed.op = TURNED[type(node.op)]()  # type: ignore[assignment]
         text = ast.unparse(changed)
         self._add(node, text if isinstance(node, ast.AugAssign) else f"({text})")
 

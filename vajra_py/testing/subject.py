@@ -29,10 +29,10 @@ class Subject:
     params: Mapping[str, Any]
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     is_endless: bool = False
-    """Whether it did not return once, so that asking on would take as long each time."""
+    """True once a call did not return: every further call would take as long."""
 
     def __str__(self) -> str:
-        """How failures name it."""
+        """Name of the policy in failures."""
         return f"{self.spec.layer.value} {self.spec.name!r}"
 
     @property
@@ -45,7 +45,7 @@ class Subject:
         return self.spec.build(self.spec.config(**self.params), context)
 
     def suits(self, scenario: Scenario) -> bool:
-        """Whether the policy takes replicas of this kind; it may refuse some by a `ValueError`."""
+        """Return False for replicas that the policy refuses by a `ValueError`."""
         try:
             self.build(context_of(scenario))
         except ValueError:
@@ -67,7 +67,7 @@ class Subject:
             raise AssertionError(f"{error} ({scenario.name})") from error
 
     def base(self, scenario: Scenario) -> Outcome:
-        """What it does in a scenario when left alone."""
+        """Observe the policy in a scenario in which nothing is wrapped or changed."""
         outcome = self.outcomes.get(scenario.name)
         if outcome is None:
             outcome = self.outcomes[scenario.name] = self.run(scenario)
@@ -75,7 +75,7 @@ class Subject:
 
 
 def context_of(scenario: Scenario) -> PolicyContext:
-    """What a policy is built with in a scenario."""
+    """Return the context that a policy is built with in a scenario."""
     return Harness(ByArrival(), Shared(), lambda context: PlainChunks(), scenario.options).context
 
 

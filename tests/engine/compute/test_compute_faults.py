@@ -87,7 +87,7 @@ IN_SEQUENCES: dict[str, Callable[[Any], Any]] = {
     "bad_words_token_ids": lambda value: ((value,),),
     "logit_bias": lambda value: ((value, 1.0), (5, value)),
 }
-"""How a value stands in fields of several."""
+"""Representation of a value inside fields that hold several."""
 
 STRANGE = [10**400, -(10**5000), 1e-320, float("inf"), float("nan"), "1", [1.5], 2**70]
 
