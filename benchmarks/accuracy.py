@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vajra_py.errors import VajraError
-from vajra_py.experiment.accuracy import LATENCIES, QUANTILES, Accuracy, compare_with_measured
-from vajra_py.experiment.measured_run import MeasuredRun, read_measured_run
-from vajra_py.experiment.measured_simulation import bundle_latency, simulate_measured
+from vajra_py.experiment.measured.accuracy import LATENCIES, QUANTILES, Accuracy, compare_with_measured
+from vajra_py.experiment.measured.run import MeasuredRun, read_measured_run
+from vajra_py.experiment.measured.simulation import bundle_latency, simulate_measured
 from vajra_py.latency import read_bundle
 
 AIMS = {"ttft": 0.08, "tpot": 0.03, "e2e": 0.03}

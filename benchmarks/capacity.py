@@ -16,9 +16,9 @@ from typing import Any
 
 from vajra_py.config import config_from_mapping
 from vajra_py.config.slo import parse_slo
-from vajra_py.experiment.capacity import find_capacity, metric_value
-from vajra_py.experiment.capacity_seeds import crossing
-from vajra_py.experiment.run import run_experiment
+from vajra_py.experiment.capacity.seeds import crossing
+from vajra_py.experiment.capacity.study import find_capacity, metric_value
+from vajra_py.experiment.runs.run import run_experiment
 
 POLICIES: list[dict[str, Any]] = [
     {"policy": "fixed_chunk", "params": {"chunk_size": 512}},

@@ -40,7 +40,7 @@ import transformers  # noqa: E402
 
 from vajra_py import LLM, SamplingParams  # noqa: E402
 from vajra_py.engine.compute import ModelRunner, RunnerOptions, StepInput, StepOutput, load_runner  # noqa: E402
-from vajra_py.engine.compute.loading import quiet  # noqa: E402
+from vajra_py.engine.compute.model.loading import quiet  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES: Mapping[str, Mapping[str, int]] = {

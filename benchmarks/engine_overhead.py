@@ -22,7 +22,7 @@ from vajra_py import LLM, SamplingParams
 from vajra_py.config import config_from_mapping
 from vajra_py.engine.compute import RunnerOptions, StepInput, StepOutput
 from vajra_py.engine.tiny import write_tiny_model
-from vajra_py.experiment.run import run_experiment
+from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.testing.fake_runner import FakeRunner
 
 BATCH = 64

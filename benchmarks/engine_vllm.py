@@ -49,7 +49,7 @@ def write_model(folder: Path, shape: str) -> None:
     import torch
     import transformers
 
-    from vajra_py.engine.compute.loading import quiet
+    from vajra_py.engine.compute.model.loading import quiet
 
     extra = {"max_position_embeddings": 1024, "initializer_range": 0.08, "tie_word_embeddings": False}
     tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}

@@ -22,7 +22,7 @@ from gpu_facts import ROOT
 
 if TYPE_CHECKING:
     from vajra_py.engine.compute import Foreseen, ModelFacts, RunnerOptions, StepInput, StepOutput
-    from vajra_py.engine.compute.runner import TorchRunner
+    from vajra_py.engine.compute.step.runner import TorchRunner
 
 BLOCK_SIZE = 64
 
@@ -95,7 +95,7 @@ def unavailable() -> str | None:
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     try:
-        import vajra_py.engine.compute.runner  # noqa: F401
+        import vajra_py.engine.compute.step.runner  # noqa: F401
     except ImportError as problem:
         return f"left out: {problem}"
     return None
@@ -113,7 +113,7 @@ def write_model(folder: str, shape: Shape, longest: int) -> None:
 def runner_of(shape: Shape, sizes: tuple[int, int, int], **options: Any) -> Iterator[TorchRunner]:
     """A model of that shape; `sizes` is (slots, tokens that each has blocks for, longest sequence)."""
     from vajra_py.engine.compute import RunnerOptions
-    from vajra_py.engine.compute.runner import TorchRunner
+    from vajra_py.engine.compute.step.runner import TorchRunner
 
     slots, held, longest = sizes
     with tempfile.TemporaryDirectory() as folder:
@@ -228,7 +228,7 @@ class Watch:
 
     def load(self, options: RunnerOptions) -> TorchRunner:
         """For `LLM(..., load=…)`: a runner that is watched."""
-        from vajra_py.engine.compute.runner import TorchRunner
+        from vajra_py.engine.compute.step.runner import TorchRunner
 
         self.runner = runner = TorchRunner.load(options)
         run, run_ahead = runner.run, runner.run_ahead

@@ -195,7 +195,7 @@ def _different(folder: str, case: Case, outputs: Sequence[tuple[RequestOutput, S
     from transformers import AutoModelForCausalLM
 
     from vajra_py.engine.compute import NewRow
-    from vajra_py.engine.compute.sampler import Sampler
+    from vajra_py.engine.compute.sampling.sampler import Sampler
 
     dtype = getattr(torch, case.dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").to(device).eval()

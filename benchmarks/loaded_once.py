@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.engine.compute import DoneStep, ModelFacts, ModelRunner, PendingStep, RunnerOptions, StepInput, StepOutput
-from vajra_py.experiment.bench import Reference
+from vajra_py.experiment.profiling.bench import Reference
 
 
 class LoadedOnce:

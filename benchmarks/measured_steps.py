@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from vajra_py.contract import BatchFeatures
-from vajra_py.experiment.measured_run import MeasuredRequests, read_measured_run
-from vajra_py.experiment.measured_simulation import bundle_latency, measured_config
+from vajra_py.experiment.measured.run import MeasuredRequests, read_measured_run
+from vajra_py.experiment.measured.simulation import bundle_latency, measured_config
 from vajra_py.latency import ProfileBundleModel
 
 WIDTH = 8

@@ -22,7 +22,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from vajra_py.engine.compute import RunnerOptions, load_runner
-from vajra_py.engine.compute.loading import quiet
+from vajra_py.engine.compute.model.loading import quiet
 from vajra_py.errors import ConfigError, VajraError
 
 SMALL: dict[str, Any] = {

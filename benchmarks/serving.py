@@ -100,7 +100,7 @@ def engine_alone(model: Path, num_streams: int, num_requests: int) -> None:
     """A process of its own: for each line on standard input, the round's requests; says how long they took."""
     from vajra_py.engine.compute import SamplingParams
     from vajra_py.engine.llm import LLM
-    from vajra_py.serve.configure import ModelFlags
+    from vajra_py.serve.session.configure import ModelFlags
 
     given: dict[str, Any] = {name.replace("-", "_"): value for name, value in flags_for(num_streams).items()}
     with LLM(model, ModelFlags(model=str(model), **given).mapping()) as llm:

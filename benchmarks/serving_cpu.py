@@ -63,10 +63,10 @@ def serve_waiting(model: str) -> None:
     calm_threads()
     from vajra_py.plugins import load_registry
     from vajra_py.serve.app import Service
-    from vajra_py.serve.configure import ModelFlags, config_of_flags
-    from vajra_py.serve.options import ServeOptions
+    from vajra_py.serve.http.options import ServeOptions
     from vajra_py.serve.server import serve
-    from vajra_py.serve.session import EngineSession, SessionParts
+    from vajra_py.serve.session.configure import ModelFlags, config_of_flags
+    from vajra_py.serve.session.session import EngineSession, SessionParts
 
     given = {name.replace("-", "_"): value for name, value in FLAGS.items()}
     registry = load_registry()

@@ -23,10 +23,10 @@ import pandas as pd
 
 from vajra_py.config import config_from_mapping
 from vajra_py.errors import VajraError
-from vajra_py.experiment.run import run_experiment
+from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.latency import AiconfiguratorConfig, OperatorTablesModel
-from vajra_py.latency.model_spec import DTYPE_BYTES
-from vajra_py.latency.operator_tables import OperatorTables, tables_folder
+from vajra_py.latency.hardware.model_spec import DTYPE_BYTES
+from vajra_py.latency.operators.operator_tables import OperatorTables, tables_folder
 
 MODELS = {"Llama-3.1-70B": "Llama-3.1-70B", "Llama-3.1-8B": "Llama-3.1-8B", "Qwen3-32B": "Qwen3-32B"}
 STEP_TOKENS = 8192

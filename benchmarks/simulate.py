@@ -19,10 +19,10 @@ from typing import Any
 
 from vajra_py.config import config_from_mapping
 from vajra_py.errors import VajraError
-from vajra_py.experiment.backend import Run
-from vajra_py.experiment.run import run_experiment
-from vajra_py.experiment.simulated import SimulatedRun
-from vajra_py.metrics.recorder import Recorder
+from vajra_py.experiment.runs.backend import Run
+from vajra_py.experiment.runs.run import run_experiment
+from vajra_py.experiment.runs.simulated import SimulatedRun
+from vajra_py.metrics.tables.recorder import Recorder
 from vajra_py.plugins import load_registry
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.workload import Workload, build_workload

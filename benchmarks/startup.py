@@ -14,9 +14,9 @@ FIRST_EVENT = """
 import os
 from vajra_py.config import config_from_mapping
 from vajra_py.contract.observer import Observer
-from vajra_py.experiment.backend import Run
-from vajra_py.experiment.run import load_workload
-from vajra_py.experiment.simulated import SimulatedRun
+from vajra_py.experiment.runs.backend import Run
+from vajra_py.experiment.runs.run import load_workload
+from vajra_py.experiment.runs.simulated import SimulatedRun
 from vajra_py.plugins import load_registry
 from vajra_py.runtime.support.seeds import SeedTree
 

@@ -15,10 +15,10 @@ from statistics import median
 import numpy as np
 import pandas as pd
 
-from vajra_py.latency.devices import DeviceSpec, load_device
-from vajra_py.latency.operator_config import AiconfiguratorConfig
-from vajra_py.latency.operator_tables import tables_folder, version_key
-from vajra_py.latency.profile_bundle import one_chunk
+from vajra_py.latency.hardware.devices import DeviceSpec, load_device
+from vajra_py.latency.operators.operator_config import AiconfiguratorConfig
+from vajra_py.latency.operators.operator_tables import tables_folder, version_key
+from vajra_py.latency.operators.profile_bundle import one_chunk
 
 SYSTEMS = ("a100_sxm", "h100_sxm", "h200_sxm", "b200_sxm", "l40s", "rtx_pro_6000_server")
 """As the tables name them."""

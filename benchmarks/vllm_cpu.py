@@ -22,11 +22,11 @@ import numpy as np
 
 from vajra_py.contract import BatchFeatures
 from vajra_py.engine.tiny import write_tiny_model
-from vajra_py.experiment.accuracy import compare_with_measured
-from vajra_py.experiment.measured_run import read_measured_run
-from vajra_py.experiment.measured_simulation import simulate_measured
+from vajra_py.experiment.measured.accuracy import compare_with_measured
+from vajra_py.experiment.measured.run import read_measured_run
+from vajra_py.experiment.measured.simulation import simulate_measured
 from vajra_py.latency import Profile
-from vajra_py.latency.fitting import Measured, fit_steps, held_out_errors
+from vajra_py.latency.models.fitting import Measured, fit_steps, held_out_errors
 
 ENGINE = {
     "dtype": "float32",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import vajra_py as vajra
 from vajra_py.cli.main import main
-from vajra_py.metrics.comparison_metrics import BY_KEY, error_text, metric_text
+from vajra_py.metrics.comparison.metrics import BY_KEY, error_text, metric_text
 
 HERE = Path(__file__).parent
 

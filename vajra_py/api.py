@@ -19,22 +19,22 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from vajra_py.config import ExperimentConfig, config_from_mapping, expand_sweep, load_config
 from vajra_py.contract import Layer, PolicySpec
 from vajra_py.errors import ConfigError, Problem
-from vajra_py.experiment.backend import Progress
-from vajra_py.experiment.check import problems_of_parts
-from vajra_py.experiment.folder import find_all_runs
-from vajra_py.experiment.pool import MakePool, RunTask, run_in_pool
-from vajra_py.experiment.run import load_workload, run_experiment
-from vajra_py.experiment.sweep import SweepProgress, SweepResult
-from vajra_py.experiment.sweep import sweep as run_sweep
-from vajra_py.metrics.comparison import Comparison
-from vajra_py.metrics.comparison import compare as compare_runs
-from vajra_py.metrics.run_data import RunData, load_runs
+from vajra_py.experiment.runs.backend import Progress
+from vajra_py.experiment.runs.check import problems_of_parts
+from vajra_py.experiment.runs.folder import find_all_runs
+from vajra_py.experiment.runs.pool import MakePool, RunTask, run_in_pool
+from vajra_py.experiment.runs.run import load_workload, run_experiment
+from vajra_py.experiment.runs.sweep import SweepProgress, SweepResult
+from vajra_py.experiment.runs.sweep import sweep as run_sweep
+from vajra_py.metrics.comparison.comparison import Comparison
+from vajra_py.metrics.comparison.comparison import compare as compare_runs
+from vajra_py.metrics.runs.run_data import RunData, load_runs
 from vajra_py.plugins import Registry, load_registry
 
 if TYPE_CHECKING:
-    from vajra_py.experiment.accuracy import Accuracy
-    from vajra_py.experiment.capacity import SearchProgress
-    from vajra_py.experiment.capacity_answers import CapacityAnswer
+    from vajra_py.experiment.capacity.answers import CapacityAnswer
+    from vajra_py.experiment.capacity.study import SearchProgress
+    from vajra_py.experiment.measured.accuracy import Accuracy
     from vajra_py.metrics import plots
 
 __all__ = [
@@ -104,7 +104,7 @@ def run(
     policies: Sequence[PolicySpec] = (),
     on: str = "local",
 ) -> RunData:
-    """Run one experiment (loaded, or what `load` takes) and open its results; see `vajra_py.experiment.run.run_experiment` for folders and errors.
+    """Run one experiment (loaded, or what `load` takes) and open its results; see `vajra_py.experiment.runs.run.run_experiment` for folders and errors.
 
     `on`: where, as for `vajra run --on`: a Ray cluster takes the whole of a simulation, or the replicas of an engine.
 
@@ -166,7 +166,7 @@ def capacity(
 
     Runs that are there are read and not made again. Workers, `policies` and `on` are as for `sweep`. Raises `ConfigError` where nothing is asked that can be answered.
     """
-    from vajra_py.experiment.capacity import find_capacity
+    from vajra_py.experiment.capacity.study import find_capacity
 
     config = _loaded(config, policies)
     registry, workers = _in_process(policies, workers)
@@ -200,9 +200,9 @@ def validate_measured(
 
     The simulation goes below `folder`; `engine` says what the measured file does not, by vLLM's argument names. Raises `ConfigError`.
     """
-    from vajra_py.experiment.accuracy import compare_with_measured
-    from vajra_py.experiment.measured_files import read_measured
-    from vajra_py.experiment.measured_simulation import bundle_latency, simulate_measured
+    from vajra_py.experiment.measured.accuracy import compare_with_measured
+    from vajra_py.experiment.measured.files import read_measured
+    from vajra_py.experiment.measured.simulation import bundle_latency, simulate_measured
 
     found = read_measured(measured, engine)
     return compare_with_measured(
@@ -212,7 +212,7 @@ def validate_measured(
 
 def report(runs: Sequence[RunData], path: str | Path, title: str | None = None) -> Path:
     """Write the runs' report as one self-contained HTML file; returns its path."""
-    from vajra_py.metrics.report import write_report
+    from vajra_py.metrics.report.report import write_report
 
     write_report(runs, path, title)
     return Path(path)
@@ -228,7 +228,7 @@ def figures(
     panels: Sequence[str] = (),
 ) -> list[Path]:
     """Write the report's figures, or single `panels` of them, as files for a paper (PDF, SVG, PNG), their numbers as CSV, and the table as LaTeX, Markdown and CSV; returns the paths."""
-    from vajra_py.metrics.figure_files import write_figures
+    from vajra_py.metrics.report.figure_files import write_figures
 
     return write_figures(runs, folder, formats=formats, width_in=width_in, only=only, panels=panels)
 
@@ -236,7 +236,7 @@ def figures(
 def __getattr__(name: str) -> Any:
     """`plots` loads matplotlib when it is first used, `CapacityAnswer` the search for it."""
     if name == "CapacityAnswer":
-        from vajra_py.experiment.capacity_answers import CapacityAnswer
+        from vajra_py.experiment.capacity.answers import CapacityAnswer
 
         return CapacityAnswer
     if name == "plots":

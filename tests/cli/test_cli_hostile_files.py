@@ -206,7 +206,7 @@ def test_a_manifest_may_have_fields_of_a_later_version(vajra: Vajra, finished: P
 
 def test_a_file_to_serve_needs_no_workload(small: Path) -> None:
     from vajra_py.plugins import load_registry
-    from vajra_py.serve.configure import config_of_file
+    from vajra_py.serve.session.configure import config_of_file
 
     text = small.read_text()
     model = "backend: {engine: {model: tiny, random_weights: true}}\n"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from vajra_py.cli.run import _Display
-from vajra_py.experiment.sweep import PointStatus
+from vajra_py.experiment.runs.sweep import PointStatus
 
 Vajra = Callable[..., Any]
 

@@ -12,8 +12,8 @@ import pytest
 from tests.cluster.nodes import SWEEP, LocalCluster, engine, outputs, results, write_requests
 from vajra_py.config import config_from_mapping
 from vajra_py.engine.tiny import write_tiny_model
-from vajra_py.experiment.run import run_experiment
-from vajra_py.experiment.sweep import sweep
+from vajra_py.experiment.runs.run import run_experiment
+from vajra_py.experiment.runs.sweep import sweep
 
 collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["test_cluster_*.py"]
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

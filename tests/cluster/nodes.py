@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.runs.run_data import RunData
 
 STORE_BYTES = 80_000_000
 HEALTH = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}

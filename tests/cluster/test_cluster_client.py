@@ -19,8 +19,8 @@ import pytest
 
 from tests.cluster.nodes import SWEEP, LocalCluster, engine, outputs, results, write_requests
 from tests.serve.processes import STARTUP_S, wait_until
-from vajra_py.experiment.replay import replay
-from vajra_py.metrics.run_data import RunData
+from vajra_py.experiment.runs.replay import replay
+from vajra_py.metrics.runs.run_data import RunData
 
 pytestmark = pytest.mark.slow
 

@@ -25,7 +25,7 @@ from vajra_py.cluster.pool import RayPool
 from vajra_py.config import config_from_mapping
 from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, RunError
-from vajra_py.experiment.pool import RunTask
+from vajra_py.experiment.runs.pool import RunTask
 from vajra_py.plugins import load_registry
 
 SINGLE = config_from_mapping({name: value for name, value in SWEEP.items() if name != "sweep"})

@@ -13,8 +13,8 @@ from vajra_py.cluster.connect import RayCluster, ray_cluster
 from vajra_py.cluster.places import pool_on
 from vajra_py.config import config_from_mapping
 from vajra_py.errors import RunError
-from vajra_py.experiment.pool import RunTask, run_in_pool
-from vajra_py.experiment.replay import replay
+from vajra_py.experiment.runs.pool import RunTask, run_in_pool
+from vajra_py.experiment.runs.replay import replay
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cluster.nodes import LocalCluster, end_node, raylets_of_ranks
 from tests.serve.processes import SOON_S, STARTUP_S, start_server, wait_until
-from vajra_py.experiment.replay import replay
+from vajra_py.experiment.runs.replay import replay
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ class Oracle:
     def tokens(self, prompt: list[int], count: int) -> list[int]:
         import torch
 
-        from vajra_py.engine.compute.loading import quiet
+        from vajra_py.engine.compute.model.loading import quiet
 
         key = tuple(prompt)
         if len(self.known.get(key, ())) < count:

@@ -13,10 +13,10 @@ from vajra_py import LLM, SamplingParams
 from vajra_py.config import config_from_mapping
 from vajra_py.engine.compute import Foreseen, RunnerOptions, StepInput
 from vajra_py.engine.worker import ReplicaKey, Worker
-from vajra_py.experiment.backend import Backend, Run
-from vajra_py.experiment.engined import EngineRun
-from vajra_py.experiment.replay import replay
-from vajra_py.experiment.run import run_experiment
+from vajra_py.experiment.runs.backend import Backend, Run
+from vajra_py.experiment.runs.engined import EngineRun
+from vajra_py.experiment.runs.replay import replay
+from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.testing.fake_runner import FakeRunner, SteppedWorld, expected_output
 
 POLICIES: list[Any] = [

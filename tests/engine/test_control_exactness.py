@@ -20,9 +20,9 @@ from vajra_py.config import config_from_mapping
 from vajra_py.engine.compute import ModelRunner, RunnerOptions, StepInput, StepOutput
 from vajra_py.engine.prompts import PromptMaker
 from vajra_py.engine.worker import ReplicaKey
-from vajra_py.experiment.backend import Backend, Run
-from vajra_py.experiment.engined import EngineRun
-from vajra_py.experiment.run import load_workload, run_experiment
+from vajra_py.experiment.runs.backend import Backend, Run
+from vajra_py.experiment.runs.engined import EngineRun
+from vajra_py.experiment.runs.run import load_workload, run_experiment
 from vajra_py.plugins import load_registry
 from vajra_py.runtime.records.decision_reader import read_decisions
 from vajra_py.runtime.records.input_log import read_rows
@@ -135,7 +135,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     from transformers import AutoModelForCausalLM
 
     from vajra_py.engine.compute import load_runner
-    from vajra_py.engine.compute.loading import quiet
+    from vajra_py.engine.compute.model.loading import quiet
     from vajra_py.engine.tiny import write_tiny_model
 
     path = str(write_tiny_model(tmp_path_factory.mktemp("exact") / request.param, request.param))

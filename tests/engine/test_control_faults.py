@@ -15,10 +15,10 @@ from vajra_py import LLM, AsyncLLM, SamplingParams
 from vajra_py.config import config_from_mapping
 from vajra_py.engine.compute import RunnerOptions, StepInput, StepOutput
 from vajra_py.engine.worker import ReplicaKey
-from vajra_py.experiment.backend import Backend, Run
-from vajra_py.experiment.engined import EngineRun
-from vajra_py.experiment.replay import replay
-from vajra_py.experiment.run import run_experiment
+from vajra_py.experiment.runs.backend import Backend, Run
+from vajra_py.experiment.runs.engined import EngineRun
+from vajra_py.experiment.runs.replay import replay
+from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.runtime.records.input_log import read_rows
 from vajra_py.testing.fake_runner import (
     FakeRunner,
@@ -130,7 +130,7 @@ def poisoned_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with one token whose embedding is not a number: whoever reads it has no logits from then on."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    from vajra_py.engine.compute.loading import quiet
+    from vajra_py.engine.compute.model.loading import quiet
     from vajra_py.engine.tiny import write_tiny_model
 
     folder = write_tiny_model(tmp_path_factory.mktemp("poisoned") / "model", "qwen3")

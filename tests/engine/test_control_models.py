@@ -14,8 +14,8 @@ from vajra_py.engine.llm import llm_config
 from vajra_py.engine.services import engine_services
 from vajra_py.engine.tiny import write_tiny_model
 from vajra_py.errors import ConfigError
-from vajra_py.experiment.replay import replay
-from vajra_py.experiment.run import run_experiment
+from vajra_py.experiment.runs.replay import replay
+from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.plugins import load_registry
 
 

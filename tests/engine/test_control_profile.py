@@ -17,10 +17,10 @@ from vajra_py.contract import BatchFeatures
 from vajra_py.engine.compute import RunnerOptions, StepInput, StepOutput
 from vajra_py.engine.worker import Deliver, InlineWorker, ReplicaKey, Worker
 from vajra_py.errors import ConfigError
-from vajra_py.experiment.engined import EngineRun
-from vajra_py.experiment.profiling import ProfileSettings, profile_config, profile_model
-from vajra_py.experiment.run import run_experiment
-from vajra_py.experiment.validation import Assumed, as_rows, check_validation, validate
+from vajra_py.experiment.measured.validation import Assumed, as_rows, check_validation, validate
+from vajra_py.experiment.profiling.profile import ProfileSettings, profile_config, profile_model
+from vajra_py.experiment.runs.engined import EngineRun
+from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.latency import read_profile
 from vajra_py.testing.fake_runner import FakeRunner
 

@@ -25,10 +25,10 @@ from vajra_py.engine.compute import ModelRunner, RunnerOptions, StepInput
 from vajra_py.engine.processes import ProcessWorker
 from vajra_py.engine.prompts import PromptMaker
 from vajra_py.engine.worker import Deliver, Finished, LeftFirstStage, ReplicaKey
-from vajra_py.experiment.backend import Backend, Run
-from vajra_py.experiment.engined import EngineRun
-from vajra_py.experiment.replay import replay
-from vajra_py.experiment.run import load_workload, run_experiment
+from vajra_py.experiment.runs.backend import Backend, Run
+from vajra_py.experiment.runs.engined import EngineRun
+from vajra_py.experiment.runs.replay import replay
+from vajra_py.experiment.runs.run import load_workload, run_experiment
 from vajra_py.runtime.records.decision_reader import read_decisions
 from vajra_py.runtime.records.input_log import Failure, Restart, read_inputs, read_rows
 
@@ -49,8 +49,8 @@ def load_warmed(options: RunnerOptions) -> ModelRunner:
     """A rank that warms up with the others as on a GPU, where this compiles kernels: these are left out."""
     import torch
 
-    from vajra_py.engine.compute import warm_up
-    from vajra_py.engine.compute.runner import TorchRunner
+    from vajra_py.engine.compute.step import warm_up
+    from vajra_py.engine.compute.step.runner import TorchRunner
 
     runner = TorchRunner.load(options)
     allocate = runner.allocate
@@ -140,7 +140,7 @@ def name_of(split: Split) -> str:
 def forks() -> Iterator[ForkServerContext]:
     """Starts processes that have imported torch already, and find this module."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["vajra_py.engine.compute.runner"])
+    context.set_forkserver_preload(["vajra_py.engine.compute.step.runner"])
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[2])
         yield context
@@ -152,7 +152,7 @@ def divided(
 ) -> Iterator[Callable[[Split, str], Ranks]]:
     from transformers import AutoModelForCausalLM
 
-    from vajra_py.engine.compute.loading import quiet
+    from vajra_py.engine.compute.model.loading import quiet
     from vajra_py.engine.tiny import write_tiny_model
 
     made: list[KeptWorker] = []

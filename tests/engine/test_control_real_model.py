@@ -11,7 +11,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from vajra_py.cli.main import _run
-from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.runtime.records.input_log import read_rows
 
 EXPERIMENT = """
@@ -115,13 +115,13 @@ def test_tokens_do_not_depend_on_company(real_run: Path, tiny_model: Path) -> No
 def test_a_sweep_on_the_engine_runs_one_point_after_another(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import vajra_py.experiment.sweep as module
+    import vajra_py.experiment.runs.sweep as module
     from vajra_py.config import config_from_mapping
 
     def refuse(*_: object) -> Any:
         raise AssertionError("points measured each other")
 
-    monkeypatch.setattr("vajra_py.experiment.pool.Processes", refuse)
+    monkeypatch.setattr("vajra_py.experiment.runs.pool.Processes", refuse)
     mapping = YAML(typ="safe").load(EXPERIMENT.format(model=tiny_model, folder=tmp_path))
     mapping["workload"]["num_sessions"] = 2
     mapping["sweep"] = {"scheduling.replicaset_scheduler": ["least_loaded", "pull"]}

@@ -15,11 +15,11 @@ from vajra_py.contract import Layer
 from vajra_py.engine.compute import RunnerOptions
 from vajra_py.engine.worker import ReplicaKey
 from vajra_py.errors import ExecutorError
-from vajra_py.experiment.backend import Backend, Run
-from vajra_py.experiment.engined import EngineRun
-from vajra_py.experiment.replay import replay
-from vajra_py.experiment.run import run_experiment
-from vajra_py.metrics.run_data import RunData
+from vajra_py.experiment.runs.backend import Backend, Run
+from vajra_py.experiment.runs.engined import EngineRun
+from vajra_py.experiment.runs.replay import replay
+from vajra_py.experiment.runs.run import run_experiment
+from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.runtime.records.input_log import Failure, PolicyChange, Restart, read_inputs, read_rows
 from vajra_py.testing.fake_runner import FakeRunner, SteppedWorld, expected_output
 

@@ -18,11 +18,11 @@ from vajra_py.contract import Layer
 from vajra_py.engine.compute import RunnerOptions
 from vajra_py.engine.worker import ReplicaKey
 from vajra_py.errors import RunError
-from vajra_py.experiment.backend import Backend, Run
-from vajra_py.experiment.engined import EngineRun
-from vajra_py.experiment.replay import replay
-from vajra_py.experiment.run import run_experiment
-from vajra_py.metrics.run_data import RunData
+from vajra_py.experiment.runs.backend import Backend, Run
+from vajra_py.experiment.runs.engined import EngineRun
+from vajra_py.experiment.runs.replay import replay
+from vajra_py.experiment.runs.run import run_experiment
+from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import build_registry, load_registry
 from vajra_py.runtime.records.decision_reader import read_decisions
 from vajra_py.runtime.records.input_log import read_rows

@@ -16,11 +16,11 @@ from vajra_py.contract import Layer
 from vajra_py.contract.observer import PolicySwap
 from vajra_py.engine.llm import RequestOutput, llm_config
 from vajra_py.errors import ConfigError, VajraError
-from vajra_py.experiment.backend import Backend, Run
-from vajra_py.experiment.engined import EngineRun
-from vajra_py.experiment.replay import replay
-from vajra_py.experiment.run import run_experiment
-from vajra_py.metrics.run_data import RunData
+from vajra_py.experiment.runs.backend import Backend, Run
+from vajra_py.experiment.runs.engined import EngineRun
+from vajra_py.experiment.runs.replay import replay
+from vajra_py.experiment.runs.run import run_experiment
+from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.runtime.records.input_log import PolicyChange, Swap, read_inputs, read_rows
 from vajra_py.runtime.serving.policy_swap import Swapped
 from vajra_py.testing.fake_runner import FakeRunner, SteppedWorld, expected_output
@@ -146,7 +146,7 @@ def test_a_replay_without_the_swap_is_found_out(
     inputs = read_inputs(tmp_path / "run" / "inputs.jsonl.gz")
     assert sum(isinstance(one, Swap) for one in inputs) == 1
     kept = [one for one in inputs if not isinstance(one, Swap)]
-    monkeypatch.setattr("vajra_py.experiment.replay.read_inputs", lambda path: kept)
+    monkeypatch.setattr("vajra_py.experiment.runs.replay.read_inputs", lambda path: kept)
     report = replay(tmp_path / "run")
     assert report.difference is not None
     assert "chunks" in report.difference

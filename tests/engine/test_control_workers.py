@@ -13,11 +13,11 @@ from vajra_py import LLM, SamplingParams
 from vajra_py.config import config_from_mapping
 from vajra_py.engine.config import SLOTS_PER_BATCH_ENTRY
 from vajra_py.errors import ConfigError, ExecutorError, RunInterrupted
-from vajra_py.experiment.backend import Backend, Run
-from vajra_py.experiment.engined import EngineRun
-from vajra_py.experiment.replay import replay
-from vajra_py.experiment.run import run_experiment
-from vajra_py.metrics.run_data import RunData
+from vajra_py.experiment.runs.backend import Backend, Run
+from vajra_py.experiment.runs.engined import EngineRun
+from vajra_py.experiment.runs.replay import replay
+from vajra_py.experiment.runs.run import run_experiment
+from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.testing.fake_runner import (
     FakeRunner,
     SteppedWorld,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vajra_py.engine.compute.fused import KNOWN_TYPES
+from vajra_py.engine.compute.model.fused import KNOWN_TYPES
 from vajra_py.engine.tiny import FAMILIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

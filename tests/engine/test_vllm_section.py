@@ -15,7 +15,7 @@ from vajra_py.config import ExperimentConfig, config_from_mapping
 from vajra_py.engine.build import Engine
 from vajra_py.engine.services import engine_services
 from vajra_py.errors import ConfigError
-from vajra_py.experiment.validation import check_validation
+from vajra_py.experiment.measured.validation import check_validation
 from vajra_py.plugins import load_registry
 from vajra_py.vllm.config import SAID_ELSEWHERE, VllmBackendConfig, VllmOptions
 

@@ -17,7 +17,7 @@ import vajra_py as vajra
 from vajra_py.cli.main import main
 from vajra_py.config import ExperimentConfig, expand_sweep, load_config
 from vajra_py.contract.observer import Observer, StepRecord, StepRun
-from vajra_py.experiment.run import run_experiment
+from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.plugins import Registry
 
 ROOT = Path(__file__).resolve().parents[2]

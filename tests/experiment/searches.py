@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from vajra_py.config.slo import parse_slo
-from vajra_py.experiment.capacity_rate import RateQuestion
-from vajra_py.experiment.capacity_search import Answer, Probe, Search, Setting
+from vajra_py.experiment.capacity.rate import RateQuestion
+from vajra_py.experiment.capacity.search import Answer, Probe, Search, Setting
 
 ONE = parse_slo("p99(ttft) <= 1")
 BOTH = parse_slo("p99(ttft) <= 1 and attainment >= 0.9")

@@ -16,7 +16,7 @@ import vajra_py as vajra
 from tests.experiment.small import SMALL, WORKLOAD
 from vajra_py.contract import Layer, PolicyConfig, PolicySpec, fill
 from vajra_py.errors import ConfigError, PluginError, PolicyError, RunError
-from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.runs.run_data import RunData
 
 NUM_REQUESTS = WORKLOAD["num_requests"]
 SWEEP: dict[str, Any] = {**SMALL, "sweep": {"scheduling.request_prioritizer": ["fcfs", "lrs"], "seed": [1, 2]}}

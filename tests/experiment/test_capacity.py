@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from vajra_py.cli.main import vajra
 from vajra_py.config import ExperimentConfig, config_from_mapping, load_config
 from vajra_py.errors import ConfigError
-from vajra_py.experiment.capacity import find_capacity
-from vajra_py.experiment.run import run_experiment
+from vajra_py.experiment.capacity.study import find_capacity
+from vajra_py.experiment.runs.run import run_experiment
 
 FILE = """
 version: 1

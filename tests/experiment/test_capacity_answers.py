@@ -14,12 +14,12 @@ from scipy import stats
 
 from tests.experiment.searches import ONE, drive, question
 from vajra_py.config.capacity import CapacityConfig
-from vajra_py.experiment.capacity_answers import CapacityAnswer, CurvePoint, capacity_differences
-from vajra_py.experiment.capacity_files import answer_rows, difference_lines, write_capacity_files
-from vajra_py.experiment.capacity_rate import search_rate
-from vajra_py.experiment.capacity_search import Answer, Setting, search_replicas
-from vajra_py.experiment.capacity_seeds import ConditionCapacity, SeedCapacity, condition_capacity, typical_curve
-from vajra_py.metrics.intervals import Interval
+from vajra_py.experiment.capacity.answers import CapacityAnswer, CurvePoint, capacity_differences
+from vajra_py.experiment.capacity.files import answer_rows, difference_lines, write_capacity_files
+from vajra_py.experiment.capacity.rate import search_rate
+from vajra_py.experiment.capacity.search import Answer, Setting, search_replicas
+from vajra_py.experiment.capacity.seeds import ConditionCapacity, SeedCapacity, condition_capacity, typical_curve
+from vajra_py.metrics.comparison.intervals import Interval
 
 METRIC = "p99(ttft)"
 

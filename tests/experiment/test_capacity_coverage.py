@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.experiment.searches import BOTH, ONE, drive, question
-from vajra_py.experiment.capacity_rate import search_rate
-from vajra_py.experiment.capacity_search import Answer, Setting
+from vajra_py.experiment.capacity.rate import search_rate
+from vajra_py.experiment.capacity.search import Answer, Setting
 
 TRUTH = 5.0
 

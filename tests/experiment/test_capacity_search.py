@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.experiment.searches import BOTH, ONE, drive, question
-from vajra_py.experiment.capacity_rate import search_rate
-from vajra_py.experiment.capacity_search import Setting, search_replicas
+from vajra_py.experiment.capacity.rate import search_rate
+from vajra_py.experiment.capacity.search import Setting, search_replicas
 
 
 def noisy(

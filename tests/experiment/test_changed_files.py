@@ -8,7 +8,7 @@ import pytest
 
 from vajra_py.config import config_from_mapping
 from vajra_py.errors import ConfigError
-from vajra_py.experiment.run import run_experiment
+from vajra_py.experiment.runs.run import run_experiment
 
 HEADER = "arrived_at,num_prompt_tokens,num_output_tokens\n"
 

@@ -10,7 +10,7 @@ import pytest
 from vajra_py import api as vajra
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.device_figures import devices_of
-from vajra_py.metrics.trust import warnings_of
+from vajra_py.metrics.comparison.trust import warnings_of
 
 EXPERIMENT: dict[str, Any] = {
     "version": 1,
@@ -54,7 +54,7 @@ def test_figures_of_the_file_replace_the_described_ones(tmp_path: Path) -> None:
     assert run.summary.value("cost.per_hour") == 10.0
     settings = vajra.compare([run])
     assert settings.values["overall"]["cost_per_hour"] == (10.0,)
-    from vajra_py.metrics.replications import group_replications
+    from vajra_py.metrics.runs.replications import group_replications
 
     said = [text for text, _ in warnings_of(group_replications([run]), settings)]
     assert any("our contract, 1 May 2026" in text and "Cost and energy of h100-sxm" in text for text in said)

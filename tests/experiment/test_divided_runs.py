@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from vajra_py.config import ExperimentConfig, config_from_mapping, manifest
 from vajra_py.errors import ConfigError
-from vajra_py.experiment.divided import Part
-from vajra_py.experiment.folder import find_runs
-from vajra_py.experiment.parts import parts_of, run_in_parts
-from vajra_py.experiment.pool import InProcess, MakePool
-from vajra_py.experiment.run import run_experiment
+from vajra_py.experiment.runs.divided import Part
+from vajra_py.experiment.runs.folder import find_runs
+from vajra_py.experiment.runs.parts import parts_of, run_in_parts
+from vajra_py.experiment.runs.pool import InProcess, MakePool
+from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.plugins import load_registry
 from vajra_py.runtime.records import decision_log, step_log
 

@@ -11,7 +11,7 @@ import pytest
 import vajra_py as vajra
 from vajra_py.contract import KeyMotion, Layer, PolicyConfig, PolicyContext, PolicySpec
 from vajra_py.errors import PolicyError
-from vajra_py.metrics.report_figures import FIGURES
+from vajra_py.metrics.report.figures import FIGURES
 from vajra_py.runtime.records import emitted
 
 

@@ -17,13 +17,13 @@ from click.testing import CliRunner
 import vajra_py as v
 from vajra_py.cli.main import vajra
 from vajra_py.config import config_from_mapping, expand_sweep
-from vajra_py.experiment.run import run_experiment
-from vajra_py.experiment.sweep import sweep
-from vajra_py.metrics.comparison import compare
-from vajra_py.metrics.replications import group_replications
-from vajra_py.metrics.report import render_report
-from vajra_py.metrics.run_data import load_runs
-from vajra_py.metrics.workload_words import workload_words
+from vajra_py.experiment.runs.run import run_experiment
+from vajra_py.experiment.runs.sweep import sweep
+from vajra_py.metrics.comparison.comparison import compare
+from vajra_py.metrics.report.report import render_report
+from vajra_py.metrics.runs.replications import group_replications
+from vajra_py.metrics.runs.run_data import load_runs
+from vajra_py.metrics.runs.workload_words import workload_words
 
 EQUAL = "equal requests"
 STUDY = """

@@ -25,7 +25,7 @@ from vajra_py.config import config_from_mapping, dump_effective
 from vajra_py.contract import BatchFeatures
 from vajra_py.contract.hookspecs import LatencyModelSpec
 from vajra_py.errors import ConfigError, ExecutorError, VajraError, WorkloadError
-from vajra_py.experiment.run import run_experiment
+from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.plugins import PluginSource, load_registry
 from vajra_py.runtime.support.clock import NEVER
 from vajra_py.sim.decode_runs import run_ends_of

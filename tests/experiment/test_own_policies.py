@@ -23,7 +23,7 @@ from vajra_py.contract import (
 )
 from vajra_py.contract.hookspecs import OutputLengthSpec
 from vajra_py.errors import ConfigError, PluginError
-from vajra_py.experiment.run import run_experiment
+from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.plugins import PluginSource, Registry, load_registry
 
 SMALL: dict[str, Any] = {

@@ -19,8 +19,8 @@ import vajra_py as vajra
 from tests.experiment.small import SMALL
 from vajra_py.config import ExperimentConfig
 from vajra_py.errors import ConfigError, RunError
-from vajra_py.experiment.folder import RunFolder, config_digest, find_all_runs, find_runs
-from vajra_py.experiment.pool import Processes, RunTask
+from vajra_py.experiment.runs.folder import RunFolder, config_digest, find_all_runs, find_runs
+from vajra_py.experiment.runs.pool import Processes, RunTask
 from vajra_py.plugins import load_registry
 
 FILES = {

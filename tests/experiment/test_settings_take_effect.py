@@ -16,8 +16,8 @@ import pytest
 
 from vajra_py.config import config_from_mapping
 from vajra_py.errors import ConfigError
-from vajra_py.experiment.run import run_experiment
-from vajra_py.metrics.run_data import RunData
+from vajra_py.experiment.runs.run import run_experiment
+from vajra_py.metrics.runs.run_data import RunData
 
 BASE: dict[str, Any] = {
     "version": 1,

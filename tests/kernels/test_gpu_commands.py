@@ -65,7 +65,7 @@ def test_swapped_sampled_tokens_begun_ahead_are_those_of_transformers_logits(fam
 
 
 def test_every_family_is_captured_and_one_computed_in_every_way(tokens: Any) -> None:
-    from vajra_py.engine.compute.fused import KNOWN_TYPES
+    from vajra_py.engine.compute.model.fused import KNOWN_TYPES
 
     cases = list(tokens.cases())
     assert {case.family for case in cases if case.captures} == KNOWN_TYPES | {"gpt_oss"}

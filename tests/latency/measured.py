@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from vajra_py.experiment.accuracy import requests_of
-from vajra_py.metrics.run_data import RunData
+from vajra_py.experiment.measured.accuracy import requests_of
+from vajra_py.metrics.runs.run_data import RunData
 
 NUM_REQUESTS = 24
 MIXTURE = "Qwen/Qwen3-30B-A3B-Instruct-2507"

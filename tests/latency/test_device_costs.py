@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from vajra_py.latency import device_names
-from vajra_py.latency.catalog import read_device_file
-from vajra_py.latency.device_costs import POWER_FIELDS, DeviceCosts, chosen_device, device_costs
-from vajra_py.latency.devices import DeviceConfig
+from vajra_py.latency.hardware.catalog import read_device_file
+from vajra_py.latency.hardware.device_costs import POWER_FIELDS, DeviceCosts, chosen_device, device_costs
+from vajra_py.latency.hardware.devices import DeviceConfig
 
 
 @pytest.mark.parametrize("name", device_names())

@@ -17,11 +17,11 @@ from vajra_py.cli.validate import validate
 from vajra_py.config import config_from_mapping
 from vajra_py.contract import BatchFeatures
 from vajra_py.errors import ConfigError, ExecutorError
-from vajra_py.experiment.measured_run import read_measured_run
-from vajra_py.experiment.measured_simulation import measured_config, simulate_measured, tables_latency
-from vajra_py.experiment.run import run_experiment
+from vajra_py.experiment.measured.run import read_measured_run
+from vajra_py.experiment.measured.simulation import measured_config, simulate_measured, tables_latency
+from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.latency import AiconfiguratorConfig, Calibration, OperatorTablesModel, step_times_of
-from vajra_py.latency.calibration_file import read_calibration
+from vajra_py.latency.operators.calibration_file import read_calibration
 
 BANDWIDTH, KERNEL_S = 2e12, 2e-6
 LAYERS, HIDDEN, WIDTH, VOCABULARY = 32, 4096, 14336, 128256
@@ -275,7 +275,7 @@ def test_a_table_with_a_time_that_is_none_is_refused_with_its_row(tables: Path, 
 
 
 def test_without_the_package_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vajra_py.latency.operator_tables.find_spec", lambda name: None)
+    monkeypatch.setattr("vajra_py.latency.operators.operator_tables.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'vajra-py\[aiconfigurator\]'"):
         AiconfiguratorConfig().build()
 

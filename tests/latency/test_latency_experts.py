@@ -10,10 +10,10 @@ import pytest
 from tests.latency.measured import as_mixture, whole_experts_us, write_run
 from vajra_py.contract import BatchFeatures
 from vajra_py.errors import ConfigError
-from vajra_py.experiment.calibration import figures_of
-from vajra_py.experiment.measured_run import read_measured_run
+from vajra_py.experiment.measured.calibration import figures_of
+from vajra_py.experiment.measured.run import read_measured_run
 from vajra_py.latency import Link, ProfileBundleConfig, ProfileBundleModel, load_model
-from vajra_py.latency.collectives import Collectives
+from vajra_py.latency.operators.collectives import Collectives
 from vajra_py.latency.step_times import step_times_of
 
 MICRO = 1e-6

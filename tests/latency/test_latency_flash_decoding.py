@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.latency.conftest import attention_us
 from vajra_py.contract import BatchFeatures
 from vajra_py.latency import ProfileBundleConfig, ProfileBundleModel, load_device
-from vajra_py.latency.bundle_files import NO_SKEW, SkewSample
-from vajra_py.latency.flash_decoding import (
+from vajra_py.latency.operators.bundle_files import NO_SKEW, SkewSample
+from vajra_py.latency.operators.flash_decoding import (
     DecodeKernel,
     UnequalContexts,
     fitted_peak_share,

@@ -8,7 +8,7 @@ import pytest
 
 from vajra_py.errors import ConfigError
 from vajra_py.latency import load_model, model_names
-from vajra_py.latency.hf_config import model_from_config
+from vajra_py.latency.hardware.hf_config import model_from_config
 
 PUBLISHED_PARAMETERS = {
     # As stored in the checkpoints on the Hugging Face hub.

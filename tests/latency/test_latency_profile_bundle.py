@@ -24,13 +24,13 @@ from vajra_py.latency import (
     load_model,
     read_bundle,
 )
-from vajra_py.latency.bundle_files import Samples, SkewSample
-from vajra_py.latency.collectives import Collectives
-from vajra_py.latency.dense_times import DenseTimes
-from vajra_py.latency.expert_times import ExpertTimes, Routing
-from vajra_py.latency.host_overhead import HostOverhead
-from vajra_py.latency.measured_skew import skew_factors
-from vajra_py.latency.profile_bundle import capture_sizes
+from vajra_py.latency.hardware.host_overhead import HostOverhead
+from vajra_py.latency.operators.bundle_files import Samples, SkewSample
+from vajra_py.latency.operators.collectives import Collectives
+from vajra_py.latency.operators.dense_times import DenseTimes
+from vajra_py.latency.operators.expert_times import ExpertTimes, Routing
+from vajra_py.latency.operators.measured_skew import skew_factors
+from vajra_py.latency.operators.profile_bundle import capture_sizes
 
 NUM_LAYERS = 32
 MICRO = 1e-6

@@ -15,8 +15,8 @@ from scipy.optimize import nnls
 from vajra_py.contract import BatchFeatures
 from vajra_py.errors import ConfigError
 from vajra_py.latency import PredictsDecodeRuns, Profile, ProfiledConfig, ProfiledModel, Variation, read_profile
-from vajra_py.latency.fitting import Measured, errors_of, fit_steps, held_out_errors, non_negative_least_squares
-from vajra_py.latency.profiled import Curve
+from vajra_py.latency.models.fitting import Measured, errors_of, fit_steps, held_out_errors, non_negative_least_squares
+from vajra_py.latency.models.profiled import Curve
 
 
 def shapes(count: int, stream: np.random.Generator) -> list[BatchFeatures]:

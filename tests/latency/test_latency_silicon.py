@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from vajra_py.config import config_from_mapping
 from vajra_py.contract import BatchFeatures
-from vajra_py.experiment.run import run_experiment
-from vajra_py.latency.profile_bundle import one_chunk
+from vajra_py.experiment.runs.run import run_experiment
+from vajra_py.latency.operators.profile_bundle import one_chunk
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "silicon.py"
 

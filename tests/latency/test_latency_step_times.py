@@ -20,8 +20,8 @@ from vajra_py.latency import (
     read_bundle,
     step_times_of,
 )
-from vajra_py.metrics.report import render_report
-from vajra_py.metrics.step_time_trust import judged_differences, step_time_origins
+from vajra_py.metrics.comparison.step_time_trust import judged_differences, step_time_origins
+from vajra_py.metrics.report.report import render_report
 
 EXPERIMENT: dict[str, Any] = {
     "version": 1,

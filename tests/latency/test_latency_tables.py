@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vajra_py.contract.latency import BatchFeatures
 from vajra_py.errors import ConfigError, ExecutorError
 from vajra_py.latency import GridTableModel, OperatorTableModel, TableOptions
-from vajra_py.latency.table import CACHE_WRITE, OPERATORS
+from vajra_py.latency.models.table import CACHE_WRITE, OPERATORS
 
 VIDUR = Path(__file__).resolve().parents[3] / "shared" / "golden" / "vidur"
 needs_vidur = pytest.mark.skipif(not VIDUR.is_dir(), reason=f"reference data not found at {VIDUR}")

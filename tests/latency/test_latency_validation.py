@@ -16,13 +16,13 @@ from tests.latency.conftest import head_us
 from tests.latency.measured import ENGINE, MIXTURE, NUM_REQUESTS, as_measured, as_mixture, write_run
 from vajra_py.cli.validate import validate
 from vajra_py.errors import ConfigError
-from vajra_py.experiment.accuracy import compare_with_measured, requests_of
-from vajra_py.experiment.accuracy_report import write_accuracy_report
-from vajra_py.experiment.calibration import calibrate, figures_of
-from vajra_py.experiment.calibration_steps import StepCosts
-from vajra_py.experiment.measured_files import read_measured
-from vajra_py.experiment.measured_run import read_measured_run
-from vajra_py.experiment.measured_simulation import (
+from vajra_py.experiment.measured.accuracy import compare_with_measured, requests_of
+from vajra_py.experiment.measured.calibration import calibrate, figures_of
+from vajra_py.experiment.measured.calibration_steps import StepCosts
+from vajra_py.experiment.measured.files import read_measured
+from vajra_py.experiment.measured.report import write_accuracy_report
+from vajra_py.experiment.measured.run import read_measured_run
+from vajra_py.experiment.measured.simulation import (
     bundle_latency,
     measured_config,
     simulate_measured,

@@ -12,10 +12,10 @@ from click.testing import CliRunner
 from tests.latency.measured import ENGINE, MIXTURE, as_measured, as_mixture, as_shared_prompt, write_run
 from vajra_py.cli.validate import validate
 from vajra_py.errors import ConfigError
-from vajra_py.experiment.accuracy import compare_with_measured
-from vajra_py.experiment.measured_files import read_measured
-from vajra_py.experiment.measured_run import EngineSettings, read_measured_run
-from vajra_py.experiment.measured_simulation import bundle_latency, ranked, simulate_measured, simulation_of
+from vajra_py.experiment.measured.accuracy import compare_with_measured
+from vajra_py.experiment.measured.files import read_measured
+from vajra_py.experiment.measured.run import EngineSettings, read_measured_run
+from vajra_py.experiment.measured.simulation import bundle_latency, ranked, simulate_measured, simulation_of
 
 
 def settings_with(folder: Path, **arguments: Any) -> EngineSettings:

@@ -16,13 +16,13 @@ from ruamel.yaml import YAML
 
 from vajra_py.contract import BatchFeatures
 from vajra_py.contract.observer import EndReason
-from vajra_py.metrics.comparison import OVERALL, Comparison
-from vajra_py.metrics.comparison_metrics import METRICS
+from vajra_py.metrics.comparison.comparison import OVERALL, Comparison
+from vajra_py.metrics.comparison.metrics import METRICS
 from vajra_py.metrics.definitions import gap_statistics
-from vajra_py.metrics.run_data import RunData
-from vajra_py.metrics.steps_table import StepRow, StepsBuilder
-from vajra_py.metrics.summary import summarise
-from vajra_py.metrics.tables import RequestRow, RequestsBuilder, TbtBuilder, write_parquet
+from vajra_py.metrics.runs.run_data import RunData
+from vajra_py.metrics.summary.summary import summarise
+from vajra_py.metrics.tables.requests import RequestRow, RequestsBuilder, TbtBuilder, write_parquet
+from vajra_py.metrics.tables.steps import StepRow, StepsBuilder
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.requests.running_set import NO_CHANGES
 from vajra_py.runtime.step.plan import PlannedChunk, StepPlan

@@ -11,10 +11,10 @@ from click.testing import CliRunner
 
 from vajra_py.cli.main import vajra
 from vajra_py.errors import RunError
-from vajra_py.metrics.baseline_table import difference_table
-from vajra_py.metrics.comparison import OVERALL, Comparison, compare
-from vajra_py.metrics.comparison_tables import DIFFERENCE_COLUMNS
-from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.comparison.baseline_table import difference_table
+from vajra_py.metrics.comparison.comparison import OVERALL, Comparison, compare
+from vajra_py.metrics.comparison.tables import DIFFERENCE_COLUMNS
+from vajra_py.metrics.runs.run_data import RunData
 
 Make = Callable[..., RunData]
 

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from vajra_py.errors import RunError
-from vajra_py.metrics.comparison import Comparison, compare
-from vajra_py.metrics.comparison_metrics import METRICS, metric_text, significant
-from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.comparison.comparison import Comparison, compare
+from vajra_py.metrics.comparison.metrics import METRICS, metric_text, significant
+from vajra_py.metrics.runs.run_data import RunData
 
 Make = Callable[..., RunData]
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vajra_py.latency.device_costs import DeviceCosts, DevicePower
-from vajra_py.metrics.costs import ReplicasetDevices, cost_sections
-from vajra_py.metrics.steps_table import StepRow, StepsBuilder
+from vajra_py.latency.hardware.device_costs import DeviceCosts, DevicePower
+from vajra_py.metrics.summary.costs import ReplicasetDevices, cost_sections
+from vajra_py.metrics.tables.steps import StepRow, StepsBuilder
 
 POWER = DevicePower(idle_w=50, decode_w=200, prefill_w=400, saturating_tokens=101)
 DEVICE = DeviceCosts("gpu", 3.6, POWER, {"price_per_hour": "here"})

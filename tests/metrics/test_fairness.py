@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vajra_py.metrics.definitions import Floats, ServiceWeights
-from vajra_py.metrics.fairness import Service, backlogged_service, fairness_section, worst_p99
-from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.runs.run_data import RunData
+from vajra_py.metrics.summary.fairness import Service, backlogged_service, fairness_section, worst_p99
 
 Turns = Callable[[int, float], int]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from vajra_py.errors import RunError
-from vajra_py.experiment.folder import find_runs
+from vajra_py.experiment.runs.folder import find_runs
 from vajra_py.metrics import plots
-from vajra_py.metrics.figure_files import COLUMN_IN, figure_data, write_figures
-from vajra_py.metrics.intervals import positive_interval
+from vajra_py.metrics.comparison.intervals import positive_interval
 from vajra_py.metrics.plots.style import draw_at, new_figure
-from vajra_py.metrics.report_figures import FIGURES
-from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.report.figure_files import COLUMN_IN, figure_data, write_figures
+from vajra_py.metrics.report.figures import FIGURES
+from vajra_py.metrics.runs.run_data import RunData
 
 Make = Callable[..., RunData]
 

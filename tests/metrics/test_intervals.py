@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vajra_py.metrics.intervals import Interval, mser5, positive_interval, proportion_interval, replication_interval
+from vajra_py.metrics.comparison.intervals import (
+    Interval,
+    mser5,
+    positive_interval,
+    proportion_interval,
+    replication_interval,
+)
 
 
 def correlated(count: int, seed: int, phi: float = 0.9) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vajra_py.metrics import columnar, tables
-from vajra_py.metrics.steps_table import STEP_COLUMNS, StepRow, StepsBuilder, expand_steps
-from vajra_py.metrics.tables import (
+from vajra_py.metrics.tables import columnar
+from vajra_py.metrics.tables import requests as tables
+from vajra_py.metrics.tables.requests import (
     REQUEST_COLUMNS,
     TBT_COLUMNS,
     GapList,
@@ -24,6 +24,7 @@ from vajra_py.metrics.tables import (
     TbtBuilder,
     write_parquet,
 )
+from vajra_py.metrics.tables.steps import STEP_COLUMNS, StepRow, StepsBuilder, expand_steps
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
 NAN = float("nan")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from vajra_py.metrics.pairs import difference, holm
+from vajra_py.metrics.comparison.pairs import difference, holm
 
 
 def by_seed(values: list[float]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from vajra_py.metrics.plots import data
 from vajra_py.metrics.plots.layout import arrange_runs, select, series_by_system
 from vajra_py.metrics.plots.style import COLOURS
 from vajra_py.metrics.plots.ticks import ReadableLogLocator
-from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.runs.run_data import RunData
 
 Make = Callable[..., RunData]
 FIGURES = [name for name in plots.__all__ if name not in ("has_emitted", "has_rate_sweep", "workload_figure")]
@@ -201,7 +201,7 @@ def test_logarithmic_axes_carry_a_few_numbers_whatever_they_span(low: float, hig
 
 
 def test_a_workload_is_drawn_with_the_numbers_that_it_has() -> None:
-    from vajra_py.metrics.figure_files import figure_data
+    from vajra_py.metrics.report.figure_files import figure_data
     from vajra_py.workload import RequestSpec, Workload
 
     requests = [

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vajra_py.metrics.definitions import Floats, Window
-from vajra_py.metrics.rates import RateTime, rate_time, steady_window
+from vajra_py.metrics.summary.rates import RateTime, rate_time, steady_window
 
 
 def measured(

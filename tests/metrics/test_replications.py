@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from vajra_py.metrics import plots
-from vajra_py.metrics.comparison import compare
-from vajra_py.metrics.intervals import positive_interval
-from vajra_py.metrics.replications import group_replications
-from vajra_py.metrics.report import render_report
-from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.comparison.comparison import compare
+from vajra_py.metrics.comparison.intervals import positive_interval
+from vajra_py.metrics.report.report import render_report
+from vajra_py.metrics.runs.replications import group_replications
+from vajra_py.metrics.runs.run_data import RunData
 
 Make = Callable[..., RunData]
 SEEDS = range(4)

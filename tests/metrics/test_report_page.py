@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from vajra_py.errors import RunError
-from vajra_py.metrics.report import render_report, write_report
-from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.report.report import render_report, write_report
+from vajra_py.metrics.runs.run_data import RunData
 
 Make = Callable[..., RunData]
 VOID = {"meta", "link", "br", "img", "input", "hr"}

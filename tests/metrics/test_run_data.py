@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from vajra_py.errors import RunError
-from vajra_py.metrics.differences import ABSENT, axes, differences, flatten, natural
-from vajra_py.metrics.run_data import RunData, distinct, load_runs
+from vajra_py.metrics.runs.differences import ABSENT, axes, differences, flatten, natural
+from vajra_py.metrics.runs.run_data import RunData, distinct, load_runs
 
 
 @pytest.fixture

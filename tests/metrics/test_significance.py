@@ -16,18 +16,18 @@ from scipy import stats
 
 from vajra_py.cli.main import vajra
 from vajra_py.errors import RunError
-from vajra_py.metrics import comparison as comparisons
-from vajra_py.metrics.baseline_table import difference_table
-from vajra_py.metrics.comparison import OVERALL, Comparison, compare
-from vajra_py.metrics.comparison_metrics import DEFAULT_PRIMARY
-from vajra_py.metrics.copies import COPIED
-from vajra_py.metrics.pairs import holm
-from vajra_py.metrics.replications import group_replications
-from vajra_py.metrics.report import findings, render_report
-from vajra_py.metrics.report_tables import versus_table
-from vajra_py.metrics.run_data import RunData
-from vajra_py.metrics.table_model import BEST, LOWEST, WORSE
-from vajra_py.metrics.trust import warnings_of
+from vajra_py.metrics.comparison import comparison as comparisons
+from vajra_py.metrics.comparison.baseline_table import difference_table
+from vajra_py.metrics.comparison.comparison import OVERALL, Comparison, compare
+from vajra_py.metrics.comparison.metrics import DEFAULT_PRIMARY
+from vajra_py.metrics.comparison.pairs import holm
+from vajra_py.metrics.comparison.table_model import BEST, LOWEST, WORSE
+from vajra_py.metrics.comparison.trust import warnings_of
+from vajra_py.metrics.report.report import findings, render_report
+from vajra_py.metrics.report.tables import versus_table
+from vajra_py.metrics.runs.copies import COPIED
+from vajra_py.metrics.runs.replications import group_replications
+from vajra_py.metrics.runs.run_data import RunData
 
 Make = Callable[..., RunData]
 Of = Callable[..., Comparison]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vajra_py.metrics.definitions import Window
-from vajra_py.metrics.stability import Lifetimes, Stability, StabilityLabel, assess
+from vajra_py.metrics.summary.stability import Lifetimes, Stability, StabilityLabel, assess
 
 
 def queue(load: float, num_requests: int, seed: int = 0, servers: int = 16, shortest_first: bool = False) -> Lifetimes:

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vajra_py.metrics.definitions import Slo, SloDefaults, Window
-from vajra_py.metrics.run_data import RunData
-from vajra_py.metrics.steps_table import StepRow, StepsBuilder
-from vajra_py.metrics.summary import MAX_GROUPS, OTHERS, Summary, summarise
-from vajra_py.metrics.tables import RequestRow, RequestsBuilder, TbtBuilder
+from vajra_py.metrics.runs.run_data import RunData
+from vajra_py.metrics.summary.summary import MAX_GROUPS, OTHERS, Summary, summarise
+from vajra_py.metrics.tables.requests import RequestRow, RequestsBuilder, TbtBuilder
+from vajra_py.metrics.tables.steps import StepRow, StepsBuilder
 
 NAN = float("nan")
 BASE = RequestRow(

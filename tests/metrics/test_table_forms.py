@@ -15,11 +15,11 @@ from rich.console import Console
 
 from vajra_py.cli.main import vajra
 from vajra_py.errors import RunError
-from vajra_py.metrics.comparison import Comparison, compare
-from vajra_py.metrics.report import render_report
-from vajra_py.metrics.run_data import RunData
-from vajra_py.metrics.table_model import Cell, Row, Table, fold
-from vajra_py.metrics.table_renderers import latex, markdown
+from vajra_py.metrics.comparison.comparison import Comparison, compare
+from vajra_py.metrics.comparison.table_model import Cell, Row, Table, fold
+from vajra_py.metrics.comparison.table_renderers import latex, markdown
+from vajra_py.metrics.report.report import render_report
+from vajra_py.metrics.runs.run_data import RunData
 
 Make = Callable[..., RunData]
 RATES = (6.0, 12.0, 8.0, 10.0)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from vajra_py.errors import RunError
-from vajra_py.metrics.run_data import RunData
-from vajra_py.metrics.timeline import TimelineOptions, timeline_events, write_timeline
+from vajra_py.metrics.report.timeline import TimelineOptions, timeline_events, write_timeline
+from vajra_py.metrics.runs.run_data import RunData
 
 Make = Callable[..., RunData]
 SETTING = {"name": "traced", "rate_per_s": 30.0, "num_blocks": 300}
@@ -116,8 +116,8 @@ def test_requests_that_did_not_end_last_until_the_run_does(make_run: Make) -> No
 
 
 def test_steps_in_flight_together_lie_on_lanes(make_run: Make, tmp_path: Path) -> None:
-    from vajra_py.metrics.steps_table import StepRow, StepsBuilder
-    from vajra_py.metrics.tables import write_parquet
+    from vajra_py.metrics.tables.requests import write_parquet
+    from vajra_py.metrics.tables.steps import StepRow, StepsBuilder
 
     folder = Path(shutil.copytree(make_run(**SETTING).path, tmp_path / "pipelined"))
     builder = StepsBuilder()

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 
 from vajra_py.contract import BatchBuilder, BatchFeatures, LocalReplicaView, PreemptionMode, Refusal
 from vajra_py.contract.observer import EndReason, Observer
-from vajra_py.metrics.recorder import token_times
+from vajra_py.metrics.tables.recorder import token_times
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.step.builder_options import IllegalPlan

@@ -12,7 +12,7 @@ import pytest
 from vajra_py.contract import BatchBuilder, LocalReplicaView, PreemptionMode
 from vajra_py.contract.observer import EndReason, Observer, StepEnd
 from vajra_py.errors import PolicyError
-from vajra_py.metrics.recorder import token_times
+from vajra_py.metrics.tables.recorder import token_times
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.runtime.requests import decode_pool
 from vajra_py.runtime.requests.request import Request, RequestState

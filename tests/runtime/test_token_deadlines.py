@@ -8,7 +8,7 @@ import pytest
 
 import vajra_py as vajra
 from vajra_py.contract.observer import Observer, StepRun
-from vajra_py.metrics.recorder import token_times
+from vajra_py.metrics.tables.recorder import token_times
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing import ByArrival, Harness, HarnessOptions, InTurn, PlainChunks
 from vajra_py.workload import RequestSpec

@@ -209,11 +209,11 @@ def puppet_server(tmp_path: Path) -> Iterator[Callable[..., PuppetServer]]:
     """Start a server over a puppet; `settings` go into the experiment, the rest are `ServeOptions`."""
     from vajra_py.config import config_from_mapping
     from vajra_py.engine.llm import NO_WORKLOAD
+    from vajra_py.experiment.runs.recording import RunRecording
     from vajra_py.serve.app import Service
-    from vajra_py.serve.options import ServeOptions
-    from vajra_py.serve.recording import RunRecording
+    from vajra_py.serve.http.options import ServeOptions
     from vajra_py.serve.server import DrainingServer, bind
-    from vajra_py.serve.session import EngineSession, SessionParts
+    from vajra_py.serve.session.session import EngineSession, SessionParts
 
     folder = tmp_path / "puppet"
     folder.mkdir()

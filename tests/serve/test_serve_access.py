@@ -16,7 +16,7 @@ import pytest
 
 from vajra_py.engine.compute import RunnerOptions
 from vajra_py.engine.processes import ProcessWorker
-from vajra_py.serve.logs import JsonFormatter, SaysOnce, TextFormatter, logging_to_stderr
+from vajra_py.serve.http.logs import JsonFormatter, SaysOnce, TextFormatter, logging_to_stderr
 from vajra_py.testing.fake_runner import FakeRunner
 
 BODY = {"model": "puppet", "prompt": [1, 2, 3], "max_tokens": 2}
@@ -97,7 +97,7 @@ def test_a_tenant_follows_from_its_key(puppet_server: Callable[..., Any], keys: 
 )
 def test_a_wrong_file_of_keys_starts_no_server_and_is_not_quoted(tmp_path: Path, text: str, said: str) -> None:
     from vajra_py.errors import ConfigError
-    from vajra_py.serve.options import ServeOptions
+    from vajra_py.serve.http.options import ServeOptions
 
     file = tmp_path / "keys"
     file.write_text(text)
@@ -430,8 +430,8 @@ class Talkative(FakeRunner):
 
     def __init__(self, options: RunnerOptions) -> None:
         super().__init__(options)
-        logging.getLogger("vajra_py.engine.compute.runner").warning("slot %d is left out", 3)
-        logging.getLogger("vajra_py.engine.compute.runner").debug("not wanted")
+        logging.getLogger("vajra_py.engine.compute.step.runner").warning("slot %d is left out", 3)
+        logging.getLogger("vajra_py.engine.compute.step.runner").debug("not wanted")
 
 
 @pytest.mark.parametrize("log_format", ["json", "text"])
@@ -459,4 +459,4 @@ def test_what_the_server_fails_to_answer_is_a_warning(
     server.strings.breaks = True
     assert server.post().status_code == 503
     server.thread.join(60)
-    assert [one for one in lines() if " WARNING vajra_py.serve.access: " in one and " 503 " in one]
+    assert [one for one in lines() if " WARNING vajra_py.serve.http.access: " in one and " 503 " in one]

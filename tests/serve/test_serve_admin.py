@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from vajra_py.experiment.replay import replay
-from vajra_py.metrics.run_data import RunData
-from vajra_py.metrics.timeline import timeline_events
+from vajra_py.experiment.runs.replay import replay
+from vajra_py.metrics.report.timeline import timeline_events
+from vajra_py.metrics.runs.run_data import RunData
 
 TWO = {"num_replicas": 2, "replica": {"max_batch_size": 2, "max_model_len": 256, "memory": {"num_blocks": 40}}}
 SWAPS: list[tuple[str, str, dict[str, Any]]] = [

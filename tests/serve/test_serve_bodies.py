@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vajra_py.serve.body_scan import JsonLimits, check_structure
-from vajra_py.serve.errors import ApiError
-from vajra_py.serve.options import ServeOptions
-from vajra_py.serve.reading import parsed
-from vajra_py.serve.schema import ChatBody, CompletionBody, GenerationBody
-from vajra_py.serve.tokenizing import SHORT_TEXT, Tokenizing
+from vajra_py.serve.api.reading import parsed
+from vajra_py.serve.api.schema import ChatBody, CompletionBody, GenerationBody
+from vajra_py.serve.api.tokenizing import SHORT_TEXT, Tokenizing
+from vajra_py.serve.http.body_scan import JsonLimits, check_structure
+from vajra_py.serve.http.errors import ApiError
+from vajra_py.serve.http.options import ServeOptions
 
 MOST = 8 * 2**20 - 200
 HEAD = b'{"model":"puppet",'
@@ -113,7 +113,7 @@ def test_the_scan_counts_what_a_parser_builds(value: Any, ascii_only: bool, piec
     text = json.dumps(value, ensure_ascii=ascii_only).encode()
     values, containers, levels = facts_of(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vajra_py.serve.body_scan._PIECE", piece)
+        patch.setattr("vajra_py.serve.http.body_scan._PIECE", piece)
         # an empty array counts as one value more than it has
         check_structure(text, JsonLimits(values + containers, containers, levels))
         for limits, what in (

@@ -10,7 +10,7 @@ import pytest
 
 from vajra_py.cli.main import main
 from vajra_py.plugins import load_registry
-from vajra_py.serve.configure import ModelFlags, config_of_file, config_of_flags
+from vajra_py.serve.session.configure import ModelFlags, config_of_file, config_of_flags
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -47,7 +47,7 @@ def test_spans_without_their_packages_name_the_extra(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    monkeypatch.delitem(sys.modules, "vajra_py.serve.tracing", raising=False)
+    monkeypatch.delitem(sys.modules, "vajra_py.serve.api.tracing", raising=False)
     error = said(capsys, "--model", "x", "--otlp-traces-endpoint", "http://127.0.0.1:4318/v1/traces")
     assert 'pip install "vajra-py[otel]"' in error
 

@@ -408,8 +408,8 @@ def test_what_would_change_the_answer_and_is_not_there_is_refused_by_name(client
 
 def test_every_field_that_vllm_documents_is_known() -> None:
     """A field of vLLM 0.32 is this server's own, or asks for nothing, or is refused by name: none is merely ignored."""
-    from vajra_py.serve.schema import ChatBody, CompletionBody
-    from vajra_py.serve.unsupported import is_known_elsewhere
+    from vajra_py.serve.api.schema import ChatBody, CompletionBody
+    from vajra_py.serve.http.unsupported import is_known_elsewhere
 
     both = [
         "model",
@@ -520,7 +520,7 @@ def test_a_session_of_constrained_and_salted_requests_replays_equal(
 ) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    from vajra_py.experiment.replay import replay
+    from vajra_py.experiment.runs.replay import replay
 
     folder = tmp_path / "session"
     flags = ["--num-gpu-blocks-override", "24", "--block-size", "16", "--max-model-len", "256", "--max-num-seqs", "8"]

@@ -22,7 +22,7 @@ from vajra_py.engine.config import RecoveryConfig
 from vajra_py.engine.step_watch import LoadLimit, StepTimes, StepWatch
 from vajra_py.engine.worker import Finished
 from vajra_py.errors import ExecutorError
-from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import build_registry
 from vajra_py.serve.server import END_S, EXIT_STUCK
 from vajra_py.testing.fake_runner import expected_output, runner_that_takes_its_time

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from vajra_py.serve.history import NUM_KEPT, History
+from vajra_py.serve.observe.history import NUM_KEPT, History
 
 
 def test_samples_are_kept_for_an_hour_and_given_from_a_time_on() -> None:

@@ -17,11 +17,11 @@ from vajra_py.cli.main import main
 from vajra_py.config import config_from_mapping
 from vajra_py.errors import ConfigError
 from vajra_py.plugins import load_registry
-from vajra_py.serve.configure import config_of_file
-from vajra_py.serve.connections import most_connections
-from vajra_py.serve.logs import JsonFormatter, TextFormatter
+from vajra_py.serve.http.connections import most_connections
+from vajra_py.serve.http.logs import JsonFormatter, TextFormatter
 from vajra_py.serve.server import bind, bind_unix
-from vajra_py.serve.session import EngineSession, SessionParts
+from vajra_py.serve.session.configure import config_of_file
+from vajra_py.serve.session.session import EngineSession, SessionParts
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, cast
 
-from vajra_py.serve.output_streams import LoopBridge, OutputStream, ResponseState
+from vajra_py.serve.session.output_streams import LoopBridge, OutputStream, ResponseState
 
 
 class Loop:

@@ -15,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from vajra_py.config import config_from_mapping
 from vajra_py.engine.llm import NO_WORKLOAD
 from vajra_py.errors import ConfigError
-from vajra_py.experiment.replay import replay
-from vajra_py.metrics.run_data import RunData
-from vajra_py.serve.catalogue import Catalogue
+from vajra_py.experiment.runs.replay import replay
+from vajra_py.metrics.runs.run_data import RunData
+from vajra_py.serve.session.catalogue import Catalogue
 
 FILE = """
 version: 1

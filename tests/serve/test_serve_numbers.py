@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from vajra_py.serve.stats import Histogram
+from vajra_py.serve.observe.stats import Histogram
 
 
 def samples(server: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from vajra_py.serve.logs import FIELDS, JsonFormatter, TextFormatter, logging_to_stderr
+from vajra_py.serve.http.logs import FIELDS, JsonFormatter, TextFormatter, logging_to_stderr
 
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (DEBUG|INFO|WARNING|ERROR) [\w.]+: .+")
 
@@ -23,7 +23,7 @@ LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (DEBUG|INFO|WARNING|E
 def access(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, Any]]]:
     """The facts of the access log's lines so far."""
     caplog.set_level(logging.INFO, "vajra_py")
-    return lambda: [getattr(one, FIELDS) for one in caplog.records if one.name == "vajra_py.serve.access"]
+    return lambda: [getattr(one, FIELDS) for one in caplog.records if one.name == "vajra_py.serve.http.access"]
 
 
 def test_each_request_has_one_line_and_an_id(

@@ -11,7 +11,7 @@ import pytest
 
 from vajra_py.cli.main import main
 from vajra_py.errors import ConfigError
-from vajra_py.serve.options import OTLP_VARIABLES, ServeOptions
+from vajra_py.serve.http.options import OTLP_VARIABLES, ServeOptions
 
 SECRETS = ("VAJRA_API_KEY", "VAJRA_ADMIN_API_KEY", "VAJRA_SSL_KEYFILE_PASSWORD")
 TRACING = (*OTLP_VARIABLES, "OTEL_SDK_DISABLED", "OTEL_TRACES_EXPORTER")

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from vajra_py.serve.recording import _Log
+from vajra_py.experiment.runs.recording import _Log
 
 
 def manifest(folder: Path) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def test_a_disk_that_is_full_in_the_end_leaves_a_clear_state(
     def full(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("vajra_py.serve.recording.write_parquet", full)
+    monkeypatch.setattr("vajra_py.experiment.runs.recording.write_parquet", full)
     assert server.post().status_code == 200
     server.stop()
     assert server.service.session.error is None

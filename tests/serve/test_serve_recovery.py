@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
-from vajra_py.experiment.replay import replay
-from vajra_py.metrics.run_data import RunData
+from vajra_py.experiment.runs.replay import replay
+from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import build_registry
-from vajra_py.serve.session import SessionState
+from vajra_py.serve.session.session import SessionState
 from vajra_py.testing.fake_runner import expected_output, runner_that_takes_its_time
 
 PROCESSES = {"workers": "process", "recovery": {"backoff_s": 0.0}}

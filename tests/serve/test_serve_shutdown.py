@@ -16,9 +16,9 @@ import pytest
 
 from tests.serve.processes import SOON_S
 from vajra_py.errors import ConfigError
-from vajra_py.experiment.replay import replay
-from vajra_py.metrics.run_data import RunData
-from vajra_py.serve.output_streams import OutputStream
+from vajra_py.experiment.runs.replay import replay
+from vajra_py.metrics.runs.run_data import RunData
+from vajra_py.serve.session.output_streams import OutputStream
 
 
 def in_background(calls: list[Callable[[], Any]]) -> tuple[list[threading.Thread], list[Any]]:

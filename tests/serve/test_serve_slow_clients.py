@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vajra_py.serve.eager import begin
+from vajra_py.serve.http.eager import begin
 
 NUM_OUTPUTS = 32
 NUM_TOKENS = 200

@@ -13,7 +13,7 @@ from vajra_py.contract.observer import PolicySwap
 from vajra_py.errors import ExecutorError
 from vajra_py.latency import ConstantModel
 from vajra_py.runtime.kv import PrefixCacheOptions
-from vajra_py.serve.stats import NUM_EVENTS, RECENT, Histogram, ServerStats, time_policies
+from vajra_py.serve.observe.stats import NUM_EVENTS, RECENT, Histogram, ServerStats, time_policies
 from vajra_py.sim.simulator import SimulationOptions
 from vajra_py.testing import Harness, HarnessOptions
 from vajra_py.workload import PromptContent, RequestSpec

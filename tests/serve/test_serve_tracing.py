@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 from vajra_py.errors import ConfigError
-from vajra_py.serve.options import ServeOptions
-from vajra_py.serve.tracing import Tracing, make_tracing
+from vajra_py.serve.api.tracing import Tracing, make_tracing
+from vajra_py.serve.http.options import ServeOptions
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"

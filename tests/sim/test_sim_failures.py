@@ -16,7 +16,7 @@ from vajra_py.config import ExperimentConfig
 from vajra_py.contract import Layer, PolicyConfig, PolicySpec
 from vajra_py.contract.observer import Observer
 from vajra_py.errors import PolicyError
-from vajra_py.experiment.run import run_experiment
+from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.plugins import Registry, load_registry
 from vajra_py.plugins.registry import PluginSource
 from vajra_py.testing.reference_policies import ByArrival, InTurn, PlainChunks, Shared

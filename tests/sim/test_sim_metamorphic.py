@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vajra_py.contract import Layer
 from vajra_py.latency import AffineModel
-from vajra_py.metrics.recorder import token_times
+from vajra_py.metrics.tables.recorder import token_times
 from vajra_py.plugins import build_policy
 from vajra_py.runtime.queues import make_queue
 from vajra_py.testing import Harness, HarnessOptions

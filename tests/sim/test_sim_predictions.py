@@ -11,9 +11,9 @@ import pytest
 from vajra_py.config import config_from_mapping
 from vajra_py.contract import BatchFeatures
 from vajra_py.errors import ConfigError
-from vajra_py.experiment.run import run_experiment
+from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.latency import Profile, Variation
-from vajra_py.latency.fitting import Measured, fit_steps
+from vajra_py.latency.models.fitting import Measured, fit_steps
 
 TRUE = {"type": "affine", "base_s": 0.004, "per_token_s": 0.0002}
 TOLD = {"type": "affine", "base_s": 0.004, "per_token_s": 0.0004}

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from vajra_py.contract.observer import Observer, StepEnd, StepRecord, StepRun
 from vajra_py.errors import RunError
-from vajra_py.latency.packed_times import PackedTimes
-from vajra_py.metrics.recorder import Recorder
-from vajra_py.metrics.run_data import STEPS_FILE, RunData
-from vajra_py.metrics.steps_table import STEP_COLUMNS, expand_steps
-from vajra_py.metrics.tables import write_parquet
+from vajra_py.latency.models.packed_times import PackedTimes
+from vajra_py.metrics.runs.run_data import STEPS_FILE, RunData
+from vajra_py.metrics.tables.recorder import Recorder
+from vajra_py.metrics.tables.requests import write_parquet
+from vajra_py.metrics.tables.steps import STEP_COLUMNS, expand_steps
 from vajra_py.runtime.records.decision_log import DecisionLog
 from vajra_py.runtime.records.decision_reader import read_decisions, step_row
 from vajra_py.sim.simulator import SimulationOptions
@@ -151,7 +151,7 @@ def test_a_killed_process_leaves_its_decisions_up_to_then(tmp_path: Path) -> Non
 import os, signal, sys
 from pathlib import Path
 from vajra_py.config import config_from_mapping
-from vajra_py.experiment.run import run_experiment
+from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.runtime.records.decision_log import DecisionLog
 
 class Killing(DecisionLog):
@@ -164,7 +164,7 @@ class Killing(DecisionLog):
             os.kill(os.getpid(), signal.SIGKILL)
 
 import vajra_py.runtime.records.step_log as log
-from vajra_py.experiment.simulated import SimulatedRun
+from vajra_py.experiment.runs.simulated import SimulatedRun
 log.RECORDS_PER_BATCH = 64
 SimulatedRun.decision_log = Killing
 profile = {"type": "profile", "profile": "azure2023_conv", "num_requests": 150, "rate": 10}

@@ -13,7 +13,7 @@ import pytest
 from vajra_py.config import config_from_mapping
 from vajra_py.contract import KeyMotion
 from vajra_py.contract.observer import Observer, StepRun
-from vajra_py.experiment.run import run_experiment
+from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.latency import ConstantModel
 from vajra_py.plugins import Registry
 from vajra_py.sim.simulator import SimulationOptions

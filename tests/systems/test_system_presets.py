@@ -9,7 +9,7 @@ import pytest
 from vajra_policies.systems import PRESETS
 from vajra_py.config import config_from_mapping
 from vajra_py.latency import AffineModel
-from vajra_py.latency.output_length import NoLengths
+from vajra_py.latency.services.output_length import NoLengths
 from vajra_py.plugins import load_registry
 from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
 from vajra_py.runtime.support.seeds import SeedTree

@@ -9,10 +9,10 @@ from typing import Any
 
 from vajra_py.config import config_from_mapping
 from vajra_py.engine.compute import RunnerOptions
-from vajra_py.experiment.backend import Backend, Run
-from vajra_py.experiment.engined import EngineRun
-from vajra_py.experiment.run import run_experiment
-from vajra_py.metrics.run_data import RunData
+from vajra_py.experiment.runs.backend import Backend, Run
+from vajra_py.experiment.runs.engined import EngineRun
+from vajra_py.experiment.runs.run import run_experiment
+from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import Registry
 from vajra_py.vllm.config import VllmOptions
 from vajra_py.vllm.loading import VllmWorkers, load_vllm

@@ -15,8 +15,8 @@ from tests.vllm.shared import BLOCK_SIZE, MAX_STEP_TOKENS, SharedWorkers, run_on
 from vajra_py.contract import Layer
 from vajra_py.engine.compute import StepInput
 from vajra_py.errors import ConfigError, ExecutorError
-from vajra_py.experiment.replay import replay
-from vajra_py.metrics.run_data import RunData
+from vajra_py.experiment.runs.replay import replay
+from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import build_registry, load_registry
 from vajra_py.runtime.kv import BlockCopy, CopyDirection
 from vajra_py.vllm.config import VllmOptions

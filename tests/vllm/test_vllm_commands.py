@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 
 from vajra_py.config import load_config
-from vajra_py.experiment.replay import replay
-from vajra_py.metrics.run_data import RunData
+from vajra_py.experiment.runs.replay import replay
+from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.runtime.records.input_log import INPUTS_FILE, read_rows
 
 STARTUP_S = 400.0

@@ -20,7 +20,7 @@ from tests.vllm.test_vllm_interface import core_of, wish
 from tests.vllm.test_vllm_recording import core_of as recorded_core_of
 from tests.vllm.test_vllm_recording import end
 from vajra_py.errors import ConfigError
-from vajra_py.experiment.replay import replay
+from vajra_py.experiment.runs.replay import replay
 from vajra_py.plugins import Registry, build_registry
 from vajra_py.vllm import Scheduler
 from vajra_py.vllm.support import check_options

@@ -16,8 +16,8 @@ from tests.vllm.core import Core, Wish, make_scheduler, vllm_config
 from tests.vllm.plugins import install_broken
 from tests.vllm.test_vllm_interface import wish
 from vajra_py.errors import ConfigError
-from vajra_py.experiment.replay import replay
-from vajra_py.metrics.run_data import RunData
+from vajra_py.experiment.runs.replay import replay
+from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import build_registry
 from vajra_py.runtime.records.input_log import INPUTS_FILE, Arrival, read_inputs, read_rows
 from vajra_py.vllm import Scheduler

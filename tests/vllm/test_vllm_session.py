@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.vllm.test_vllm_serve import DEADLINE_S, Server, environment, offline, serving
-from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.runtime.records.input_log import INPUTS_FILE, Arrival, read_inputs
 from vajra_py.vllm.settings import SAVE_RUN_VARIABLE
 

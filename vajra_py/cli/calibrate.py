@@ -46,8 +46,8 @@ def calibrate(  # noqa: PLR0913 - one argument for each option
     """
     from vajra_py.cli.options import measured_latency, named_values
     from vajra_py.errors import ConfigError, Problem
-    from vajra_py.experiment.calibration import calibrate as fit_run
-    from vajra_py.experiment.measured_files import read_measured
+    from vajra_py.experiment.measured.calibration import calibrate as fit_run
+    from vajra_py.experiment.measured.files import read_measured
 
     if output.exists() and not overwrite:
         raise ConfigError(Problem(f"--output {output}", "is there already", "Another file, or --overwrite"))

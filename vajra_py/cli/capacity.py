@@ -13,7 +13,7 @@ from vajra_py.cli.options import new_progress, on_option, overrides_option
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from vajra_py.experiment.capacity_answers import CapacityAnswer
+    from vajra_py.experiment.capacity.answers import CapacityAnswer
 
 
 @click.command(no_args_is_help=True)
@@ -48,7 +48,7 @@ def capacity(  # noqa: PLR0913 - one argument for each option
     from vajra_py.cluster.connect import ray_cluster
     from vajra_py.cluster.places import pool_on
     from vajra_py.config import load_config
-    from vajra_py.experiment.capacity import find_capacity
+    from vajra_py.experiment.capacity.study import find_capacity
 
     config = load_config(file, overrides)
     display = _Display(quiet)
@@ -58,7 +58,7 @@ def capacity(  # noqa: PLR0913 - one argument for each option
     folder = config.output_dir / config.name
     asked = config.capacity
     assert asked is not None  # else there was no answer
-    from vajra_py.experiment.capacity_files import difference_lines, write_capacity_files
+    from vajra_py.experiment.capacity.files import difference_lines, write_capacity_files
 
     for path in write_capacity_files(answers, asked, folder, formats):
         if not quiet:
@@ -89,7 +89,7 @@ def _show(answers: list[CapacityAnswer]) -> None:
     from rich.table import Table
 
     from vajra_py.cli.options import wide_console
-    from vajra_py.experiment.capacity_files import answer_rows
+    from vajra_py.experiment.capacity.files import answer_rows
 
     rows = answer_rows(answers)
     table = Table(*rows[0], box=None)

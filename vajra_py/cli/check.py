@@ -27,7 +27,7 @@ def check(files: tuple[Path, ...], overrides: tuple[str, ...], effective: bool) 
     """
     from vajra_py.config import dump_effective, expand_sweep, load_config
     from vajra_py.errors import ConfigError
-    from vajra_py.experiment.check import problems_of_parts
+    from vajra_py.experiment.runs.check import problems_of_parts
     from vajra_py.plugins import load_registry
 
     problems: list[Problem] = []
@@ -51,7 +51,7 @@ def check(files: tuple[Path, ...], overrides: tuple[str, ...], effective: bool) 
 
 def _what_is_run(points: list[tuple[SweepPoint, ExperimentConfig]]) -> Iterator[str]:
     """The number of runs, and why they are fewer than points and seeds."""
-    from vajra_py.experiment.equal_seeds import EqualSeeds
+    from vajra_py.experiment.runs.equal_seeds import EqualSeeds
     from vajra_py.plugins import load_registry
 
     settings = EqualSeeds(load_registry()).of_points(points) if len(points) > 1 else []

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from vajra_py.metrics.comparison import Comparison
-    from vajra_py.metrics.run_data import RunData
-    from vajra_py.metrics.table_model import Table
+    from vajra_py.metrics.comparison.comparison import Comparison
+    from vajra_py.metrics.comparison.table_model import Table
+    from vajra_py.metrics.runs.run_data import RunData
 
 
 @click.command(no_args_is_help=True)
@@ -58,9 +58,9 @@ def compare(  # noqa: PLR0913 - one argument for each option
     columns: tuple[str, ...],
 ) -> None:
     """Compare RUNS: folders of runs, or folders that hold runs (such as a sweep's)."""
-    from vajra_py.experiment.folder import find_all_runs
-    from vajra_py.metrics.comparison import compare as compare_runs
-    from vajra_py.metrics.run_data import load_runs
+    from vajra_py.experiment.runs.folder import find_all_runs
+    from vajra_py.metrics.comparison.comparison import compare as compare_runs
+    from vajra_py.metrics.runs.run_data import load_runs
 
     loaded = load_runs(find_all_runs(runs))
     primary = _names(metrics)
@@ -76,7 +76,7 @@ def compare(  # noqa: PLR0913 - one argument for each option
         message = f"no difference from {baseline}: every other setting has another load, and loads are not compared"
         click.echo(f"warning: {message}", err=True)
     if report is not None:
-        from vajra_py.metrics.report import write_report
+        from vajra_py.metrics.report.report import write_report
 
         write_report(loaded, report, metrics=primary)
         click.echo(f"report: {report}")
@@ -98,9 +98,9 @@ def _names(given: tuple[str, ...]) -> tuple[str, ...]:
 
 def _text(comparison: Comparison, asked: _Asked) -> str:
     """The comparison as a text for other programs."""
-    from vajra_py.metrics import comparison_tables
-    from vajra_py.metrics.comparison import OVERALL
-    from vajra_py.metrics.table_renderers import latex, markdown
+    from vajra_py.metrics.comparison import tables as comparison_tables
+    from vajra_py.metrics.comparison.comparison import OVERALL
+    from vajra_py.metrics.comparison.table_renderers import latex, markdown
 
     position = None if asked.baseline is None else comparison.position(asked.baseline)
     if asked.form == "json":
@@ -117,9 +117,9 @@ def _text(comparison: Comparison, asked: _Asked) -> str:
 
 
 def _differences(comparison: Comparison, asked: _Asked) -> Table:
-    from vajra_py.metrics.baseline_table import difference_table
-    from vajra_py.metrics.comparison import OVERALL
-    from vajra_py.metrics.comparison_metrics import named_metrics
+    from vajra_py.metrics.comparison.baseline_table import difference_table
+    from vajra_py.metrics.comparison.comparison import OVERALL
+    from vajra_py.metrics.comparison.metrics import named_metrics
 
     assert asked.baseline is not None
     metrics = named_metrics(asked.columns, "--columns") if asked.columns else None
@@ -129,8 +129,8 @@ def _differences(comparison: Comparison, asked: _Asked) -> Table:
 def _show(comparison: Comparison, asked: _Asked, loaded: Sequence[RunData]) -> None:
     """Print the comparison for a reader."""
     from vajra_py.cli.options import say_step_times, say_warnings, wide_console
-    from vajra_py.metrics.comparison import OVERALL
-    from vajra_py.metrics.table_renderers import TerminalTable
+    from vajra_py.metrics.comparison.comparison import OVERALL
+    from vajra_py.metrics.comparison.table_renderers import TerminalTable
 
     if asked.baseline is not None:
         table = TerminalTable(_differences(comparison, asked))

@@ -11,7 +11,7 @@ _WIDTHS = {"column": 3.35, "page": 7.0, "report": 10.0}
 
 def _inches(ctx: click.Context, param: click.Parameter, text: str) -> float:
     """The width that was asked for, inches."""
-    from vajra_py.metrics.figure_files import MAX_WIDTH_IN, MIN_WIDTH_IN
+    from vajra_py.metrics.report.figure_files import MAX_WIDTH_IN, MIN_WIDTH_IN
 
     try:
         found = _WIDTHS[text] if text in _WIDTHS else float(text)
@@ -69,9 +69,9 @@ def figures(
     panels: tuple[str, ...],
 ) -> None:
     """Write every figure that the report of RUNS has as a file, its numbers as CSV, and the table as LaTeX, Markdown and CSV."""
-    from vajra_py.experiment.folder import find_all_runs
-    from vajra_py.metrics.figure_files import write_figures
-    from vajra_py.metrics.run_data import load_runs
+    from vajra_py.experiment.runs.folder import find_all_runs
+    from vajra_py.metrics.report.figure_files import write_figures
+    from vajra_py.metrics.runs.run_data import load_runs
 
     loaded = load_runs(find_all_runs(runs))
     for path in write_figures(loaded, out, formats=formats, width_in=width, only=only, panels=panels):

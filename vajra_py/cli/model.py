@@ -29,7 +29,7 @@ def tiny(directory: Path, family: str, size: str, seed: int) -> None:
 @click.argument("directory", type=click.Path(path_type=Path))
 def show(directory: Path) -> None:
     """Say what the model in DIRECTORY is, from its files' headers: architecture, parameters, positions."""
-    from vajra_py.engine.compute.inspect import inspect_model
+    from vajra_py.engine.compute.model.inspect import inspect_model
 
     files = inspect_model(directory)
     click.echo(f"model: {files.directory}")

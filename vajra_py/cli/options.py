@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from vajra_py.experiment.measured_run import MeasuredRun
-    from vajra_py.metrics.comparison import Comparison
-    from vajra_py.metrics.run_data import RunData
+    from vajra_py.experiment.measured.run import MeasuredRun
+    from vajra_py.metrics.comparison.comparison import Comparison
+    from vajra_py.metrics.runs.run_data import RunData
 
 
 class NumberRange(click.FloatRange):
@@ -71,7 +71,7 @@ def measured_latency(
     run: MeasuredRun, profile: Path | None, calibration: Path | None, given: Sequence[str]
 ) -> dict[str, Any]:
     """What stands under `latency:` to simulate a measured run: a bundle or operator tables, with the values of `--latency`."""
-    from vajra_py.experiment.measured_simulation import bundle_latency, tables_latency
+    from vajra_py.experiment.measured.simulation import bundle_latency, tables_latency
 
     changes = named_values(given, "--latency")
     if profile is None:
@@ -108,7 +108,7 @@ def wide_console(needed: int = 0) -> Console:
 
 def say_step_times(runs: Sequence[RunData], comparison: Comparison | None = None) -> None:
     """Where these runs' step times come from, and whether they differ by more than that is known to be off; below a table."""
-    from vajra_py.metrics.step_time_trust import judged_differences, step_time_origins
+    from vajra_py.metrics.comparison.step_time_trust import judged_differences, step_time_origins
 
     for sentence, names in step_time_origins(runs):
         click.echo(f"step times: {sentence}" + (f" ({', '.join(names)})" if names else ""))
@@ -118,7 +118,7 @@ def say_step_times(runs: Sequence[RunData], comparison: Comparison | None = None
 
 def say_warnings(runs: Sequence[RunData]) -> None:
     """What limits the numbers of these runs, each sentence once, on standard error; why a replicated setting was not stable, once for all of its seeds."""
-    from vajra_py.metrics.replications import group_replications
+    from vajra_py.metrics.runs.replications import group_replications
 
     found: dict[str, list[str]] = {}
     settings = group_replications(runs)

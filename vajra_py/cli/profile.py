@@ -46,7 +46,7 @@ def profile(  # noqa: PLR0913 - one argument for each option
     `latency: {type: profiled, path: FILE}`; policies on the engine likewise.
     """
     from vajra_py.errors import ConfigError, Problem
-    from vajra_py.experiment.profiling import ProfileSettings, profile_config, profile_model
+    from vajra_py.experiment.profiling.profile import ProfileSettings, profile_config, profile_model
 
     made_config = profile_config(model, config, overrides)
     target = output or Path(made_config.backend.settings.model) / "profile.json"

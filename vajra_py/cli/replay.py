@@ -14,8 +14,8 @@ def replay(runs: tuple[Path, ...]) -> int:
 
     The decision logs must be equal; otherwise the first difference is shown and the exit code is 1.
     """
-    from vajra_py.experiment.folder import find_all_runs
-    from vajra_py.experiment.replay import replay as replay_run
+    from vajra_py.experiment.runs.folder import find_all_runs
+    from vajra_py.experiment.runs.replay import replay as replay_run
 
     different = False
     for path in find_all_runs(runs):

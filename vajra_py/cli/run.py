@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from vajra_py.config import ExperimentConfig
-    from vajra_py.experiment.pool import MakePool
-    from vajra_py.experiment.sweep import PointStatus
-    from vajra_py.metrics.run_data import RunData
+    from vajra_py.experiment.runs.pool import MakePool
+    from vajra_py.experiment.runs.sweep import PointStatus
+    from vajra_py.metrics.runs.run_data import RunData
 
 _MIN_RENDER_S = 0.1
 
@@ -72,13 +72,13 @@ def run(  # noqa: PLR0913 - one argument for each option
     from vajra_py.cluster.connect import ray_cluster
     from vajra_py.cluster.places import pool_on
     from vajra_py.config import expand_sweep, load_config
-    from vajra_py.experiment.sweep import sweep
+    from vajra_py.experiment.runs.sweep import sweep
 
     if preset is not None:  # in place of the file's policies; what is set on the command line still wins
         overrides = ("scheduling=null", f"preset={preset}", *overrides)
     config = load_config(file, overrides)
     if validate:
-        from vajra_py.experiment.validation import check_validation
+        from vajra_py.experiment.measured.validation import check_validation
 
         for _, point in expand_sweep(config):
             check_validation(point)
@@ -142,9 +142,9 @@ class _Asked:
 
 
 def _run_one(config: ExperimentConfig, asked: _Asked, display: _Display) -> RunData:
-    from vajra_py.experiment.pool import RunTask, run_in_pool
-    from vajra_py.experiment.run import run_experiment
-    from vajra_py.experiment.sweep import PointStatus
+    from vajra_py.experiment.runs.pool import RunTask, run_in_pool
+    from vajra_py.experiment.runs.run import run_experiment
+    from vajra_py.experiment.runs.sweep import PointStatus
 
     def progress(done: int, total: int, now: float) -> None:
         display.point(0, PointStatus(config.name, done, total, now))
@@ -163,9 +163,9 @@ def _run_divided(
     config: ExperimentConfig, asked: _Asked, progress: Callable[[int, int, float], None]
 ) -> RunData | None:
     """The run by several workers; None when it is to be run whole, which is said."""
-    from vajra_py.experiment.folder import RunFolder
-    from vajra_py.experiment.parts import parts_of, run_in_parts
-    from vajra_py.experiment.pool import local_pool
+    from vajra_py.experiment.runs.folder import RunFolder
+    from vajra_py.experiment.runs.parts import parts_of, run_in_parts
+    from vajra_py.experiment.runs.pool import local_pool
     from vajra_py.plugins import load_registry
 
     assert asked.workers is not None
@@ -194,8 +194,8 @@ def _show(runs: list[RunData], report: Path | None, quiet: bool, num_copies: int
     click.echo(f"results: {' '.join(places)}" + (f" ({'; '.join(counts)})" if counts else ""))
     if not quiet:
         from vajra_py.cli.options import say_step_times, say_warnings, wide_console
-        from vajra_py.metrics.comparison import compare
-        from vajra_py.metrics.run_data import distinct
+        from vajra_py.metrics.comparison.comparison import compare
+        from vajra_py.metrics.runs.run_data import distinct
 
         runs = distinct(runs)
         comparison = compare(runs)
@@ -204,7 +204,7 @@ def _show(runs: list[RunData], report: Path | None, quiet: bool, num_copies: int
         say_step_times(runs, comparison)
         say_warnings(runs)
     if report is not None:
-        from vajra_py.metrics.report import write_report
+        from vajra_py.metrics.report.report import write_report
 
         write_report(runs, report)
         click.echo(f"report: {report}")
@@ -215,8 +215,8 @@ def _validate(runs: list[RunData]) -> None:
 
     from vajra_py.cli.options import wide_console
     from vajra_py.config import load_config
-    from vajra_py.experiment.validation import as_rows
-    from vajra_py.experiment.validation import validate as validate_run
+    from vajra_py.experiment.measured.validation import as_rows
+    from vajra_py.experiment.measured.validation import validate as validate_run
 
     for one in runs:
         rows = as_rows(validate_run(one, load_config(one.path / "config.yaml")))

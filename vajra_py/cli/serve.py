@@ -18,8 +18,8 @@ from vajra_py.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from vajra_py.cluster.connect import RayCluster
-    from vajra_py.serve.options import ServeOptions
-    from vajra_py.serve.tracing import Tracing
+    from vajra_py.serve.api.tracing import Tracing
+    from vajra_py.serve.http.options import ServeOptions
 
 _log = logging.getLogger(__name__)
 API_KEY_VARIABLE = "VAJRA_API_KEY"
@@ -85,7 +85,7 @@ _TIMEOUTS = {
 
 def _limits(command: click.Command | Any) -> Any:
     """What one client may cost the others."""
-    from vajra_py.serve.options import ServeOptions
+    from vajra_py.serve.http.options import ServeOptions
 
     default = ServeOptions()
     for flag, says in reversed(_TIMEOUTS.items()):
@@ -101,7 +101,7 @@ def _limits(command: click.Command | Any) -> Any:
 
 def _operations(command: click.Command | Any) -> Any:
     """Logs, and what stands between the server and its clients."""
-    from vajra_py.serve.options import ServeOptions
+    from vajra_py.serve.http.options import ServeOptions
 
     default = ServeOptions()
     options = (
@@ -131,7 +131,7 @@ def _operations(command: click.Command | Any) -> Any:
 
 def _server_options(command: click.Command | Any) -> Any:
     """What is said about the server itself."""
-    from vajra_py.serve.options import ServeOptions
+    from vajra_py.serve.http.options import ServeOptions
 
     default = ServeOptions()
     options = (
@@ -249,8 +249,8 @@ def serve(file: Path | None, overrides: tuple[str, ...], on: str, **given: Any) 
     """Serve the engine of FILE (or of --model DIR) over HTTP, as OpenAI's API does, under its policies."""
     from vajra_py.cluster.connect import ray_cluster
     from vajra_py.plugins import load_registry
-    from vajra_py.serve.configure import FLAG_NAMES, ModelFlags, config_of_file, config_of_flags
-    from vajra_py.serve.options import LOOPBACK
+    from vajra_py.serve.http.options import LOOPBACK
+    from vajra_py.serve.session.configure import FLAG_NAMES, ModelFlags, config_of_file, config_of_flags
 
     registry = load_registry()
     flags = {name: given.pop(name) for name in FLAG_NAMES}
@@ -284,7 +284,7 @@ def serve(file: Path | None, overrides: tuple[str, ...], on: str, **given: Any) 
 
 def _tracing(options: ServeOptions) -> Tracing:
     try:
-        from vajra_py.serve.tracing import make_tracing
+        from vajra_py.serve.api.tracing import make_tracing
     except ModuleNotFoundError as error:
         message = f"spans are asked for, and their packages are not installed ({error.name})"
         raise ConfigError(Problem("serve", message, 'Install the extra: pip install "vajra-py[otel]"')) from None
@@ -300,10 +300,10 @@ def _run(config: Any, registry: Any, given: dict[str, Any], cluster: RayCluster 
             raise
         message = f"its packages are not installed ({error.name})"
         raise ConfigError(Problem("serve", message, 'Install the extra: pip install "vajra-py[serve]"')) from None
-    from vajra_py.serve.logs import logging_to_stderr
-    from vajra_py.serve.options import ServeOptions
-    from vajra_py.serve.recording import RunRecording
-    from vajra_py.serve.session import EngineSession, SessionParts
+    from vajra_py.experiment.runs.recording import RunRecording
+    from vajra_py.serve.http.logs import logging_to_stderr
+    from vajra_py.serve.http.options import ServeOptions
+    from vajra_py.serve.session.session import EngineSession, SessionParts
 
     options = ServeOptions(**given)
     options.check()

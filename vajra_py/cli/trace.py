@@ -17,8 +17,8 @@ import click
 )
 def trace(run: Path, output: Path | None) -> None:
     """Write the timeline of RUN: steps, requests, queue and KV use; open it at ui.perfetto.dev."""
-    from vajra_py.metrics.run_data import RunData
-    from vajra_py.metrics.timeline import write_timeline
+    from vajra_py.metrics.report.timeline import write_timeline
+    from vajra_py.metrics.runs.run_data import RunData
 
     found = RunData.load(run)
     target = output or run / "timeline.json.gz"

@@ -39,10 +39,10 @@ def validate(  # noqa: PLR0913 - one argument for each option
     Prints one line a metric: name, measured, simulated, error. The exit code is 1 when an error of a mean exceeds 8 % (TTFT: 15 %).
     """
     from vajra_py.cli.options import measured_latency, named_values
-    from vajra_py.experiment.accuracy import compare_with_measured
-    from vajra_py.experiment.measured_files import read_measured
-    from vajra_py.experiment.measured_simulation import simulate_measured
-    from vajra_py.metrics.run_data import RunData
+    from vajra_py.experiment.measured.accuracy import compare_with_measured
+    from vajra_py.experiment.measured.files import read_measured
+    from vajra_py.experiment.measured.simulation import simulate_measured
+    from vajra_py.metrics.runs.run_data import RunData
 
     if (simulated is None) == (profile is None and not latency):
         raise click.UsageError("name either a simulated run, or --profile or --latency (got both or neither)")
@@ -57,7 +57,7 @@ def validate(  # noqa: PLR0913 - one argument for each option
         click.echo(line)
     click.echo(f"step times: {accuracy.trust}")
     if report is not None:
-        from vajra_py.experiment.accuracy_report import write_accuracy_report
+        from vajra_py.experiment.measured.report import write_accuracy_report
 
         write_accuracy_report(accuracy, report)
         click.echo(f"report: {report}")

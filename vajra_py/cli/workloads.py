@@ -59,7 +59,7 @@ def workloads() -> None:
 def describe(file: Path, overrides: tuple[str, ...], as_json: bool, figures: tuple[Path, ...], width: float) -> None:
     """Describe the workload of experiment FILE: rate, burstiness, lengths, shared prefixes, sessions."""
     from vajra_py.config import load_config
-    from vajra_py.experiment.run import load_workload
+    from vajra_py.experiment.runs.run import load_workload
 
     config = load_config(file, overrides)  # of a sweep, its first point
     described = load_workload(config)
@@ -82,8 +82,8 @@ def describe(file: Path, overrides: tuple[str, ...], as_json: bool, figures: tup
 
 def _draw(described: Workload, figures: tuple[Path, ...], width_in: float) -> None:
     from vajra_py.metrics import plots
-    from vajra_py.metrics.figure_files import FORMATS, save_figure
     from vajra_py.metrics.plots.style import draw_at
+    from vajra_py.metrics.report.figure_files import FORMATS, save_figure
 
     for path in figures:
         if path.suffix[1:] not in FORMATS:

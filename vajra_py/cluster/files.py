@@ -18,7 +18,7 @@ from typing import Any
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.errors import ConfigError, Problem, RunError
-from vajra_py.experiment.folder import named_paths
+from vajra_py.experiment.runs.folder import named_paths
 
 MANIFEST = "manifest.json"
 _TEXTS = (".json", ".yaml")

@@ -16,8 +16,8 @@ import ray
 from vajra_py.cluster.files import ShippedFile, Workspace, packed
 from vajra_py.cluster.fingerprint import EVERY_NODE, difference, fingerprint
 from vajra_py.errors import VajraError
-from vajra_py.experiment.divided import Part
-from vajra_py.experiment.pool import execute_task
+from vajra_py.experiment.runs.divided import Part
+from vajra_py.experiment.runs.pool import execute_task
 
 _REPORT_S = 0.25
 

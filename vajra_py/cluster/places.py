@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vajra_py.cluster.connect import RayCluster
 from vajra_py.config import ExperimentConfig
-from vajra_py.experiment.pool import InProcess, MakePool
+from vajra_py.experiment.runs.pool import InProcess, MakePool
 from vajra_py.plugins import load_registry
 
 

@@ -23,8 +23,8 @@ from vajra_py.cluster.files import MANIFEST, Shipment, Workspace, unpack
 from vajra_py.cluster.node import News, RemoteResult, RemoteRun, execute_run, remove_workspace
 from vajra_py.config.manifest import git_state
 from vajra_py.errors import RunError, RunInterrupted, VajraError
-from vajra_py.experiment.folder import RunFolder, files_digest
-from vajra_py.experiment.pool import INTERRUPTED, End, RunTask, TaskProgress
+from vajra_py.experiment.runs.folder import RunFolder, files_digest
+from vajra_py.experiment.runs.pool import INTERRUPTED, End, RunTask, TaskProgress
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2

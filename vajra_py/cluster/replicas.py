@@ -21,7 +21,7 @@ from vajra_py.engine.config import MODEL_BACKENDS, ModelBackendConfig, Placement
 from vajra_py.engine.rank_answers import RankAnswers
 from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, Worker, said
 from vajra_py.errors import ExecutorError
-from vajra_py.experiment.backend import Backend, MakeBackend, Run, make_backend
+from vajra_py.experiment.runs.backend import Backend, MakeBackend, Run, make_backend
 
 MakeWorker: TypeAlias = Callable[[ReplicaKey, RunnerOptions], Worker]
 
@@ -30,7 +30,7 @@ def engine_on(cluster: RayCluster) -> MakeBackend:
     """What executes a run on a model, with its replicas on the cluster."""
 
     def make(run: Run) -> Backend:
-        from vajra_py.experiment.engined import EngineRun
+        from vajra_py.experiment.runs.engined import EngineRun
 
         if run.config.backend.kind not in MODEL_BACKENDS:
             return make_backend(run)

@@ -9,7 +9,7 @@ from vajra_py.config import ExperimentConfig
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.engine.build import EngineServices
 from vajra_py.engine.config import ModelBackendConfig
-from vajra_py.latency.unknown import NoPredictions
+from vajra_py.latency.models.unknown import NoPredictions
 from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
 from vajra_py.runtime.support.seeds import SeedTree
 

@@ -83,7 +83,7 @@ def write_tiny_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from vajra_py.engine.compute.loading import quiet
+    from vajra_py.engine.compute.model.loading import quiet
 
     tokenizer = train_tokenizer(max_model_len)
     widths = SIZES[size]

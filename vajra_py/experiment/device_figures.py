@@ -6,9 +6,9 @@ from vajra_py.config import ExperimentConfig, TypedChoice
 from vajra_py.config.costs import CostsConfig
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 from vajra_py.latency import device_names
-from vajra_py.latency.catalog import device_name
-from vajra_py.latency.device_costs import DeviceCosts, NamesDevices, device_costs
-from vajra_py.metrics.costs import ReplicasetDevices
+from vajra_py.latency.hardware.catalog import device_name
+from vajra_py.latency.hardware.device_costs import DeviceCosts, NamesDevices, device_costs
+from vajra_py.metrics.summary.costs import ReplicasetDevices
 
 
 def devices_of(config: ExperimentConfig) -> dict[str, ReplicasetDevices]:

@@ -15,18 +15,18 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 
 from vajra_py.contract.latency import LatencyModel, LengthEstimate
 from vajra_py.errors import ConfigError
-from vajra_py.latency.catalog import load_model
-from vajra_py.latency.constant import AffineModel, ConstantModel
-from vajra_py.latency.deployment import Deployment, Parallelism
-from vajra_py.latency.device_costs import chosen_device
-from vajra_py.latency.devices import DeviceConfig, DeviceSpec, load_device
-from vajra_py.latency.grid_table import GridTableModel
-from vajra_py.latency.model_spec import ModelSpec
-from vajra_py.latency.output_length import ConstantLengths, NoLengths, QuantileLengths
-from vajra_py.latency.profiled import ProfiledModel, read_profile
-from vajra_py.latency.recorded import RecordedDurations, RecordedModel
-from vajra_py.latency.roofline import RooflineModel
-from vajra_py.latency.table import OperatorTableModel, TableOptions
+from vajra_py.latency.hardware.catalog import load_model
+from vajra_py.latency.hardware.deployment import Deployment, Parallelism
+from vajra_py.latency.hardware.device_costs import chosen_device
+from vajra_py.latency.hardware.devices import DeviceConfig, DeviceSpec, load_device
+from vajra_py.latency.hardware.model_spec import ModelSpec
+from vajra_py.latency.models.constant import AffineModel, ConstantModel
+from vajra_py.latency.models.grid_table import GridTableModel
+from vajra_py.latency.models.profiled import ProfiledModel, read_profile
+from vajra_py.latency.models.recorded import RecordedDurations, RecordedModel
+from vajra_py.latency.models.roofline import RooflineModel
+from vajra_py.latency.models.table import OperatorTableModel, TableOptions
+from vajra_py.latency.services.output_length import ConstantLengths, NoLengths, QuantileLengths
 
 Dtype = Literal["float32", "bfloat16", "float16", "fp8"]
 _Seconds = Annotated[float, Field(ge=0)]

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vajra_py.contract.latency import BatchFeatures
-from vajra_py.latency.host_overhead import HostOverhead
-from vajra_py.latency.variation import Variation
+from vajra_py.latency.hardware.host_overhead import HostOverhead
+from vajra_py.latency.models.variation import Variation
 
 
 @runtime_checkable

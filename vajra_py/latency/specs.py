@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from vajra_py.contract.hookspecs import LatencyModelSpec, OutputLengthSpec
-from vajra_py.latency.bundle_config import ProfileBundleConfig
 from vajra_py.latency.config import (
     AffineConfig,
     ConstantConfig,
@@ -17,8 +16,9 @@ from vajra_py.latency.config import (
     RooflineConfig,
     TableConfig,
 )
-from vajra_py.latency.operator_config import AiconfiguratorConfig
-from vajra_py.latency.output_length import NoisyOracleLengths, OracleLengths, seed_from
+from vajra_py.latency.operators.bundle_config import ProfileBundleConfig
+from vajra_py.latency.operators.operator_config import AiconfiguratorConfig
+from vajra_py.latency.services.output_length import NoisyOracleLengths, OracleLengths, seed_from
 
 BUILTIN_LATENCY_MODELS: list[LatencyModelSpec] = [
     LatencyModelSpec(

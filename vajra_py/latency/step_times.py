@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from vajra_py.contract.latency import LatencyModel
-from vajra_py.latency.profile_bundle import ProfileBundleModel
-from vajra_py.latency.profiled import ProfiledModel
-from vajra_py.latency.roofline import RooflineModel
+from vajra_py.latency.models.profiled import ProfiledModel
+from vajra_py.latency.models.roofline import RooflineModel
+from vajra_py.latency.models.table import OperatorTableModel
+from vajra_py.latency.operators.profile_bundle import ProfileBundleModel
 from vajra_py.latency.runs import ReplaysDurations
-from vajra_py.latency.table import OperatorTableModel
 
 Kind = Literal["analytic", "measured", "calibrated", "recorded", "real", "given"]
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vajra_py.metrics import plots
-    from vajra_py.metrics.comparison import Comparison, compare
-    from vajra_py.metrics.comparison_metrics import METRICS, Metric
+    from vajra_py.metrics.comparison.comparison import Comparison, compare
+    from vajra_py.metrics.comparison.metrics import METRICS, Metric
     from vajra_py.metrics.definitions import (
         UNFINISHED,
         GapStatistics,
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
         quantiles,
         weighted_quantiles,
     )
-    from vajra_py.metrics.recorder import Recorder
-    from vajra_py.metrics.report import render_report, write_report
-    from vajra_py.metrics.run_data import RunData, load_runs
-    from vajra_py.metrics.stability import Stability, StabilityLabel
-    from vajra_py.metrics.steps_table import StepRow, StepsBuilder
-    from vajra_py.metrics.summary import Summary, summarise
-    from vajra_py.metrics.tables import (
+    from vajra_py.metrics.report.report import render_report, write_report
+    from vajra_py.metrics.report.timeline import TimelineOptions, write_timeline
+    from vajra_py.metrics.runs.run_data import RunData, load_runs
+    from vajra_py.metrics.summary.stability import Stability, StabilityLabel
+    from vajra_py.metrics.summary.summary import Summary, summarise
+    from vajra_py.metrics.tables.recorder import Recorder
+    from vajra_py.metrics.tables.requests import (
         GapList,
         RequestRow,
         RequestsBuilder,
         TbtBuilder,
         write_parquet,
     )
-    from vajra_py.metrics.timeline import TimelineOptions, write_timeline
+    from vajra_py.metrics.tables.steps import StepRow, StepsBuilder
 
 _PLACES = {
-    "comparison": ("Comparison", "compare"),
-    "comparison_metrics": ("METRICS", "Metric"),
+    "comparison.comparison": ("Comparison", "compare"),
+    "comparison.metrics": ("METRICS", "Metric"),
     "definitions": (
         "UNFINISHED",
         "GapStatistics",
@@ -56,14 +56,14 @@ _PLACES = {
         "quantiles",
         "weighted_quantiles",
     ),
-    "recorder": ("Recorder",),
-    "report": ("render_report", "write_report"),
-    "run_data": ("RunData", "load_runs"),
-    "stability": ("Stability", "StabilityLabel"),
-    "steps_table": ("StepRow", "StepsBuilder"),
-    "summary": ("Summary", "summarise"),
-    "tables": ("GapList", "RequestRow", "RequestsBuilder", "TbtBuilder", "write_parquet"),
-    "timeline": ("TimelineOptions", "write_timeline"),
+    "tables.recorder": ("Recorder",),
+    "report.report": ("render_report", "write_report"),
+    "runs.run_data": ("RunData", "load_runs"),
+    "summary.stability": ("Stability", "StabilityLabel"),
+    "tables.steps": ("StepRow", "StepsBuilder"),
+    "summary.summary": ("Summary", "summarise"),
+    "tables.requests": ("GapList", "RequestRow", "RequestsBuilder", "TbtBuilder", "write_parquet"),
+    "report.timeline": ("TimelineOptions", "write_timeline"),
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
 

@@ -17,31 +17,31 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from vajra_py import __version__
 from vajra_py.contract.observer import Observer
 from vajra_py.runtime.serving.controller import Controller
-from vajra_py.serve import errors as api_errors
-from vajra_py.serve import schema_answers as answers
-from vajra_py.serve.admin import add_admin
-from vajra_py.serve.answers import Answer
-from vajra_py.serve.auth import HAS_KEY, TENANT, AuthMiddleware, BrowserMiddleware, HostMiddleware, open_paths
-from vajra_py.serve.catalogue import Catalogue
-from vajra_py.serve.errors import ApiError, bad_request
-from vajra_py.serve.exposition import Exposition
-from vajra_py.serve.history import History
-from vajra_py.serve.live import live, server_health, totals
-from vajra_py.serve.openapi import true_document
-from vajra_py.serve.options import ServeOptions
-from vajra_py.serve.page import page_rules
-from vajra_py.serve.prepare import Preparer, Wanted, unknown_model
-from vajra_py.serve.reading import BodyReader, documented, read_headers, with_tenant
-from vajra_py.serve.replies import Exchange, now_s
-from vajra_py.serve.schema import ChatBody, CompletionBody, GenerationBody, SchedulingHeaders, unknown_fields
-from vajra_py.serve.session import EngineSession
-from vajra_py.serve.stats import ServerStats, time_policies
-from vajra_py.serve.tokenizing import Tokenizing
-from vajra_py.serve.tokens import TokenPaths
-from vajra_py.serve.unsupported import UnknownFields
+from vajra_py.serve.api import schema_answers as answers
+from vajra_py.serve.api.admin import add_admin
+from vajra_py.serve.api.answers import Answer
+from vajra_py.serve.api.openapi import true_document
+from vajra_py.serve.api.prepare import Preparer, Wanted, unknown_model
+from vajra_py.serve.api.reading import BodyReader, documented, read_headers, with_tenant
+from vajra_py.serve.api.replies import Exchange, now_s
+from vajra_py.serve.api.schema import ChatBody, CompletionBody, GenerationBody, SchedulingHeaders, unknown_fields
+from vajra_py.serve.api.tokenizing import Tokenizing
+from vajra_py.serve.api.tokens import TokenPaths
+from vajra_py.serve.http import errors as api_errors
+from vajra_py.serve.http.auth import HAS_KEY, TENANT, AuthMiddleware, BrowserMiddleware, HostMiddleware, open_paths
+from vajra_py.serve.http.errors import ApiError, bad_request
+from vajra_py.serve.http.options import ServeOptions
+from vajra_py.serve.http.page import page_rules
+from vajra_py.serve.http.unsupported import UnknownFields
+from vajra_py.serve.observe.exposition import Exposition
+from vajra_py.serve.observe.history import History
+from vajra_py.serve.observe.live import live, server_health, totals
+from vajra_py.serve.observe.stats import ServerStats, time_policies
+from vajra_py.serve.session.catalogue import Catalogue
+from vajra_py.serve.session.session import EngineSession
 
 if TYPE_CHECKING:  # needs an extra
-    from vajra_py.serve.tracing import RequestTrace, Tracing
+    from vajra_py.serve.api.tracing import RequestTrace, Tracing
 
 _GENERATION_ERRORS = answers.errors(400, 401, 404, 408, 413, 429, 503)
 _STREAM: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}

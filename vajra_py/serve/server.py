@@ -28,12 +28,12 @@ import uvicorn
 from uvicorn.server import HANDLED_SIGNALS
 
 from vajra_py.errors import ConfigError, Problem
-from vajra_py.serve.access import AccessLog
 from vajra_py.serve.app import Service, create_app
-from vajra_py.serve.connections import Connection, Connections
-from vajra_py.serve.listener import Listener
-from vajra_py.serve.options import ServeOptions
-from vajra_py.serve.session import RECORD_S, STOP_S, SessionState
+from vajra_py.serve.http.access import AccessLog
+from vajra_py.serve.http.connections import Connection, Connections
+from vajra_py.serve.http.listener import Listener
+from vajra_py.serve.http.options import ServeOptions
+from vajra_py.serve.session.session import RECORD_S, STOP_S, SessionState
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048

@@ -19,7 +19,7 @@ from vajra_py.contract import Layer, PolicyContext, ReplicaLimits, RequestView, 
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer, StepEnd, StepRecord
 from vajra_py.latency import AffineModel, PrefillTimeTable
-from vajra_py.latency.output_length import NoLengths
+from vajra_py.latency.services.output_length import NoLengths
 from vajra_py.plugins import build_policy, check_policy_shape
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions

@@ -15,7 +15,7 @@ import numpy as np
 from vajra_py.contract import RequestView
 from vajra_py.contract.observer import EndReason, Observer, StepEnd, StepRecord, StepRun
 from vajra_py.latency import AffineModel
-from vajra_py.metrics.recorder import token_times
+from vajra_py.metrics.tables.recorder import token_times
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.runtime.records.decision_reader import step_row
 from vajra_py.runtime.requests.request import Request

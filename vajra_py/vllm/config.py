@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from vajra_py.config import ReplicaConfig, ReplicasetConfig, register_backend
 from vajra_py.config.schema import Text
 from vajra_py.engine.compute import LoadRunner, RunnerOptions
-from vajra_py.engine.compute.inspect import read_model_config
+from vajra_py.engine.compute.model.inspect import read_model_config
 from vajra_py.engine.config import (
     MAX_STEP_TOKENS,
     SLOTS_PER_BATCH_ENTRY,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vajra_py.engine.compute import ModelFacts, RunnerOptions
-from vajra_py.engine.compute.inspect import free_host_bytes, readable_bytes
+from vajra_py.engine.compute.model.inspect import free_host_bytes, readable_bytes
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.vllm.config import VllmOptions
 from vajra_py.vllm.support import check_cache, check_options, check_version, installed_version

@@ -21,7 +21,7 @@ from vajra_py.config import ExperimentConfig, PolicyChoice
 from vajra_py.contract import Layer
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import ConfigError, PolicyError, Problem, VajraError
-from vajra_py.latency.unknown import NoPredictions
+from vajra_py.latency.models.unknown import NoPredictions
 from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.runtime.kv import BlockHashes, TokenBlockHashes

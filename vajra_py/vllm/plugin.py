@@ -12,8 +12,8 @@ import sys
 from typing import Any
 
 from vajra_py.errors import ConfigError, VajraError
+from vajra_py.experiment.runs.recording import check_is_free
 from vajra_py.plugins import load_registry
-from vajra_py.serve.recording import check_is_free
 from vajra_py.vllm.mechanism import check_policies
 from vajra_py.vllm.settings import experiment_of, fallback_of, sizes_of, wishes_of
 from vajra_py.vllm.support import check_options, check_version, installed_version

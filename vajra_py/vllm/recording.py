@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vajra_py.serve.recording import RunRecording, SessionEnd
+from vajra_py.experiment.runs.recording import RunRecording, SessionEnd
 from vajra_py.vllm.mechanism import EndReason, Intake, Mechanism, Request
 from vajra_py.vllm.settings import Sizes
 

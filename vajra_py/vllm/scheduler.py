@@ -25,9 +25,9 @@ from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
 from vajra_py.errors import ConfigError, VajraError
+from vajra_py.experiment.runs.recording import RunRecording
 from vajra_py.plugins import load_registry
 from vajra_py.plugins.watchdog import no_endless_calls
-from vajra_py.serve.recording import RunRecording
 from vajra_py.vllm.absent import WithoutExtras
 from vajra_py.vllm.endings import Endings, RefusedStreams
 from vajra_py.vllm.grammars import Grammars

@@ -272,7 +272,7 @@ def reference_model(directory: str) -> Any:
     if directory not in _references:
         from transformers import AutoModelForCausalLM
 
-        from vajra_py.engine.compute.loading import quiet
+        from vajra_py.engine.compute.model.loading import quiet
 
         with quiet():
             model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
@@ -334,7 +334,7 @@ def write_small_model(directory: Any, family: str, **changes: Any) -> str:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from vajra_py.engine.compute.loading import quiet
+    from vajra_py.engine.compute.model.loading import quiet
 
     config = AutoConfig.for_model(family, **{**SMALL_SHAPE, **SMALL_FAMILIES.get(family, {}), **changes})
     with torch.random.fork_rng(devices=[]), quiet():

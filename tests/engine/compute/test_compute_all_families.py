@@ -49,7 +49,7 @@ def write_model(model_type: str, folder: Path) -> Any:
     """A small model of random weights, and transformers' own of it."""
     from transformers import AutoModelForCausalLM
 
-    from vajra_py.engine.compute.loading import quiet
+    from vajra_py.engine.compute.model.loading import quiet
 
     with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(11)

@@ -111,7 +111,7 @@ def test_gemmas_norm_counts_from_one_in_float32(dtype: str) -> None:
     """1 + w in half precision loses what w adds: transformers add, and multiply, before they round."""
     from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
-    from vajra_py.engine.compute.fused_parts import Norm
+    from vajra_py.engine.compute.model.fused_parts import Norm
 
     generator = torch.Generator().manual_seed(1)
     module = Gemma2RMSNorm(256, eps=1e-6)

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from vajra_py.engine.compute.interface import LOST_ROW  # noqa: E402
-from vajra_py.engine.compute.sampler import NO_TOKEN, Sampler  # noqa: E402
+from vajra_py.engine.compute.sampling.sampler import NO_TOKEN, Sampler  # noqa: E402
 
 VOCAB = 40
 KINDS = (

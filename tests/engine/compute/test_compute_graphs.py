@@ -39,7 +39,7 @@ def test_what_cannot_be_captured_runs_without_graphs(
     compute_kit: Any, small_models: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     from vajra_py.engine.compute import RunnerOptions
-    from vajra_py.engine.compute.runner import TorchRunner
+    from vajra_py.engine.compute.step.runner import TorchRunner
 
     def refuse(run: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -60,7 +60,7 @@ def test_what_cannot_be_captured_runs_without_graphs(
 
 @pytest.mark.parametrize("largest", [1, 2, 7, 8, 60, 100, 256, 300])
 def test_sizes_reach_the_largest_and_pad_little(largest: int) -> None:
-    from vajra_py.engine.compute.graphs import ladder
+    from vajra_py.engine.compute.step.graphs import ladder
 
     sizes = ladder(largest)
     assert sizes[-1] == largest
@@ -73,7 +73,7 @@ def test_captured_grids_follow_the_chip_and_not_the_longest_sequence() -> None:
     from vajra_kernels.config import H200, MAX_PIECES
     from vajra_kernels.decode_plan import is_split, max_pieces
     from vajra_py.engine.compute.batch import BatchState
-    from vajra_py.engine.compute.graphs import DecodeGraphs, ladder
+    from vajra_py.engine.compute.step.graphs import DecodeGraphs, ladder
 
     found = {}
     for longest in (512, 8192, 131072):

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from vajra_kernels.cpu_plan import CpuPlans  # noqa: E402
-from vajra_py.engine.compute.runner import TorchRunner  # noqa: E402
+from vajra_py.engine.compute.step.runner import TorchRunner  # noqa: E402
 
 NUM_BLOCKS = 60
 KINDS = (

@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vajra_kernels import attention, backend, build_metadata, layer_ops
 from vajra_kernels.launch import Launch
-from vajra_py.engine.compute import RunnerOptions, fused_parts
-from vajra_py.engine.compute.kv_memory import KvMemory
-from vajra_py.engine.compute.prepare import prepare
-from vajra_py.engine.compute.ranks import Ranks
+from vajra_py.engine.compute import RunnerOptions
+from vajra_py.engine.compute.model import fused_parts
+from vajra_py.engine.compute.model.kv_memory import KvMemory
+from vajra_py.engine.compute.model.prepare import prepare
+from vajra_py.engine.compute.model.ranks import Ranks
 
 MOST_KERNELS = 11
 

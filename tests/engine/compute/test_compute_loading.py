@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from vajra_py.engine.compute import Chunk, NewRow, RunnerOptions, SamplingParams, StepInput, TableUpdate, load_runner
-from vajra_py.engine.compute.inspect import inspect_model, readable_bytes
+from vajra_py.engine.compute.model.inspect import inspect_model, readable_bytes
 from vajra_py.errors import ConfigError, ExecutorError
 from vajra_py.runtime.kv import BlockCopy, CopyDirection
 
@@ -151,7 +151,7 @@ def test_model_that_breaks_the_interface_is_refused(
 def test_fused_forward_that_differs_is_not_used(
     compute_kit: Any, small_models: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    from vajra_py.engine.compute import fused_parts
+    from vajra_py.engine.compute.model import fused_parts
 
     original = fused_parts.Norm.of.__func__  # type: ignore[attr-defined]
 
@@ -166,7 +166,7 @@ def test_fused_forward_that_differs_is_not_used(
 
 
 def test_too_large_for_memory(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vajra_py.engine.compute import loading
+    from vajra_py.engine.compute.model import loading
 
     monkeypatch.setattr(loading, "free_host_bytes", lambda: 1000)
     assert "are larger than the free memory of cpu (1000 B)" in refusal(copied)
@@ -225,7 +225,7 @@ def test_random_weights_depend_on_the_seed_alone(small_models: Callable[[str], s
 
 def test_inspection_loads_no_tensor_library(small_models: Callable[[str], str]) -> None:
     code = (
-        "import sys; from vajra_py.engine.compute.inspect import inspect_model; "
+        "import sys; from vajra_py.engine.compute.model.inspect import inspect_model; "
         f"files = inspect_model({small_models('llama')!r}); "
         "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules); print(files.num_elements)"
     )
@@ -241,7 +241,7 @@ def test_readable_bytes() -> None:
 def test_profile_fills_the_share_of_memory_that_was_given(
     compute_kit: Any, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vajra_py.engine.compute import memory
+    from vajra_py.engine.compute.step import memory
 
     runner = load_runner(RunnerOptions(str(copied), max_requests=10_000, max_step_tokens=16))
     block_bytes = runner.facts.kv_bytes_per_token * runner.facts.block_size

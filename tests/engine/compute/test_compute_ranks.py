@@ -100,9 +100,9 @@ def test_two_ranks_equal_one(compute_kit: Any, small_models: Callable[[str], str
 def test_models_that_cannot_be_divided(
     compute_kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, int], reason: str
 ) -> None:
-    from vajra_py.engine.compute import runner
-    from vajra_py.engine.compute.ranks import Ranks
-    from vajra_py.engine.compute.shard import Shard
+    from vajra_py.engine.compute.model.ranks import Ranks
+    from vajra_py.engine.compute.model.shard import Shard
+    from vajra_py.engine.compute.step import runner
 
     directory = compute_kit.write_model(tmp_path, family, **changes)
     monkeypatch.setattr(runner, "join_ranks", lambda options: Ranks(Shard(0, 2)))

@@ -15,8 +15,8 @@ from vajra_py.engine.compute import Chunk, NewRow, SamplingParams, StepInput, Ta
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from vajra_py.engine.compute.penalties import apply_penalties  # noqa: E402
-from vajra_py.engine.compute.sampler import Sampler, truncate, uniform_numbers  # noqa: E402
+from vajra_py.engine.compute.sampling.penalties import apply_penalties  # noqa: E402
+from vajra_py.engine.compute.sampling.sampler import Sampler, truncate, uniform_numbers  # noqa: E402
 
 VOCAB = 40
 

@@ -19,7 +19,7 @@ NUM_SCHEDULES = 52
 
 def generated(compute_kit: Any, directory: str, prompts: list[list[int]]) -> list[list[int]]:
     """What transformers' own `generate` puts out for each prompt alone."""
-    from vajra_py.engine.compute.loading import quiet
+    from vajra_py.engine.compute.model.loading import quiet
 
     model = compute_kit.reference(directory)
     tokens = []

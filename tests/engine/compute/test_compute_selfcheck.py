@@ -12,11 +12,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from vajra_py.engine.compute import RunnerOptions  # noqa: E402
-from vajra_py.engine.compute import prepare as preparing  # noqa: E402
-from vajra_py.engine.compute.fused import FusedForward  # noqa: E402
-from vajra_py.engine.compute.loading import load_model  # noqa: E402
-from vajra_py.engine.compute.prepare import prepare  # noqa: E402
-from vajra_py.engine.compute.ranks import Ranks  # noqa: E402
+from vajra_py.engine.compute.model import prepare as preparing  # noqa: E402
+from vajra_py.engine.compute.model.fused import FusedForward  # noqa: E402
+from vajra_py.engine.compute.model.loading import load_model  # noqa: E402
+from vajra_py.engine.compute.model.prepare import prepare  # noqa: E402
+from vajra_py.engine.compute.model.ranks import Ranks  # noqa: E402
 
 
 @pytest.fixture

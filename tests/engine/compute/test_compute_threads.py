@@ -45,7 +45,7 @@ def handing_over(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Barrier]
     """Every attention call of two threads waits for the other's: their steps run layer by layer beside each other."""
     from transformers import AttentionInterface
 
-    from vajra_py.engine.compute import attention
+    from vajra_py.engine.compute.model import attention
 
     barrier = threading.Barrier(2)
     plain = attention._attend
@@ -91,7 +91,7 @@ def test_a_step_waits_while_another_model_is_made(
     """While transformers makes a model of another type, tensors of the whole process have that type by default."""
     from transformers import AutoModelForCausalLM
 
-    from vajra_py.engine.compute.loading import load_model
+    from vajra_py.engine.compute.model.loading import load_model
 
     folder = small_models("llama")
     runner = compute_kit.runner(folder, NUM_BLOCKS)
@@ -126,7 +126,7 @@ def test_a_step_waits_while_another_model_is_made(
 
 
 def test_models_made_at_once_have_the_weights_of_their_seeds(small_models: Callable[[str], str]) -> None:
-    from vajra_py.engine.compute.loading import load_model
+    from vajra_py.engine.compute.model.loading import load_model
 
     def weights(seed: int) -> float:
         loaded = load_model(RunnerOptions(small_models("llama"), random_weights=True, seed=seed))

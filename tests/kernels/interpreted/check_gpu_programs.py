@@ -23,7 +23,7 @@ import gpu_tokens  # noqa: E402
 
 from vajra_kernels import checks  # noqa: E402
 from vajra_kernels.launch import Launch  # noqa: E402
-from vajra_py.engine.compute.runner import TorchRunner  # noqa: E402
+from vajra_py.engine.compute.step.runner import TorchRunner  # noqa: E402
 
 # What overflows becomes infinite, on a GPU without a word.
 pytestmark = [

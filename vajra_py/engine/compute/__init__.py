@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from vajra_py.engine.compute.inspect import inspect_model
 from vajra_py.engine.compute.interface import (
     Ahead,
     Chunk,
@@ -26,6 +25,7 @@ from vajra_py.engine.compute.interface import (
     TableUpdate,
     TokenLogprobs,
 )
+from vajra_py.engine.compute.model.inspect import inspect_model
 
 __all__ = [
     "Ahead",
@@ -61,6 +61,6 @@ def load_runner(options: RunnerOptions) -> ModelRunner:
     """
     # Before tensor libraries, whose import takes seconds.
     inspect_model(options.model, options.random_weights)
-    from vajra_py.engine.compute.runner import TorchRunner
+    from vajra_py.engine.compute.step.runner import TorchRunner
 
     return TorchRunner.load(options)

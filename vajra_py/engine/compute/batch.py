@@ -20,7 +20,7 @@ from vajra_kernels import AttentionMetadata
 from vajra_kernels.cpu_plan import CpuPlans
 from vajra_kernels.metadata import StepMemo
 from vajra_py.engine.compute.interface import Chunk, StepInput, TableUpdate
-from vajra_py.engine.compute.kv_groups import Exchange, GroupLinks, Metadata, SplitMetadata
+from vajra_py.engine.compute.model.kv_groups import Exchange, GroupLinks, Metadata, SplitMetadata
 from vajra_py.engine.compute.transfer import all_to_device, to_device
 from vajra_py.errors import ExecutorError
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vajra_py.metrics.intervals import Interval, floats, positive_interval, proportion_interval
+from vajra_py.metrics.comparison.intervals import Interval, floats, positive_interval, proportion_interval
 from vajra_py.metrics.plots.style import INK, Look, add_legend, line_entries, new_figure, percent, plain_log, styled
 
 if TYPE_CHECKING:

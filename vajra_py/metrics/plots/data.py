@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vajra_py.metrics.columns import group_codes
 from vajra_py.metrics.definitions import Floats, Ints, ServiceWeights
-from vajra_py.metrics.fairness import Service, ServiceGaps, backlogged_service
-from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.runs.run_data import RunData
+from vajra_py.metrics.summary.fairness import Service, ServiceGaps, backlogged_service
+from vajra_py.metrics.tables.columns import group_codes
 
 CDF_FRACTIONS: Floats = np.unique(
     np.concatenate([np.linspace(0.0, 1.0, 201), [0.985, 0.992, 0.994, 0.996, 0.998, 0.999]])

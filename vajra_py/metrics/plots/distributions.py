@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vajra_py.metrics.comparison.intervals import floats
 from vajra_py.metrics.definitions import Floats, quantiles
-from vajra_py.metrics.intervals import floats
 from vajra_py.metrics.plots.data import Cdf, bucket_edges, gap_cdf, request_cdf
 from vajra_py.metrics.plots.layout import Arrangement, arrange_runs
 from vajra_py.metrics.plots.style import (
@@ -25,8 +25,8 @@ from vajra_py.metrics.plots.style import (
     tapered,
     token_count,
 )
-from vajra_py.metrics.replications import Setting, group_replications
-from vajra_py.metrics.run_data import RunData, distinct
+from vajra_py.metrics.runs.replications import Setting, group_replications
+from vajra_py.metrics.runs.run_data import RunData, distinct
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vajra_py.metrics.differences import SEED_PATH, Axis, axes, is_rate, is_workload
 from vajra_py.metrics.plots.style import DASHES, MAX_SERIES, Look
-from vajra_py.metrics.replications import Setting, group_replications, load_labels
-from vajra_py.metrics.run_data import RunData, distinct
+from vajra_py.metrics.runs.differences import SEED_PATH, Axis, axes, is_rate, is_workload
+from vajra_py.metrics.runs.replications import Setting, group_replications, load_labels
+from vajra_py.metrics.runs.run_data import RunData, distinct
 
 MAX_PANELS = 9
 _HIGHLIGHTED = 7

@@ -37,7 +37,7 @@ from vajra_py.metrics.plots.style import (
     styled,
     tapered,
 )
-from vajra_py.metrics.run_data import RunData, distinct
+from vajra_py.metrics.runs.run_data import RunData, distinct
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

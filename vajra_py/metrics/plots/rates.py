@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vajra_py.metrics.intervals import Interval, floats, positive_interval, proportion_interval
+from vajra_py.metrics.comparison.intervals import Interval, floats, positive_interval, proportion_interval
 from vajra_py.metrics.plots.layout import Arrangement, Series, arrange_runs, series_by_system
 from vajra_py.metrics.plots.style import (
     GRID,
@@ -28,8 +28,8 @@ from vajra_py.metrics.plots.style import (
     say_empty,
     styled,
 )
-from vajra_py.metrics.replications import Setting, group_replications
-from vajra_py.metrics.run_data import RunData
+from vajra_py.metrics.runs.replications import Setting, group_replications
+from vajra_py.metrics.runs.run_data import RunData
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

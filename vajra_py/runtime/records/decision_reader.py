@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from vajra_py.contract.observer import StepRecord
-from vajra_py.latency.packed_times import PackedTimes
+from vajra_py.latency.models.packed_times import PackedTimes
 from vajra_py.runtime.records.decision_journal import journal_path
 from vajra_py.runtime.records.decision_log import journaled_tables
 from vajra_py.runtime.records.decision_records import KINDS, MODES, REASONS, SCALARS

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vajra_py.contract.observer import EndReason
-from vajra_py.latency.packed_times import PackedTimes
+from vajra_py.latency.models.packed_times import PackedTimes
 from vajra_py.runtime.records.record_lists import list_array, reordered
 from vajra_py.runtime.records.step_log import FIELDS, LISTS, ONLY_PREEMPTED, Batch
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND

@@ -11,7 +11,7 @@ from vajra_py.contract import Layer, PolicyContext, PrefillTime, ReplicaLimits, 
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency import PrefillTimeTable
-from vajra_py.latency.output_length import NoLengths, UnansweredLengths
+from vajra_py.latency.services.output_length import NoLengths, UnansweredLengths
 from vajra_py.plugins import Registry, build_policy
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
 from vajra_py.runtime.queues.shared import SharedAccess

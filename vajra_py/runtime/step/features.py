@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from vajra_py.contract import BatchFeatures
 from vajra_py.contract.latency import CONTEXT_GRAIN_TOKENS, LatencyModel
-from vajra_py.latency.unknown import NoPredictions
+from vajra_py.latency.models.unknown import NoPredictions
 from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.step.plan import PlannedChunk

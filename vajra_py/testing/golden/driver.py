@@ -13,7 +13,7 @@ from typing import Any
 from vajra_py.config import config_from_mapping
 from vajra_py.contract.observer import EndReason
 from vajra_py.latency import AffineModel
-from vajra_py.latency.output_length import NoLengths
+from vajra_py.latency.services.output_length import NoLengths
 from vajra_py.plugins import load_registry
 from vajra_py.runtime.kv import TokenBlockHashes
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState

@@ -28,9 +28,9 @@ from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import VajraError
 from vajra_py.latency import OperatorTableModel, TableOptions
-from vajra_py.latency.output_length import NoLengths
-from vajra_py.latency.table import ATTENTION_FILE, CACHE_WRITE, OPERATORS, OPERATORS_FILE
-from vajra_py.latency.tabular import Columns, read_columns, read_npz
+from vajra_py.latency.models.table import ATTENTION_FILE, CACHE_WRITE, OPERATORS, OPERATORS_FILE
+from vajra_py.latency.models.tabular import Columns, read_columns, read_npz
+from vajra_py.latency.services.output_length import NoLengths
 from vajra_py.plugins import load_registry
 from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
 from vajra_py.runtime.support.seeds import SeedTree

@@ -8,7 +8,7 @@ import pytest
 
 from vajra_kernels.launch import Launch
 from vajra_py.engine.compute import RunnerOptions
-from vajra_py.engine.compute.runner import TorchRunner
+from vajra_py.engine.compute.step.runner import TorchRunner
 
 FAMILIES = ("llama", "phi3", "gemma3_text", "qwen3_moe")
 

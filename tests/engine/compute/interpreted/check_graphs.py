@@ -15,7 +15,7 @@ import torch
 
 from vajra_kernels.launch import Launch
 from vajra_py.engine.compute import Chunk, NewRow, RunnerOptions, SamplingParams, StepInput, TableUpdate
-from vajra_py.engine.compute.runner import TorchRunner
+from vajra_py.engine.compute.step.runner import TorchRunner
 
 NUM_BLOCKS = 30
 LARGEST = 4  # sizes 1, 2 and 4: three rows are padded, five run without a graph

@@ -1,0 +1,1 @@
+"""Weights, forward pass, attention and parallel ranks of a model."""

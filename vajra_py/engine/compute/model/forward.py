@@ -1,0 +1,105 @@
+"""Forward pass: the logits of a step's rows.
+
+Invariants:
+    - One flattened row of T tokens with explicit positions; no padding, no Cache object.
+    - Logits are computed for the asked-for rows alone.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from vajra_py.engine.compute.model.attention import LayerFacts, PagedStep, Probe, under_way
+from vajra_py.engine.compute.model.kv_groups import Metadata
+from vajra_py.errors import ConfigError, Problem
+
+Caches = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Forward(Protocol):
+    """A model's forward pass over paged KV."""
+
+    name: str
+    has_head: bool
+    """Whether it gives logits; False: it is a pipeline stage that others follow, and gives [0, vocab]."""
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        metadata: Metadata,
+        caches: Caches,
+    ) -> torch.Tensor:
+        """Logits [R, vocab] of the tokens at `rows` int64 [R], of token_ids and positions int64 [T]."""
+
+
+class TransformersForward:
+    """The model's own modules, attention replaced."""
+
+    name = "transformers"
+    has_head = True
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        metadata: Metadata,
+        caches: Caches,
+    ) -> torch.Tensor:
+        """See `Forward`."""
+        with under_way(PagedStep(metadata, caches)):
+            out = self.model(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                # Without it, some models look for padding and packed sequences, for which the host waits for the device.
+                attention_mask=torch.ones_like(token_ids)[None],
+                use_cache=False,
+                logits_to_keep=rows,
+            )
+        logits: torch.Tensor = out.logits[0]
+        return logits
+
+
+@torch.inference_mode()
+def probe_layers(model: torch.nn.Module, where: str) -> list[LayerFacts]:
+    """What each attention layer asks for, from one tiny forward pass with attention left out.
+
+    Raises:
+        ConfigError: attention does not go through the interface, or asks for something that paged attention has not.
+    """
+    probe = Probe({})
+    device = next(model.parameters()).device
+    tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
+    problem: str | None
+    try:
+        with under_way(probe):
+            model(input_ids=tokens, position_ids=torch.arange(2, device=device)[None], use_cache=False)
+        problem = probe.problem
+    except Exception as error:  # whatever a foreign model raises on a forward pass that leaves attention out
+        problem = probe.problem or f"its forward pass failed with {type(error).__name__}: {error}"
+    if problem is None and not probe.layers:
+        problem = "its attention does not go through transformers' attention interface"
+    if problem is None and sorted(probe.layers) != list(range(len(probe.layers))):
+        problem = f"only some of its layers attend (layers {sorted(probe.layers)}): it keeps other state than K and V"
+    if problem is not None:
+        raise unsupported(where, model, problem)
+    return [probe.layers[index] for index in range(len(probe.layers))]
+
+
+def unsupported(where: str, model: torch.nn.Module, reason: str) -> ConfigError:
+    """The error for a model that cannot be run, and why."""
+    model_type = getattr(model.config, "model_type", type(model).__name__)
+    return ConfigError(
+        Problem(
+            where,
+            f"this engine cannot run the architecture ({model_type}): {reason}",
+            "docs/models.md lists the types that pass",
+        )
+    )

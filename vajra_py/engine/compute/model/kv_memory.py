@@ -1,0 +1,106 @@
+"""KV tensors on the device and the host memory that they are swapped to.
+
+Invariants:
+    - All layers use the same block ids; block b of every layer moves together.
+    - A copy happens before anything that was asked for later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+
+from vajra_kernels import SwapSpace, allocate_kv_cache, copy_blocks
+from vajra_py.engine.compute.model.attention import LayerFacts
+from vajra_py.errors import ExecutorError
+from vajra_py.runtime.kv import BlockCopy, CopyDirection
+
+
+class KvMemory:
+    """KV tensors of all layers, and their host counterparts."""
+
+    __slots__ = ("_device", "_swap", "caches", "num_blocks", "num_host_blocks", "num_spare_blocks")
+
+    def __init__(
+        self,
+        layers: Sequence[LayerFacts],
+        sizes: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        shared_file: str | None = None,
+        num_spare_blocks: int = 0,
+    ) -> None:
+        """Allocates; `sizes` is (num_blocks, num_host_blocks, block_size).
+
+        `shared_file`: where host memory is that other processes have too.
+        `num_spare_blocks`: blocks behind the others that no request holds.
+        """
+        self.num_spare_blocks = num_spare_blocks
+        self.num_blocks, self.num_host_blocks, block_size = sizes
+        self._device: list[torch.Tensor] = []
+        self.caches: list[tuple[torch.Tensor, torch.Tensor]] = [()] * len(layers)  # type: ignore[list-item]
+        """Each layer's (K, V), [num_blocks, block_size, Hkv, D]."""
+        for shape, members in _by_shape(layers).items():
+            num_kv_heads, key_dim, value_dim = shape
+            keys, values = self._stacked(len(members), (block_size, num_kv_heads, key_dim), dtype, device)
+            if value_dim != key_dim:
+                _, values = self._stacked(len(members), (block_size, num_kv_heads, value_dim), dtype, device)
+            for place, index in enumerate(members):
+                self.caches[index] = (keys[place], values[place])
+            self._device += [keys, values]
+        self._swap = SwapSpace(self._device, self.num_host_blocks, shared_file) if self.num_host_blocks else None
+
+    def _stacked(
+        self, num_layers: int, block_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return allocate_kv_cache(num_layers, self.num_blocks + self.num_spare_blocks, block_shape, dtype, device)
+
+    def move(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy (spare block, block) pairs on the device."""
+        if not pairs:
+            return
+        for source, target in pairs:
+            if not 0 <= target < self.num_blocks <= source < self.num_blocks + self.num_spare_blocks:
+                raise ExecutorError(f"step: a row that was begun ahead has no block of its own ({source} -> {target}).")
+        moved = torch.tensor(pairs, dtype=torch.int64)
+        for cache in self._device:
+            copy_blocks(cache, cache, moved)
+
+    def warm_up(self) -> None:
+        """Copy an unused block each way, so that the kernels of copies are compiled."""
+        if self._swap is not None:
+            self._swap.to_host([(0, 0)])
+            self._swap.to_device([(0, 0)])
+        if self.num_spare_blocks:
+            self.move([(self.num_blocks, 0)])
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks, in order."""
+        for direction, group in groupby(copies, key=lambda one: one.direction):
+            pairs = [(one.source, one.target) for one in group]
+            to_host = direction is CopyDirection.TO_HOST
+            self._check(pairs, to_host)
+            assert self._swap is not None
+            if to_host:
+                self._swap.to_host(pairs)
+            else:
+                self._swap.to_device([(target, source) for source, target in pairs])
+
+    def _check(self, pairs: list[tuple[int, int]], to_host: bool) -> None:
+        limits = (self.num_blocks, self.num_host_blocks) if to_host else (self.num_host_blocks, self.num_blocks)
+        for pair in pairs:
+            if not all(0 <= block < limit for block, limit in zip(pair, limits, strict=True)):
+                way = "device to host" if to_host else "host to device"
+                raise ExecutorError(
+                    f"swap: there is no such block (copy {pair[0]} -> {pair[1]}, {way}). "
+                    f"The device has {self.num_blocks} and the host {self.num_host_blocks}."
+                )
+
+
+def _by_shape(layers: Sequence[LayerFacts]) -> dict[tuple[int, int, int], list[int]]:
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    for facts in layers:
+        groups.setdefault((facts.num_kv_heads, facts.key_dim, facts.value_dim), []).append(facts.layer_index)
+    return groups

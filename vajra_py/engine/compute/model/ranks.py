@@ -1,0 +1,149 @@
+"""The ranks that compute one replica together, and what each of them takes of a step.
+
+A replica has KV-parallel groups, each group pipeline stages, each stage tensor-parallel ranks. Every rank is told the same
+steps in the same order and computes its part of each: a stage its layers, a group the requests whose KV it holds.
+
+Invariants:
+    - Ranks that exchange tensors agree on shapes and order from the step alone; nothing about them is sent.
+    - Only the last stage samples, and of a request's groups only the one that holds its newest tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import distributed
+
+from vajra_py.engine.compute.interface import Chunk, RunnerOptions, StepInput
+from vajra_py.engine.compute.model.attention import LayerFacts
+from vajra_py.engine.compute.model.kv_groups import GroupLinks
+from vajra_py.engine.compute.model.shard import Shard
+from vajra_py.engine.compute.model.stage import Stage
+from vajra_py.errors import ConfigError, ExecutorError, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """One rank's place, and its connections to the others."""
+
+    shard: Shard = field(default_factory=Shard)
+    stage: Stage = field(default_factory=Stage)
+    groups: GroupLinks | None = None
+    """None: without KV parallelism."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank computes the whole replica."""
+        return self.shard.size == 1 and self.stage.count == 1 and self.groups is None
+
+    @property
+    def divides_layers(self) -> bool:
+        """Whether this rank has a part of the model only."""
+        return self.shard.size > 1 or self.stage.count > 1
+
+    def own_layers(self, layers: Sequence[LayerFacts]) -> list[LayerFacts]:
+        """What this rank's part of its layers asks for, numbered from 0."""
+        own = [layers[index] for index in self.stage.layers(len(layers))]
+        return [replace(self.shard.layer(one), layer_index=index) for index, one in enumerate(own)]
+
+    def part(self, step: StepInput) -> StepInput:
+        """What this rank computes of a step; its chunks sample only here if their tokens are sampled here."""
+        groups = self.groups
+        if groups is None and self.stage.is_last:
+            return step
+        chunks = step.chunks if groups is None else [one for one in step.chunks if groups.own in one.groups]
+        return replace(
+            step,
+            chunks=[self._chunk(one) for one in chunks],
+            tables=step.tables if groups is None else [one for one in step.tables if one.group == groups.own],
+        )
+
+    def _chunk(self, chunk: Chunk) -> Chunk:
+        is_newest = self.groups is None or chunk.groups[-1] == self.groups.own
+        if self.stage.is_last and is_newest:
+            return chunk
+        return replace(chunk, samples=False, followers=())
+
+
+def join_ranks(options: RunnerOptions) -> Ranks:
+    """This rank's place, after meeting the others (a rank that is alone meets nobody).
+
+    Raises:
+        ConfigError: no rendezvous, or the ranks do not meet.
+    """
+    rank, size = options.rank, options.num_ranks
+    if size == 1:
+        return Ranks()
+    if options.rendezvous is None:
+        raise ConfigError(Problem("rendezvous", f"missing for {size} ranks", "Give tcp://host:port or file:///path"))
+    backend = "nccl" if options.device.startswith("cuda") else "gloo"
+    try:
+        distributed.init_process_group(backend, init_method=options.rendezvous, rank=rank, world_size=size)
+        shared, parallel = _own_groups(options)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(Problem("rendezvous", f"rank {rank} of {size} does not meet the others ({error})")) from error
+    group, stage, tensor_rank = options.kv_group, options.stage, options.tensor_rank
+    last = options.pipeline_stages - 1
+    return Ranks(
+        Shard(tensor_rank, options.tensor_parallel_size, shared),
+        Stage(
+            stage,
+            options.pipeline_stages,
+            options.rank_of(group, stage - 1, tensor_rank) if stage else None,
+            options.rank_of(group, stage + 1, tensor_rank) if stage < last else None,
+        ),
+        None
+        if options.kv_groups == 1
+        else GroupLinks(
+            group,
+            options.kv_group_tokens,
+            [options.rank_of(one, stage, tensor_rank) for one in range(options.kv_groups)],
+            parallel,
+        ),
+    )
+
+
+def _own_groups(
+    options: RunnerOptions,
+) -> tuple[distributed.ProcessGroup | None, distributed.ProcessGroup | None]:
+    """(the ranks that share this one's layers, the same layers' ranks of every KV-parallel group), where there are several.
+
+    Every rank makes every group, in the same order, as torch wants it.
+    """
+    shared = parallel = None
+    tensor, stages, groups = options.tensor_parallel_size, options.pipeline_stages, options.kv_groups
+    if tensor > 1:
+        for group in range(groups):
+            for stage in range(stages):
+                members = [options.rank_of(group, stage, one) for one in range(tensor)]
+                made = distributed.new_group(members)
+                shared = made if options.rank in members else shared
+    if groups > 1:
+        for stage in range(stages):
+            for one in range(tensor):
+                members = [options.rank_of(group, stage, one) for group in range(groups)]
+                made = distributed.new_group(members)
+                parallel = made if options.rank in members else parallel
+    return shared, parallel
+
+
+def leave_ranks() -> None:
+    """Leave the replica's ranks, if they have met."""
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def swap_file(options: RunnerOptions) -> str:
+    """Where the ranks of all KV-parallel groups that have the same layers keep the KV blocks that are swapped out.
+
+    Raises:
+        ExecutorError: the ranks meet on a network, so that they may have no files in common.
+    """
+    scheme, _, path = (options.rendezvous or "").partition("://")
+    if scheme != "file":
+        raise ExecutorError(
+            f"KV memory: swapping between KV-parallel groups needs files in common (rendezvous {options.rendezvous}). "
+            "Use a file:///path, or no host blocks."
+        )
+    return f"{path}.swap-{options.stage}-{options.tensor_rank}"

@@ -1,0 +1,141 @@
+"""Check that a model with paged attention computes what transformers computes.
+
+Three ragged sequences go through chunks, a mixed step and decodes over shuffled blocks, and are compared with one forward
+pass over all of them under transformers' plain attention. Windows are narrowed meanwhile, so that the short sequences
+reach past them. Weights are read once for the reference and once for each of the four steps.
+
+Invariants:
+    - The model is left as it was found, whatever happens.
+    - The comparison sees every layer and every position, and the window of every layer that has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from vajra_kernels import build_metadata
+from vajra_py.engine.compute.model.attention import LayerFacts
+from vajra_py.engine.compute.model.forward import Forward, probe_layers, unsupported
+from vajra_py.engine.compute.model.kv_memory import KvMemory
+from vajra_py.engine.compute.model.loading import LoadedModel
+
+_WINDOW = 6
+_LENGTHS = (11, 19, 5)
+_BLOCK = 4
+_STEPS = ((7, 1, 5), (1, 9, 0), (2, 8, 0), (1, 1, 0))
+"""Tokens of each sequence that each step computes: they add up to `_LENGTHS`."""
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+"""Largest difference, in standard deviations of the logits."""
+_LOCAL_NAMES = ("sliding_window", "attention_chunk_size")
+
+
+class SelfCheck:
+    """What transformers' own forward pass gives for a model, to compare with."""
+
+    def __init__(self, loaded: LoadedModel, layers: list[LayerFacts]) -> None:
+        """`layers` is what they ask for as the model is."""
+        self._loaded = loaded
+        with _narrowed(loaded) as has_windows:
+            self.layers = probe_layers(loaded.model, f"model {loaded.where}") if has_windows else layers
+            """What layers ask for while windows are narrow."""
+            try:
+                self._expected = _reference(loaded)
+            except Exception as error:  # whatever a foreign model raises
+                reason = f"its own forward pass failed with {type(error).__name__}: {error}"
+                raise unsupported(f"model {loaded.where}", loaded.model, reason) from error
+
+    def difference(self, forward: Forward, layers: list[LayerFacts], device: torch.device) -> str | None:
+        """What is different under `forward`, in words, or None. `layers` are the rank's, with narrow windows."""
+        with _narrowed(self._loaded):
+            try:
+                actual = _paged(self._loaded, forward, layers, device)
+            except Exception as error:  # whatever a foreign model raises
+                return f"its forward pass over paged memory failed with {type(error).__name__}: {error}"
+        if not forward.has_head:  # the last pipeline stage compares
+            return None
+        scale = float(torch.cat(self._expected).std()) or 1.0
+        pairs = zip(self._expected, actual, strict=True)
+        worst = max(float((one - other.to(one.device)).abs().max()) for one, other in pairs) / scale
+        if not worst <= _TOLERANCES[self._loaded.dtype]:
+            return f"over paged memory its logits differ by {worst:.2g} standard deviations from transformers' own"
+        return None
+
+
+def _tokens(loaded: LoadedModel) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = int(loaded.config.vocab_size)
+    lengths = [min(length, loaded.max_model_len) for length in _LENGTHS]
+    return [torch.randint(vocab_size, (length,), generator=generator).to(loaded.device) for length in lengths]
+
+
+@torch.inference_mode()
+def _reference(loaded: LoadedModel) -> list[torch.Tensor]:
+    model: Any = loaded.model
+    name = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        sequences = _tokens(loaded)
+        # Padding comes last, where no position of a causal model sees it.
+        padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        logits = model(input_ids=padded, use_cache=False).logits.float()
+        return [rows[: len(ids)] for rows, ids in zip(logits, sequences, strict=True)]
+    finally:
+        model.set_attn_implementation(name)
+
+
+@torch.inference_mode()
+def _paged(loaded: LoadedModel, forward: Forward, layers: list[LayerFacts], device: torch.device) -> list[torch.Tensor]:
+    """Logits of every position, [length, vocab] a sequence, from the steps of `_STEPS`."""
+    tokens = [ids.to(device) for ids in _tokens(loaded)]
+    tables = [[7, 2, 11], [4, 0, 9, 1, 6], [3, 10]]
+    memory = KvMemory(layers, (12, 0, _BLOCK), loaded.dtype, device)
+    for k_cache, v_cache in memory.caches:  # what is there before must not matter
+        k_cache.fill_(1e3)
+        v_cache.fill_(1e3)
+    found: list[list[torch.Tensor]] = [[], [], []]
+    done = [0, 0, 0]
+    for step in _STEPS:
+        counts = [min(count, len(ids) - at) for count, ids, at in zip(step, tokens, done, strict=True)]
+        members = sorted((index for index in range(3) if counts[index]), key=lambda index: counts[index] > 1)
+        if not members:
+            continue
+        ids = torch.cat([tokens[index][done[index] : done[index] + counts[index]] for index in members])
+        positions = [torch.arange(done[index], done[index] + counts[index]) for index in members]
+        metadata = build_metadata(
+            [counts[index] for index in members],
+            [done[index] + counts[index] for index in members],
+            [tables[index] for index in members],
+            _BLOCK,
+            device,
+        )
+        rows = torch.arange(len(ids), device=device)
+        logits = forward(ids, torch.cat(positions).to(device), rows, metadata, memory.caches).float()
+        parts = torch.split(logits, [counts[index] for index in members] if forward.has_head else [0] * len(members))
+        for index, part in zip(members, parts, strict=True):
+            found[index].append(part)
+            done[index] += counts[index]
+    return [torch.cat(parts) for parts in found]
+
+
+@contextmanager
+def _narrowed(loaded: LoadedModel) -> Iterator[bool]:
+    """Within it, every window that could matter is `_WINDOW` tokens wide. Gives whether there is one."""
+    owners: list[Any] = [loaded.model.config, *loaded.model.modules()]
+    owners += [config for module in loaded.model.modules() if (config := getattr(module, "config", None)) is not None]
+    found: dict[tuple[int, str], tuple[Any, int]] = {}
+    for owner in owners:
+        for name in _LOCAL_NAMES:
+            value = vars(owner).get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and _WINDOW < value < loaded.max_model_len:
+                found[id(owner), name] = (owner, value)
+    try:
+        for (_, name), (owner, _) in found.items():
+            setattr(owner, name, _WINDOW)
+        yield bool(found)
+    finally:
+        for (_, name), (owner, value) in found.items():
+            setattr(owner, name, value)

@@ -1,0 +1,1 @@
+"""Sampling: penalties, constraints, log-probabilities."""

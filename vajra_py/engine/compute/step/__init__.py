@@ -1,0 +1,1 @@
+"""Steps on a device: runner, memory, graphs, results in flight."""

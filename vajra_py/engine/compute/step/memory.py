@@ -1,0 +1,60 @@
+"""Memory available for KV blocks.
+
+Invariants:
+    - On a CPU: what is free now, by the operating system's account, times the asked-for share. On CUDA: the share of the
+      whole device, less what anything already holds there.
+    - What a step of the largest size needs besides is left free.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vajra_kernels.config import MAX_PIECES
+from vajra_kernels.swap import BUFFER_BYTES, NUM_BUFFERS
+from vajra_py.engine.compute.interface import ModelFacts, RunnerOptions
+from vajra_py.engine.compute.model.inspect import free_host_bytes
+
+_LOGIT_COPIES = 6
+"""Float32 copies of the logits that sampling with every feature holds at once."""
+_WIDTH_COPIES = 8
+"""Copies of a layer's widest activation that a forward pass holds at once (measured on the tested families: at most 6)."""
+
+
+def usable_bytes(device: torch.device, fraction: float, weight_bytes: int) -> int:
+    """Bytes that KV memory and a step's buffers may take together."""
+    if device.type == "cpu":
+        # Weights are loaded already, so they count as used: give them back before taking the share.
+        return int((free_host_bytes() + weight_bytes) * fraction) - weight_bytes
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * fraction) - (total - free)
+
+
+def step_bytes(facts: ModelFacts, config: Any, options: RunnerOptions, device: torch.device) -> int:
+    """Bytes of activations and logits that the largest step holds at once, by the model's widths."""
+    activations = options.max_step_tokens * _token_bytes(facts, config)
+    rows = min(options.max_requests, options.max_step_tokens)
+    logits = rows * facts.vocab_size * _LOGIT_COPIES * 4
+    if device.type == "cpu":
+        return activations + logits
+    # Attention's partial results, and what graphs keep apart from all that: their own memory of the same kind, and logits.
+    partial_results = (MAX_PIECES + options.max_requests) * facts.num_query_heads * (facts.head_dim + 1) * 4
+    graph_rows = min(options.max_graph_rows, options.max_requests)
+    graphs = graph_rows * (_token_bytes(facts, config) + facts.vocab_size * 2 * 4)
+    partial_results *= 2 if graph_rows else 1
+    return activations + logits + graphs + partial_results + NUM_BUFFERS * BUFFER_BYTES
+
+
+def _token_bytes(facts: ModelFacts, config: Any) -> int:
+    """Bytes of one token's activations."""
+    itemsize = 4 if facts.dtype == "float32" else 2
+    hidden = int(config.hidden_size)
+    experts = int(getattr(config, "num_experts_per_tok", None) or 1)
+    inner = int(
+        getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 4 * hidden
+    )
+    width = max(hidden, inner * experts, facts.num_query_heads * facts.head_dim)
+    return (width * _WIDTH_COPIES + hidden * 4) * itemsize

@@ -1,0 +1,459 @@
+"""Computes a worker's steps: from changes of the batch to sampled tokens.
+
+Invariants:
+    - What goes wrong with one row ends that row: it is reported among the step's faults, and the others are as ever. A step
+      that fails is computed again row by row, as long as the device answers.
+    - Whatever of a step depends on the host alone is done before the device is touched; nothing waits for the device
+      before `PendingStep.result`.
+    - After an exception that reaches its caller the runner is not to be used again: device and host may disagree.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import groupby
+
+import numpy as np
+import torch
+
+from vajra_py.engine.compute.batch import BatchInputs, BatchState, HostBatch, Ints
+from vajra_py.engine.compute.interface import (
+    Ahead,
+    Foreseen,
+    ModelFacts,
+    NewRow,
+    PendingStep,
+    RunnerOptions,
+    StepInput,
+    StepOutput,
+)
+from vajra_py.engine.compute.model.exclusion import LOADING
+from vajra_py.engine.compute.model.kv_memory import KvMemory
+from vajra_py.engine.compute.model.loading import find_device
+from vajra_py.engine.compute.model.prepare import PreparedModel, prepare
+from vajra_py.engine.compute.model.ranks import Ranks, join_ranks, leave_ranks, swap_file
+from vajra_py.engine.compute.sampling.logprobs import PendingLogprobs
+from vajra_py.engine.compute.sampling.sampler import NO_TOKEN, Logprobs, Sampler
+from vajra_py.engine.compute.step.graphs import Capture, CudaCapture, DecodeGraphs
+from vajra_py.engine.compute.step.memory import step_bytes, usable_bytes
+from vajra_py.engine.compute.step.pending import AheadStep, Computed, JoinedStep, TorchStep
+from vajra_py.engine.compute.step.warm_up import warm_up
+from vajra_py.engine.compute.transfer import to_device, to_host
+from vajra_py.errors import ConfigError, ExecutorError, Problem
+from vajra_py.runtime.kv import BlockCopy
+
+_log = logging.getLogger(__name__)
+Scores = dict[int, list[PendingLogprobs]]
+"""Log-probabilities of prompts' tokens, by slot."""
+_ROW_ERRORS = (RuntimeError, IndexError, ValueError, OverflowError, TypeError, MemoryError)
+"""What a step raises that computing its rows apart may find the row for."""
+
+
+class TorchRunner:
+    """A `ForeseeingRunner` in this process."""
+
+    def __init__(
+        self,
+        model: PreparedModel,
+        options: RunnerOptions,
+        capture: Capture | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._model = model
+        self._ranks = ranks or Ranks()
+        self._options = options
+        facts, device = model.facts, model.device
+        self._memory: KvMemory | None = None
+        self._capture = capture
+        self._graphs: DecodeGraphs | None = None
+        self._ahead: AheadStep | None = None
+        self._to_begin: Ahead | None = None
+        self._faults: dict[int, str] = {}
+        """By slot, why its row cannot be computed; until it is freed."""
+        self._state = BatchState(
+            options.max_requests, facts.max_model_len, options.block_size, device, self._ranks.groups
+        )
+        self._sampler = Sampler(options.max_requests, facts.vocab_size, facts.eos_token_ids, device)
+
+    @classmethod
+    def load(cls, options: RunnerOptions, capture: Capture | None = None) -> TorchRunner:
+        """See `load_runner`. `capture` makes graphs in the place of CUDA's."""
+        _check_options(options)
+        if options.num_threads is not None:
+            torch.set_num_threads(options.num_threads)
+        with current(find_device(options.device)):
+            ranks = join_ranks(options)
+            return cls(prepare(options, ranks), options, capture, ranks)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What was loaded."""
+        return self._model.facts
+
+    @property
+    def num_replays(self) -> int:
+        """Steps so far that were captured graphs."""
+        return 0 if self._graphs is None else self._graphs.num_replays
+
+    def profile_num_blocks(self, memory_fraction: float) -> int:
+        """See `ModelRunner`."""
+        if not 0.0 < memory_fraction <= 1.0:
+            raise ConfigError(
+                Problem("memory fraction", f"out of range ({memory_fraction})", "Allowed: above 0, up to 1")
+            )
+        facts, device = self._model.facts, self._model.device
+        needed = step_bytes(facts, self._model.config, self._options, device)
+        usable = usable_bytes(device, memory_fraction, facts.weight_bytes) - needed
+        num_blocks = max(0, usable) // (facts.kv_bytes_per_token * facts.block_size) - self._options.spare_blocks
+        longest = -(-facts.max_model_len // facts.block_size)
+        if num_blocks < longest:
+            raise ConfigError(
+                Problem(
+                    "KV memory",
+                    f"{max(0, usable)} bytes of {device} are left for it, which is {max(0, num_blocks)} blocks, and one sequence "
+                    f"of {facts.max_model_len} tokens takes {longest}",
+                    "Use a shorter max_model_len, a larger memory fraction or a smaller model",
+                )
+            )
+        # More than every slot at full length is never used.
+        return int(min(num_blocks, longest * self._options.max_requests))
+
+    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """See `ModelRunner`."""
+        if self._memory is not None:
+            raise ExecutorError("KV memory: allocated already. A runner allocates once.")
+        if num_blocks < 1 or num_host_blocks < 0:
+            raise ExecutorError(
+                f"KV memory: {num_blocks} device and {num_host_blocks} host blocks. One device block or more."
+            )
+        spare = self._options.spare_blocks
+        sizes = (num_blocks, num_host_blocks, self._options.block_size)
+        try:
+            shared = swap_file(self._options) if num_host_blocks and self._ranks.groups is not None else None
+            self._memory = KvMemory(self._model.layers, sizes, self._model.dtype, self._model.device, shared, spare)
+        except (RuntimeError, MemoryError) as error:
+            raise ExecutorError(
+                f"KV memory: {num_blocks} device and {num_host_blocks} host blocks do not fit ({error})"
+            ) from error
+        with LOADING.shared(), current(self._model.device), torch.inference_mode():
+            if self._model.device.type == "cuda":
+                warm_up(self._model, self._memory, self._options, self._ranks)
+            self._graphs = self._captured(self._memory)
+
+    def _captured(self, memory: KvMemory) -> DecodeGraphs | None:
+        options, device = self._options, self._model.device
+        largest = min(options.max_graph_rows, options.max_requests)
+        capture = self._capture
+        if capture is None and device.type == "cuda":
+            capture = CudaCapture(device)
+        if capture is None or not largest:
+            return None
+        if not self._ranks.is_alone:
+            _log.info("decodes run without CUDA graphs: several ranks compute them")
+            return None
+        vocab_size = self._model.facts.vocab_size
+        return DecodeGraphs.captured(self._model.forward, memory.caches, self._state, vocab_size, largest, capture)
+
+    @torch.inference_mode()
+    def submit(self, step: StepInput) -> PendingStep:
+        """See `ModelRunner`."""
+        if self._memory is None:
+            raise ExecutorError("step: there is no KV memory yet. Call `allocate` first.")
+        with _as_errors(self._model.device), LOADING.shared(), current(self._model.device):
+            self._take_back()
+            return self._submitted(step, self._memory)
+
+    def run(self, step: StepInput) -> StepOutput:
+        """See `ModelRunner`."""
+        return self.submit(step).result()
+
+    def run_ahead(self, work: Foreseen) -> StepOutput:
+        """See `ForeseeingRunner`."""
+        if work.begun:
+            self.begin_ahead()
+        pending = self._submit_rest(work.step, work.begun) if work.begun else self.submit(work.step)
+        self._to_begin = work.ahead
+        if self._model.device.type == "cuda":
+            self.begin_ahead()
+        return pending.result()
+
+    def begin_ahead(self) -> None:
+        """See `ForeseeingRunner`."""
+        ahead, self._to_begin = self._to_begin, None
+        if ahead is not None:
+            self._ahead = self._submit_ahead(ahead)
+
+    @torch.inference_mode()
+    def _submit_ahead(self, ahead: Ahead) -> AheadStep:
+        memory, state = self._memory, self._state
+        assert memory is not None
+        if len(ahead.growing) > memory.num_spare_blocks:
+            raise ExecutorError(
+                f"step: {len(ahead.growing)} rows grow ahead, with {memory.num_spare_blocks} spare blocks."
+            )
+        with current(self._model.device):
+            last_tokens = state.last_tokens.clone()
+        grown = {slot: int(state.num_computed[slot]) // state.block_size for slot in ahead.growing}
+        for spare, (slot, place) in enumerate(grown.items(), memory.num_blocks):
+            state.tables[slot, place] = spare
+        return AheadStep(self.submit(StepInput(decodes=ahead.decodes)), ahead.decodes, last_tokens, grown)
+
+    @torch.inference_mode()
+    def _submit_rest(self, step: StepInput, begun: Sequence[int]) -> PendingStep:
+        """A step some of whose decodes are under way: these count, the other rows under way are dropped, the rest is begun."""
+        ahead, self._ahead, memory = self._ahead, None, self._memory
+        counted = set(begun)
+        if ahead is None or memory is None or not counted <= set(ahead.slots):
+            raise ExecutorError("step: what it counts on was not submitted ahead.")
+        dropped = [slot for slot in ahead.slots if slot not in counted]
+        with _as_errors(self._model.device), LOADING.shared(), current(self._model.device):
+            if dropped:
+                self._state.undo(dropped, ahead.last_tokens)
+                self._sampler.undo(dropped)
+            self._take_changes(step, memory)
+            spare = [(memory.num_blocks + k, slot) for k, slot in enumerate(ahead.grown) if slot in counted]
+            memory.move([(block, int(self._state.tables[slot, ahead.grown[slot]])) for block, slot in spare])
+        rest = StepInput(step.chunks, [slot for slot in step.decodes if slot not in counted])
+        order = [*step.decodes, *(chunk.slot for chunk in step.chunks if chunk.samples)]
+        following = self.submit(rest) if rest.chunks or rest.decodes else None
+        return JoinedStep(ahead.pending, begun, following, order)
+
+    def _take_back(self) -> None:
+        ahead, self._ahead, self._to_begin = self._ahead, None, None
+        if ahead is not None:
+            self._state.undo(ahead.slots, ahead.last_tokens)
+            self._sampler.undo(ahead.slots)
+
+    def close(self) -> None:
+        """See `ModelRunner`."""
+        self._memory = self._graphs = self._ahead = None
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if self._options.num_ranks > 1:  # groups of this process that are not its own are left alone
+            leave_ranks()
+
+    def _submitted(self, step: StepInput, memory: KvMemory) -> PendingStep:
+        on_cuda = self._model.device.type == "cuda"
+        step = self._ranks.part(step)
+        started: float | torch.cuda.Event = _marked() if on_cuda else time.perf_counter()
+        self._take_changes(step, memory)
+        before = self._state.num_computed.copy()
+        try:
+            computed = self._computed(step, memory)
+        except _ROW_ERRORS as error:
+            if not self._ranks.is_alone:  # other ranks may not have met it
+                raise
+            self._state.num_computed[:] = before
+            computed = self._apart(step, memory, error)
+        computed.tokens = to_host(computed.tokens)
+        done = TorchStep(computed, started)
+        if self._faults:
+            rows = (*step.decodes, *(chunk.slot for chunk in step.chunks))
+            done.faults = {slot: self._faults[slot] for slot in rows if slot in self._faults}
+        if isinstance(started, float):
+            done.duration_s = time.perf_counter() - started - self._ranks.stage.take_waited_s()
+        else:
+            done.done = _marked()
+        return done
+
+    def _computed(self, step: StepInput, memory: KvMemory) -> Computed:
+        if self._ranks.groups is not None and not step.chunks:  # other groups compute this step
+            return Computed(np.empty(0, np.int64), torch.empty(0, dtype=torch.int64))
+        if self._faults:
+            for slot in (*step.decodes, *(chunk.slot for chunk in step.chunks)):
+                if slot in self._faults:
+                    raise ValueError(self._faults[slot])
+        batch = self._state.take(step)
+        given, vocab_size = batch.token_ids, self._model.facts.vocab_size
+        if given.size and not 0 <= given.min() <= given.max() < vocab_size:
+            wrong = given[(given < 0) | (given >= vocab_size)][0]
+            raise IndexError(f"token {wrong} is not among the model's {vocab_size}")
+        return self._compute(batch, batch.sampled_slots, memory)
+
+    def _apart(self, step: StepInput, memory: KvMemory, error: Exception) -> Computed:
+        """The step row by row, after it failed: rows that fail by themselves join the faults.
+
+        Raises `error` when the device does not answer any more, when every row of several fails, and when a row reads KV
+        that one of those was to write.
+        """
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+        tokens: dict[int, int] = {}
+        logprobs: list[Logprobs] = []
+        scores: Scores = {}
+        rows = [(slot, StepInput(decodes=[slot])) for slot in step.decodes]
+        rows += [(chunk.slot, StepInput([chunk])) for chunk in step.chunks]
+        failed: dict[int, Exception] = {slot: error for slot, _ in rows if slot in self._faults}
+        num_known, unwritten = len(failed), set[int]()
+        for slot, row in rows:
+            written, read = self._blocks(row)
+            if slot in failed:
+                unwritten |= written
+                continue
+            if not unwritten.isdisjoint(read):
+                raise error
+            before = self._state.num_computed[slot]
+            try:
+                computed = self._computed(row, memory)
+            except _ROW_ERRORS as problem:
+                self._state.num_computed[slot] = before
+                failed[slot] = problem
+                unwritten |= written
+                continue
+            tokens |= zip(computed.slots.tolist(), computed.tokens.tolist(), strict=True)
+            logprobs += computed.logprobs
+            scores |= computed.prompt_logprobs
+        if len(failed) == len(rows) > num_known + 1:
+            raise error
+        for slot, found_wrong in failed.items():
+            if slot not in self._faults:
+                self._fault(slot, found_wrong)
+        slots = [*step.decodes, *(chunk.slot for chunk in step.chunks if chunk.samples)]
+        sampled = torch.tensor([tokens.get(slot, NO_TOKEN) for slot in slots], dtype=torch.int64)
+        return Computed(np.array(slots, np.int64), sampled, logprobs, scores)
+
+    def _blocks(self, row: StepInput) -> tuple[set[int], set[int]]:
+        """KV blocks that a step of one row writes, and those that it reads."""
+        if row.chunks:
+            slot, start = row.chunks[0].slot, row.chunks[0].num_computed
+            end = start + len(row.chunks[0].token_ids)
+        else:
+            slot, start = row.decodes[0], int(self._state.num_computed[row.decodes[0]])
+            end = start + 1
+        size = self._options.block_size
+        table = self._state.tables[slot]
+        return set(table[start // size : -(-end // size)].tolist()), set(table[: -(-end // size)].tolist())
+
+    def _fault(self, slot: int, error: Exception) -> None:
+        self._faults[slot] = f"it cannot be computed ({' '.join(f'{type(error).__name__}: {error}'.split())})"
+        _log.warning("slot %d is left out of steps: %s", slot, self._faults[slot])
+
+    def _take_changes(self, step: StepInput, memory: KvMemory) -> None:
+        for slot in step.freed:
+            self._sampler.remove(slot)
+            self._faults.pop(slot, None)
+        for new in step.new:
+            self._check_new(new)
+            try:
+                self._sampler.add(new)
+            except _ROW_ERRORS as error:
+                self._fault(new.slot, error)
+        if step.tables:
+            self._state.update_tables(step.tables, memory.num_blocks)
+        if step.copies:
+            self._copy(step.copies, memory)
+
+    def _copy(self, copies: Sequence[BlockCopy], memory: KvMemory) -> None:
+        groups = self._ranks.groups
+        if groups is None:
+            memory.copy(copies)
+            return
+        # Groups share the host's blocks: what one reads or frees there, another may write next.
+        for _, run in groupby(copies, key=lambda one: one.direction):
+            if self._model.device.type == "cuda":
+                torch.cuda.synchronize(self._model.device)
+            groups.wait_for_all()
+            memory.copy([one for one in run if one.group == groups.own])
+
+    def _check_new(self, new: NewRow) -> None:
+        if not 0 <= new.slot < self._options.max_requests:
+            raise ExecutorError(f"step: no such slot ({new.slot}). Slots are 0 to {self._options.max_requests - 1}.")
+
+    def _compute(self, batch: HostBatch, slots: Ints, memory: KvMemory) -> Computed:
+        state, likeliest = self._state, None
+        scores: Scores = {}
+        if self._graphs is not None and self._graphs.takes(batch):
+            logits, likeliest = self._graphs.run(batch)
+            places = None
+        else:
+            inputs = state.tensors(batch)
+            places = inputs.slots
+            if batch.followers:
+                logits = self._scored(batch, inputs, memory, scores)
+            else:
+                logits = self._logits(inputs, inputs.rows, memory)
+        if not slots.size:
+            return Computed(slots, torch.empty(0, dtype=torch.int64), [], scores)
+        tokens, logprobs = self._sampler.sample(logits, slots, likeliest)
+        if tokens is not likeliest:
+            places = to_device(slots, self._model.device) if places is None else places
+            state.last_tokens.index_copy_(0, places, tokens.clamp_min(0))
+        return Computed(slots, tokens, [] if logprobs is None else [logprobs], scores)
+
+    def _logits(self, inputs: BatchInputs, rows: torch.Tensor, memory: KvMemory) -> torch.Tensor:
+        return self._model.forward(inputs.token_ids, inputs.positions, rows, inputs.metadata, memory.caches)
+
+    def _scored(self, batch: HostBatch, inputs: BatchInputs, memory: KvMemory, scores: Scores) -> torch.Tensor:
+        """Logits of the sampled rows; prompt tokens that are to be scored get their log-probabilities besides.
+
+        Logits of every token of a long chunk would not fit where only those of sampled rows were reckoned with: what is too
+        much at once is computed again with other rows, which writes the same K and V into the same places.
+        """
+        ends = np.cumsum(batch.query_lens)
+        starts = ends - batch.query_lens
+        sampled = ends[batch.sampled] - 1
+        wanted = [(int(starts[k]) + i, k, one) for k, ones in batch.followers.items() for i, one in enumerate(ones)]
+        most = 2 * min(
+            self._options.max_requests, self._options.max_step_tokens
+        )  # of six copies that are left room for
+        if self._ranks.stage.count > 1 or self._ranks.groups is not None:
+            most = len(wanted)  # the other ranks compute the step once
+        found: torch.Tensor | None = None
+        for begin in range(0, len(wanted), most):
+            piece = wanted[begin : begin + most]
+            rows = np.union1d(sampled, [row for row, _, _ in piece]).astype(
+                np.int64
+            )  # in order, as forward passes like them
+            logits = self._logits(inputs, to_device(rows, self._model.device), memory)
+            if found is None:
+                found = logits[to_device(np.searchsorted(rows, sampled), self._model.device)]
+            for sequence, group in groupby(piece, key=lambda one: one[1]):
+                given = list(group)
+                places = to_device(np.searchsorted(rows, [row for row, _, _ in given]), self._model.device)
+                slot = int(batch.slots[sequence])
+                entries = self._sampler.score(logits[places], [token for _, _, token in given], slot)
+                scores.setdefault(slot, []).append(entries)
+        assert found is not None
+        return found
+
+
+@contextmanager
+def _as_errors(device: torch.device) -> Iterator[None]:
+    """Whatever goes wrong with a step within it is an `ExecutorError`."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise ExecutorError(f"step: out of memory on {device} ({error})") from error
+    except _ROW_ERRORS as error:
+        raise ExecutorError(f"step: {type(error).__name__} on {device} ({error})") from error
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Within it, a GPU is the one that kernels are launched on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _marked() -> torch.cuda.Event:
+    """The present point of the device's stream."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _check_options(options: RunnerOptions) -> None:
+    problems = []
+    if options.block_size < 1:
+        problems.append(Problem("block_size", f"not positive ({options.block_size})", "Allowed: 16 to 128 tokens"))
+    if options.max_requests < 1:
+        problems.append(Problem("max_requests", f"not positive ({options.max_requests})", "Allowed: 1 or more"))
+    if options.max_graph_rows < 0:
+        problems.append(Problem("max_graph_rows", f"negative ({options.max_graph_rows})", "Allowed: 0 or more"))
+    if options.num_threads is not None and options.num_threads < 1:
+        problems.append(Problem("num_threads", f"not positive ({options.num_threads})", "Allowed: 1 or more"))
+    if not 0 <= options.rank < options.num_ranks:
+        problems.append(Problem("rank", f"no such rank ({options.rank} of {options.num_ranks})", "Ranks count from 0"))
+    if problems:
+        raise ConfigError(problems)

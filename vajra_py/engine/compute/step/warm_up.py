@@ -1,0 +1,80 @@
+"""Compile every kernel that a run may need before its first request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from vajra_kernels import merge_partials
+from vajra_kernels.sampling import Column, sample_tokens
+from vajra_py.engine.compute.batch import BatchState
+from vajra_py.engine.compute.interface import Chunk, RunnerOptions, StepInput
+from vajra_py.engine.compute.model.kv_memory import KvMemory
+from vajra_py.engine.compute.model.prepare import PreparedModel
+from vajra_py.engine.compute.model.ranks import Ranks
+
+_log = logging.getLogger(__name__)
+
+
+def warm_up(model: PreparedModel, memory: KvMemory, options: RunnerOptions, ranks: Ranks) -> None:
+    """Run each kernel of the model once in every specialisation that steps can need; KV memory must not be in use yet.
+
+    All ranks of a replica do so at once, since they exchange tensors in a forward pass.
+    """
+    started = time.perf_counter()
+    num_programs = _attention(model, memory, options)
+    for step in _steps(model, options, ranks):
+        _forward_and_sample(step, model, memory, ranks)
+    memory.warm_up()
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    _log.info("kernels ready after %.1f s (%d programs of attention)", time.perf_counter() - started, num_programs)
+
+
+def _attention(model: PreparedModel, memory: KvMemory, options: RunnerOptions) -> int:
+    from vajra_kernels.warm_up import AttentionKind, Limits, warm_up_attention
+
+    longest = model.facts.max_model_len
+    limits = Limits(options.max_requests, min(options.max_step_tokens, longest), longest)
+    done: set[str] = set()
+    for layer in {replace(one, layer_index=0): one for one in model.layers}.values():
+        spreads = options.kv_groups > 1
+        kind = AttentionKind(layer.num_query_heads, layer.scale, layer.window, layer.softcap, layer.has_sinks)
+        cache = memory.caches[layer.layer_index]
+        done |= warm_up_attention(kind, cache, limits)
+        if spreads:
+            for causal in (True, False):
+                done |= warm_up_attention(replace(kind, with_lse=True), cache, replace(limits, causal=causal))
+    return len(done)
+
+
+def _steps(model: PreparedModel, options: RunnerOptions, ranks: Ranks) -> Iterator[StepInput]:
+    """Two tokens within this rank's KV-parallel group; and beside them one of a request spread over as many as can be."""
+    if ranks.groups is None:
+        yield StepInput([Chunk(0, [0, 0], 0, True)])
+        return
+    own, size = ranks.groups.own, options.kv_group_tokens
+    within = Chunk(0, [0, 0], 0, True, groups=(own,))
+    yield StepInput([within])
+    most = min(options.kv_groups, -(-model.facts.max_model_len // size))
+    if own < most > 1:
+        yield StepInput([within, Chunk(1, [0], (most - 1) * size, True, groups=range(most))])
+    for shape in {(one.num_query_heads, one.value_dim) for one in model.layers}:
+        for count in range(2, most):
+            parts = torch.zeros((count, 1, *shape), device=model.device)
+            merge_partials(parts, parts[..., 0].contiguous())
+
+
+def _forward_and_sample(step: StepInput, model: PreparedModel, memory: KvMemory, ranks: Ranks) -> None:
+    """Compute a step whose KV all lies in block 0, and sample where that is done."""
+    state = BatchState(2, model.facts.max_model_len, model.facts.block_size, model.device, ranks.groups)
+    inputs = state.tensors(state.take(ranks.part(step)))
+    logits = model.forward(inputs.token_ids, inputs.positions, inputs.rows, inputs.metadata, memory.caches)
+    if logits.shape[0]:
+        parameters = torch.zeros((logits.shape[0], len(Column)), dtype=torch.float64, device=model.device)
+        parameters[:, Column.HISTORY] = -1.0
+        sample_tokens(logits, parameters, torch.zeros((1, logits.shape[1]), dtype=torch.int32, device=model.device))

@@ -1,0 +1,1 @@
+"""Search for the highest rate that meets conditions, with intervals over seeds."""

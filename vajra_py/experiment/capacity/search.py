@@ -1,0 +1,150 @@
+"""Searches for a capacity as generators, and the one for the cheapest replicas at which an SLO holds.
+
+A search yields the probes that it needs next and is sent the slack of each condition of the SLO in each; it knows nothing of runs. A slack is at least zero where the condition holds
+under that seed. The same seeds are used everywhere (common random numbers), so that slacks of neighbouring settings differ by the setting and not by chance. Conditions are judged each
+by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from vajra_py.config.slo import Slo
+from vajra_py.experiment.capacity.seeds import Bound, ConditionCapacity
+from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval, replication_interval
+
+Setting: TypeAlias = tuple[float, ...]
+"""What is searched: one rate, or numbers of replicas."""
+Probe: TypeAlias = tuple[Setting, int]
+"""A setting, and the position of the seed that it is wanted under: 0 for the first."""
+Slacks: TypeAlias = Mapping[Probe, Sequence[float]]
+"""Of the probes that were wanted: the slack of each condition."""
+
+_FAR = 0.35
+"""Slack beyond which one seed decides about numbers of replicas: more than a third off the limit."""
+
+Outcome: TypeAlias = Literal["found", "never", "always", "apart"]
+Stop: TypeAlias = Literal["precision", "max_replications", "range", "one seed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a search found; `never` and `always` are about the whole range that was allowed.
+
+    `apart`: each condition holds somewhere, and nowhere all of them.
+    """
+
+    outcome: Outcome
+    setting: Setting = ()
+    """The highest rate, or the cheapest numbers of replicas; the end of the range where the SLO holds nowhere or everywhere."""
+    interval: Interval | None = None
+    """Of the rate, or of the cost of the replicas."""
+    num_seeds: int = 0
+    confidence: float = CONFIDENCE
+    """Of the interval."""
+    bound: Bound = "exact"
+    """What the rate is of the capacity, where that of some seed lies outside the range."""
+    conditions: tuple[ConditionCapacity, ...] = ()
+    """Of a rate: the capacity of each condition of the SLO."""
+    decides: int | None = None
+    """Of the conditions, the one whose capacity is the answer; with `apart`, one that fails at the rate at which another one ends to hold."""
+    stop: Stop | None = None
+    """Why no more seeds were run for a rate: the interval is as narrow as `precision_fraction` wants it, there are no more seeds, or the range is too small for more to help."""
+
+    @property
+    def deciding(self) -> ConditionCapacity | None:
+        """The condition whose capacity is the answer."""
+        return None if self.decides is None else self.conditions[self.decides]
+
+
+Search: TypeAlias = Generator[Sequence[Probe], Slacks, Answer]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Slacks known so far, by setting and seed."""
+
+    slo: Slo
+    slacks: dict[Setting, list[Sequence[float]]] = field(default_factory=dict)
+
+    def ask(self, setting: Setting, num_seeds: int) -> Generator[Sequence[Probe], Slacks, None]:
+        """Have a setting run under so many seeds, unless it was."""
+        own = self.slacks.setdefault(setting, [])
+        missing = [(setting, seed) for seed in range(len(own), num_seeds)]
+        if missing:
+            found = yield missing
+            own += [found[probe] for probe in missing]
+
+    def first(self, setting: Setting) -> float:
+        """The slack of the whole SLO under the first seed."""
+        return self.slo.combined(self.slacks[setting][0])
+
+    def judged(self, setting: Setting, judge: Callable[[Sequence[float]], float]) -> float:
+        """The conditions, each judged by its slacks over all seeds, as one number."""
+        return self.slo.combined([judge(own) for own in zip(*self.slacks[setting], strict=True)])
+
+
+def _mean(slacks: Sequence[float]) -> float:
+    return float(np.mean(slacks))
+
+
+def _surely(slacks: Sequence[float]) -> float:
+    """The lower end of Student's interval of the mean slack."""
+    interval = replication_interval(slacks)
+    return slacks[0] if interval is None else interval.low
+
+
+def _maybe(slacks: Sequence[float]) -> float:
+    """Its upper end, at most the best seed's slack: where every seed fails, the condition does."""
+    interval = replication_interval(slacks)
+    return slacks[0] if interval is None else min(interval.high, max(slacks))
+
+
+def search_replicas(slo: Slo, ranges: Sequence[range], costs: Sequence[float], replications: int) -> Search:
+    """The cheapest numbers of replicas at which the mean slack of each condition is at least zero, when more of any kind that is there never make it worse.
+
+    Each test rules out a whole side: where the SLO fails, all with no more replicas of any kind and the same kinds left out; where it holds, all that cost as much or more. The
+    interval goes from the cheapest that cannot be told from holding to the cheapest that certainly holds.
+    """
+    seen = _Seen(slo)
+    candidates = sorted(filter(any, itertools.product(*ranges)), key=lambda one: (_cost(one, costs), one))
+    settings = [tuple(float(count) for count in one) for one in candidates]
+
+    def decide(judge: Callable[[Sequence[float]], float]) -> Generator[Sequence[Probe], Slacks, Setting | None]:
+        open_ones, best = list(settings), None
+        while open_ones:
+            at = open_ones[len(open_ones) // 2]
+            yield from seen.ask(at, 1)
+            if abs(seen.first(at)) <= _FAR:
+                yield from seen.ask(at, replications)
+            if seen.judged(at, judge) >= 0:
+                best = at
+                open_ones = open_ones[: open_ones.index(at)]
+            else:
+                open_ones = [one for one in open_ones if _is_other(one, at)]
+        return best
+
+    best = yield from decide(_mean)
+    if best is None:
+        return Answer("never", settings[-1], num_seeds=replications)
+    surely = yield from decide(_surely)
+    maybe = yield from decide(_maybe)
+    low = _cost(maybe if maybe is not None else best, costs)
+    high = _cost(surely, costs) if surely is not None else math.inf
+    outcome: Outcome = "always" if best == settings[0] else "found"
+    return Answer(outcome, best, Interval(low, high) if replications > 1 else None, replications)
+
+
+def _is_other(one: Setting, failed: Setting) -> bool:
+    """Whether nothing follows about this setting from one at which the SLO failed: it has more of some kind, or other kinds."""
+    return any(a > b for a, b in zip(one, failed, strict=True)) or [not a for a in one] != [not b for b in failed]
+
+
+def _cost(setting: Sequence[float], costs: Sequence[float]) -> float:
+    return sum(count * cost for count, cost in zip(setting, costs, strict=True))

@@ -1,0 +1,283 @@
+"""Capacities of the single seeds, and an estimate of their geometric mean: the statistics of a search for a rate.
+
+The capacity of a condition under one seed is the highest rate at which it holds: the rate at which the non-increasing least-squares fit of its slack over the logarithm of the rate
+passes zero, so that a slack which turns its sign more than once by chance has one capacity all the same. The capacity of a condition is the geometric mean of those of the seeds.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from vajra_py.config.slo import Slo
+from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval, replication_interval
+
+FEWEST_SEEDS = 5
+"""Seeds from which on an interval that ends at the highest seed's capacity holds in 95 %: all of `n` seeds lie on one side of their median with a chance of `2 ** (1 - n)`."""
+
+_CURVE_LEVELS = 40
+"""On each side of the limit."""
+_CURVE_SEEDS = 3
+"""Seeds that a point of a curve takes, where there are so many."""
+
+Side: TypeAlias = Literal["exact", "above", "below"]
+
+
+@dataclass(frozen=True, slots=True)
+class SeedCapacity:
+    """The highest rate at which a condition holds under one seed."""
+
+    rate: float
+    side: Side = "exact"
+    """`above`: it holds at the rate, the highest that was run; `below`: it fails at the rate, the lowest that was run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Where a condition's slack passes zero, from what was run under one seed."""
+
+    low: tuple[float, float] | None
+    """The highest rate at which it holds, with the slack of the fit; None where it holds nowhere."""
+    high: tuple[float, float] | None
+    """The rate after that; None where it holds at the highest rate that was run."""
+    rises_at: float = 0.0
+    """The highest rate at which it fails below rates at which it holds; zero where there is none."""
+
+    @property
+    def rate(self) -> float:
+        """The rate at which a line through both ends, over the logarithm of the rate, passes zero; else the end that there is."""
+        if self.low is None or self.high is None:
+            end = self.high if self.low is None else self.low
+            assert end is not None  # something was run
+            return end[0]
+        return root(self.low, self.high)
+
+    @property
+    def capacity(self) -> SeedCapacity:
+        """The rate, and what is known of it."""
+        return SeedCapacity(self.rate, "below" if self.low is None else "above" if self.high is None else "exact")
+
+
+def crossing(rates: Sequence[float], slacks: Sequence[float]) -> Crossing:
+    """The crossing of a condition's slack, from the rates under which one seed was run, in order.
+
+    The fit begins at the largest slack: a goodput is too low at low rates as well as at high ones, and its capacity is the upper end.
+    """
+    best = max(slacks)
+    first = len(slacks) - 1 - slacks[::-1].index(best)
+    if best < 0:
+        return Crossing(None, (rates[0], slacks[0]))
+    rises_at = max((rate for rate, slack in zip(rates[:first], slacks[:first], strict=True) if slack < 0), default=0.0)
+    fit = _falling(slacks[first:])
+    last = max(k for k, slack in enumerate(fit) if slack >= 0)
+    low = rates[first + last], fit[last]
+    if last + 1 == len(fit):
+        return Crossing(low, None, rises_at)
+    return Crossing(low, (rates[first + last + 1], fit[last + 1]), rises_at)
+
+
+def _falling(slacks: Sequence[float]) -> Sequence[float]:
+    """The non-increasing least-squares fit."""
+    if all(a >= b for a, b in itertools.pairwise(slacks)):
+        return slacks
+    from scipy.optimize import isotonic_regression
+
+    fit: list[float] = isotonic_regression(slacks, increasing=False).x.tolist()
+    return fit
+
+
+def root(low: tuple[float, float], high: tuple[float, float]) -> float:
+    """Where a line through two (rate, slack) points, over the logarithm of the rate, passes zero; between them."""
+    (first, above), (last, below) = low, high
+    part = 0.5 if above == below else min(1.0, max(0.0, above / (above - below)))
+    return float(first * (last / first) ** part)
+
+
+@dataclass(frozen=True, slots=True)
+class ConditionCapacity:
+    """The highest rate at which one condition of the SLO holds."""
+
+    text: str
+    by_seed: tuple[SeedCapacity, ...]
+    least: float
+    """The geometric mean over seeds, those below what was run counting as zero."""
+    most: float
+    """The same, those above what was run counting as infinite."""
+    interval: Interval | None
+    """None with one seed."""
+    confidence: float
+
+    @property
+    def rate(self) -> float:
+        """The geometric mean, or the end of its range that is known."""
+        return self.least if self.least > 0 else self.most
+
+    @property
+    def bound(self) -> Bound:
+        """What the rate is of the capacity."""
+        return bound_of(self.least, self.most)
+
+
+Bound: TypeAlias = Literal["exact", "at least", "at most", "unknown"]
+
+
+def bound_of(least: float, most: float) -> Bound:
+    """What is known of a value between these two."""
+    if math.isclose(least, most, rel_tol=1e-12):
+        return "exact"
+    if least > 0:
+        return "at least"
+    return "unknown" if math.isinf(most) else "at most"
+
+
+def condition_capacity(text: str, seeds: Sequence[SeedCapacity], *, may_go_on: bool) -> ConditionCapacity:
+    """The capacity of a condition from those of its seeds.
+
+    `may_go_on`: more seeds would have been run, had the interval been wider; see `_seeds_interval`.
+    """
+    logs = [math.log(one.rate) for one in seeds]
+    mean = math.exp(float(np.mean(logs)))
+    sides = {one.side for one in seeds}
+    interval, confidence = _seeds_interval(seeds, may_go_on=may_go_on)
+    least = 0.0 if "below" in sides else mean
+    most = math.inf if "above" in sides else mean
+    return ConditionCapacity(text, tuple(seeds), least, most, interval, confidence)
+
+
+def _seeds_interval(seeds: Sequence[SeedCapacity], *, may_go_on: bool) -> tuple[Interval | None, float]:
+    """Interval for the geometric mean, and its confidence.
+
+    Student's t of the logarithms, its upper end at most the highest seed's capacity: beyond that every seed fails. A search that stops as soon as the interval is short stops more often
+    where the seeds happen to agree; while it may go on, half of the width is therefore a part of `1 / n` larger (`tests/experiment/test_capacity_coverage.py`). With fewer than
+    `FEWEST_SEEDS`, or where some capacity is not known, the range of the seeds, which holds the median with a known probability.
+    """
+    count = len(seeds)
+    if count < 2:
+        return None, 0.0
+    rates = [one.rate for one in seeds]
+    low = 0.0 if any(one.side == "below" for one in seeds) else min(rates)
+    high = math.inf if any(one.side == "above" for one in seeds) else max(rates)
+    one_sided = low == 0 or math.isinf(high)
+    if one_sided or count < FEWEST_SEEDS:
+        return Interval(low, high), min(CONFIDENCE, 1 - 2.0 ** ((0 if one_sided else 1) - count))
+    logs = [math.log(one) for one in rates]
+    found = replication_interval(logs)
+    assert found is not None  # there are two at least
+    mean, half = float(np.mean(logs)), found.half_width * (1 + 1 / count if may_go_on else 1.0)
+    return Interval(math.exp(mean - half), max(math.exp(mean), min(math.exp(mean + half), high))), CONFIDENCE
+
+
+def typical_curve(
+    by_seed: Sequence[Sequence[tuple[float, float]]], own: ConditionCapacity
+) -> list[tuple[float, float]]:
+    """(rate, slack) points of a curve that passes zero at the condition's capacity: at each slack the capacity that a limit there would have.
+
+    Where some seeds were not run far enough, the others say how far from the capacity that is.
+    """
+    zeros = [one.rate if one.side == "exact" else None for one in own.by_seed]
+    known = [(sorted(runs), zero) for runs, zero in zip(by_seed, zeros, strict=True) if runs and zero is not None]
+    if own.bound != "exact" or not known:
+        return []
+    slacks = [slack for runs, _ in known for _, slack in runs]
+    lower, upper = (
+        [end * k / _CURVE_LEVELS for k in range(1, _CURVE_LEVELS + 1)] for end in (min(slacks), max(slacks))
+    )
+    outwards = [_along(levels, known, own.rate) for levels in (upper, lower)]
+    return [*reversed(outwards[0]), (own.rate, 0.0), *outwards[1]]
+
+
+def _along(
+    levels: Sequence[float], known: Sequence[tuple[Sequence[tuple[float, float]], float]], rate: float
+) -> list[tuple[float, float]]:
+    """The curve's points at slacks ever further from zero, as long as enough seeds were run there and the rate goes on the same way."""
+    curve, last = [], 0.0
+    for level in levels:
+        moves = []
+        for runs, zero in known:
+            found = crossing([one for one, _ in runs], [slack - level for _, slack in runs])
+            if found.low is not None and found.high is not None:
+                moves.append(math.log(found.rate / zero))
+        move = float(np.mean(moves)) if len(moves) >= min(len(known), _CURVE_SEEDS) else math.nan
+        if not (move <= last if level > 0 else move >= last):
+            break
+        last = move
+        curve.append((rate * math.exp(move), level))
+    return curve
+
+
+@dataclass(frozen=True, slots=True)
+class RateEstimate:
+    """The capacity of a whole SLO: of conditions joined by `and` the least, of those joined by `or` the most."""
+
+    least: float
+    most: float
+    """As those of a condition."""
+    interval: Interval | None
+    confidence: float
+    conditions: tuple[ConditionCapacity, ...]
+    decides: int
+    """The condition whose capacity it is."""
+
+    @property
+    def rate(self) -> float:
+        """The capacity, or the end of its range that is known."""
+        return self.least if self.least > 0 else self.most
+
+    @property
+    def bound(self) -> Bound:
+        """What the rate is of the capacity."""
+        return bound_of(self.least, self.most)
+
+
+def rate_estimate(slo: Slo, conditions: Sequence[ConditionCapacity]) -> RateEstimate:
+    """The capacity of the SLO from those of its conditions; each end of the interval is that of their ends."""
+    least, by_least = slo.decided([one.least for one in conditions])
+    most, by_most = slo.decided([one.most for one in conditions])
+    decides = by_least if least > 0 else by_most
+    intervals = [one.interval for one in conditions if one.interval is not None]
+    if len(intervals) < len(conditions):
+        return RateEstimate(least, most, None, 0.0, tuple(conditions), decides)
+    low, high = slo.combined([one.low for one in intervals]), slo.combined([one.high for one in intervals])
+    confidence = min(one.confidence for one in conditions)
+    return RateEstimate(least, most, Interval(low, high), confidence, tuple(conditions), decides)
+
+
+@dataclass(slots=True)
+class SeedRuns:
+    """What was run under one seed: the slack of each condition by rate."""
+
+    num_conditions: int
+    rates: list[float]
+    """In order."""
+    slacks: dict[float, tuple[float, ...]]
+    _crossings: list[Crossing | None]
+
+    @classmethod
+    def none_yet(cls, num_conditions: int) -> SeedRuns:
+        """Of a seed that was not run."""
+        return cls(num_conditions, [], {}, [None] * num_conditions)
+
+    def add(self, rate: float, slacks: Sequence[float]) -> None:
+        """A run at a rate."""
+        if rate not in self.slacks:
+            bisect.insort(self.rates, rate)
+        self.slacks[rate] = tuple(slacks)
+        self._crossings = [None] * self.num_conditions
+
+    def of(self, condition: int) -> Mapping[float, float]:
+        """The slack of one condition by rate, in order."""
+        return {rate: self.slacks[rate][condition] for rate in self.rates}
+
+    def crossing(self, condition: int) -> Crossing:
+        """Of one condition."""
+        known = self._crossings[condition]
+        if known is None:
+            known = crossing(self.rates, [self.slacks[rate][condition] for rate in self.rates])
+            self._crossings[condition] = known
+        return known

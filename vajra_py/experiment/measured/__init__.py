@@ -1,0 +1,1 @@
+"""Compare simulations with measured runs, and calibrate step times on them."""

@@ -1,0 +1,244 @@
+"""Compare a simulation with the measured run that it repeats: errors of latencies request by request, and of the load by second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vajra_py.errors import RunError
+from vajra_py.experiment.measured.run import MeasuredRequests, MeasuredRun
+from vajra_py.metrics.runs.run_data import RunData
+
+Floats = npt.NDArray[np.float64]
+
+MEAN_BOUND = 0.08
+"""Largest error of a mean that a validation passes with."""
+TTFT_BOUND = 0.15
+FEWEST_ROWS = 5
+"""Rows of a log that its clock is matched by."""
+QUANTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
+LATENCIES = ("ttft", "tpot", "e2e")
+
+
+@dataclass(frozen=True, slots=True)
+class MetricError:
+    """One number, measured and simulated."""
+
+    name: str
+    measured: float
+    simulated: float
+    bound: float | None = None
+    """Largest relative error that passes; None: reported only."""
+
+    @property
+    def relative(self) -> float:
+        """Simulated over measured, less 1."""
+        if self.measured == self.simulated:
+            return 0.0
+        return self.simulated / self.measured - 1.0 if self.measured else float("inf")
+
+    @property
+    def passes(self) -> bool:
+        """Whether it is within its bound."""
+        return self.bound is None or abs(self.relative) <= self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesError:
+    """How far a quantity is off over time: mean absolute difference by second over the measured mean."""
+
+    name: str
+    seconds: Floats
+    measured: Floats
+    simulated: Floats
+
+    @property
+    def relative(self) -> float:
+        """The error; 0 where nothing was ever measured nor simulated."""
+        mean = float(self.measured.mean())
+        difference = float(np.abs(self.measured - self.simulated).mean())
+        return difference / mean if mean else (0.0 if not difference else float("inf"))
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """A simulation beside the run that it repeats."""
+
+    name: str
+    measured: MeasuredRequests
+    simulated: MeasuredRequests
+    errors: tuple[MetricError, ...]
+    series: tuple[SeriesError, ...]
+    trust: str
+    """Where the step times come from."""
+
+    @property
+    def passes(self) -> bool:
+        """Whether every mean is within its bound."""
+        return all(one.passes for one in self.errors)
+
+    def lines(self) -> Iterator[str]:
+        """One line a metric: name, measured, simulated, error in percent."""
+        names = [*(error.name for error in self.errors), *(series.name for series in self.series)]
+        width = max(map(len, names)) + 2
+        yield f"{'metric':<{width}}{'measured':>12}{'simulated':>12}{'error':>9}"
+        for one in self.errors:
+            mark = "" if one.passes else f"  beyond {one.bound:.0%}"
+            yield f"{one.name:<{width}}{one.measured:>12.5g}{one.simulated:>12.5g}{one.relative:>+9.1%}{mark}"
+        for series in self.series:
+            means = f"{series.measured.mean():>12.4g}{series.simulated.mean():>12.4g}"
+            yield f"{series.name:<{width}}{means}{series.relative:>9.1%}"
+
+
+def compare_with_measured(run: MeasuredRun, simulated: RunData) -> Accuracy:
+    """The errors of a simulation of a measured run.
+
+    Raises:
+        RunError: the simulation did not finish, or served other requests.
+    """
+    served = requests_of(simulated)
+    if served.request_id != run.requests.request_id:
+        raise RunError(f"{simulated.path}: did not serve the requests of {run.path}. Simulate the run's own workload.")
+    trust = str(simulated.summary.value("step_times.sentence") or "unknown")
+    return Accuracy(
+        run.path.name,
+        run.requests,
+        served,
+        (*latency_errors(run.requests, served), *gap_errors(run.requests, simulated)),
+        tuple(series_errors(run, served, simulated)),
+        trust,
+    )
+
+
+def requests_of(simulated: RunData) -> MeasuredRequests:
+    """A simulated run's requests in the form of measured ones.
+
+    Raises:
+        RunError: a request did not get its whole answer.
+    """
+    table = simulated.requests(
+        "request_id",
+        "num_prompt_tokens",
+        "num_output_tokens",
+        "arrived_at",
+        "admitted_at",
+        "first_token_at",
+        "ended_at",
+    )
+    columns = {name: table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names}
+    order = np.argsort(columns["arrived_at"], kind="stable")
+    ended = columns["ended_at"].astype(np.float64)
+    if not np.isfinite(ended).all() or not np.isfinite(columns["first_token_at"].astype(np.float64)).all():
+        raise RunError(f"{simulated.path}: not every request was served. Simulate the run to its end.")
+    return MeasuredRequests(
+        request_id=tuple(columns["request_id"][order]),
+        num_prompt_tokens=columns["num_prompt_tokens"][order].astype(np.int64),
+        num_output_tokens=columns["num_output_tokens"][order].astype(np.int64),
+        arrived_at=columns["arrived_at"][order].astype(np.float64),
+        first_token_at=columns["first_token_at"][order].astype(np.float64),
+        last_token_at=ended[order],
+        scheduled_at=columns["admitted_at"][order].astype(np.float64),
+    )
+
+
+def latency_errors(measured: MeasuredRequests, simulated: MeasuredRequests) -> Iterator[MetricError]:
+    """Mean and quantiles of TTFT, TPOT and E2E in milliseconds, and the output throughput."""
+    for name in LATENCIES:
+        bound = TTFT_BOUND if name == "ttft" else MEAN_BOUND
+        one, other = (1e3 * getattr(requests, f"{name}_s") for requests in (measured, simulated))
+        one, other = one[np.isfinite(one)], other[np.isfinite(other)]
+        if len(one) and len(other):
+            yield MetricError(f"{name}_mean_ms", float(one.mean()), float(other.mean()), bound)
+            for label, percent in QUANTILES.items():
+                yield MetricError(
+                    f"{name}_{label}_ms", float(np.percentile(one, percent)), float(np.percentile(other, percent))
+                )
+    rate, other_rate = (
+        float(requests.num_output_tokens.sum() / (requests.last_token_at.max() - requests.arrived_at.min()))
+        for requests in (measured, simulated)
+    )
+    yield MetricError("output_tokens_per_s", rate, other_rate, MEAN_BOUND)
+
+
+def gap_errors(measured: MeasuredRequests, simulated: RunData) -> Iterator[MetricError]:
+    """Mean and quantiles of the gaps between tokens of all requests, in milliseconds; nothing where they were not measured."""
+    gaps = measured.tbt_s
+    if gaps is None or not len(gaps):
+        return
+    mine = {"mean": float(gaps.mean())} | {name: float(np.percentile(gaps, one)) for name, one in QUANTILES.items()}
+    for name, value in mine.items():
+        other = simulated.summary.value(f"overall.tbt_s.{name}")
+        if other is not None:
+            bound = MEAN_BOUND if name == "mean" else None
+            yield MetricError(f"tbt_{name}_ms", 1e3 * value, 1e3 * float(other), bound)
+
+
+def series_errors(run: MeasuredRun, simulated: MeasuredRequests, data: RunData) -> Iterator[SeriesError]:
+    """Running and waiting requests by second from the first arrival to the last end of either, and generated tokens by the log's intervals."""
+    measured = run.requests
+    end = float(max(measured.last_token_at.max(), simulated.last_token_at.max()))
+    seconds = np.arange(0.5, end + 1.0)
+    if measured.scheduled_at is None or simulated.scheduled_at is None:
+        return
+    for name, start, stop in (("running", "scheduled_at", "last_token_at"), ("waiting", "arrived_at", "scheduled_at")):
+        yield SeriesError(
+            name,
+            seconds,
+            _present(getattr(measured, start), getattr(measured, stop), seconds),
+            _present(getattr(simulated, start), getattr(simulated, stop), seconds),
+        )
+    log = run.series
+    if log is None or len(log["t"]) < 2:
+        return
+    at = log["t"] - _log_shift(run, log)
+    edges = np.concatenate([[at[0] - float(np.median(np.diff(at)))], at])
+    generated = _simulated_tokens(data, simulated, edges) / np.diff(edges)
+    yield SeriesError("gen_throughput", (edges[:-1] + edges[1:]) / 2, log["gen_throughput"], generated)
+    if log.get("kv_cache_pct", np.zeros(1)).any():
+        steps = data.steps("formed_at", "used_fraction")
+        formed, used = (steps.column(name).to_numpy() for name in steps.column_names)
+        order = np.argsort(formed, kind="stable")
+        simulated_use = np.interp(seconds, formed[order], 100.0 * used[order], right=0.0)
+        yield SeriesError("kv_use_pct", seconds, np.interp(seconds, at, log["kv_cache_pct"], right=0.0), simulated_use)
+
+
+def _present(start: Floats, stop: Floats, at: Floats) -> Floats:
+    """How many requests are between the two at each time."""
+    begun = np.searchsorted(np.sort(start), at, side="right")
+    ended = np.searchsorted(np.sort(stop), at, side="right")
+    return (begun - ended).astype(np.float64)
+
+
+def _log_shift(run: MeasuredRun, log: Mapping[str, Floats]) -> float:
+    """How many seconds the log's clock is ahead of the requests': where their running requests agree best.
+
+    Ends are seen by log and client at once, while the log counts a request as running only when the step that it was scheduled in is
+    under way. Rows after the last scheduling are therefore preferred, where there are enough of them.
+    """
+    requests = run.requests
+    assert requests.scheduled_at is not None  # else there is no series
+    at, running = log["t"], log["running"]
+    only_ends = (at > float(requests.scheduled_at.max()) + 2.0) & (at < float(requests.last_token_at.max()) + 2.0)
+    if np.count_nonzero(only_ends) >= FEWEST_ROWS:
+        at, running = at[only_ends], running[only_ends]
+    shifts = np.arange(-2.0, 2.0, 0.02)
+    gaps = [
+        float(np.abs(_present(requests.scheduled_at, requests.last_token_at, at - shift) - running).sum())
+        for shift in shifts
+    ]
+    return float(np.mean(shifts[np.array(gaps) <= min(gaps)]))
+
+
+def _simulated_tokens(data: RunData, requests: MeasuredRequests, edges: Floats) -> Floats:
+    """Generated tokens of each interval, as an engine counts them: whole steps when they come back, and first tokens."""
+    table = data.steps("formed_at", "duration_s", "num_decodes")
+    formed, duration, decodes = (table.column(name).to_numpy() for name in table.column_names)
+    at = np.concatenate([formed + duration, requests.first_token_at])
+    tokens = np.concatenate([decodes.astype(np.float64), np.ones(len(requests.first_token_at))])
+    order = np.argsort(at, kind="stable")
+    total = np.concatenate([[0.0], np.cumsum(tokens[order])])
+    counted: Floats = np.diff(total[np.searchsorted(at[order], edges, side="right")])
+    return counted

@@ -1,0 +1,249 @@
+"""Fit what operator tables cannot know, host overhead and a few scale factors, to a measured run.
+
+Times at which fitted requests got their first and last tokens are ends of steps, and a simulation says which steps lie between two of them. So
+what a figure adds to each step gives a linear problem, solved with each figure held to its prior, and again with the steps of the simulation
+that results. What the fit did not see judges it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.experiment.measured.accuracy import LATENCIES, requests_of
+from vajra_py.experiment.measured.calibration_steps import Figure, StepCosts
+from vajra_py.experiment.measured.run import MeasuredRequests, MeasuredRun
+from vajra_py.experiment.measured.simulation import measured_config, simulate_measured
+from vajra_py.latency import Calibration
+from vajra_py.metrics.runs.run_data import RunData
+
+Floats = npt.NDArray[np.float64]
+Progress = Callable[[int, float], None]
+"""Called after each simulation with (simulations so far, sum of squared residuals)."""
+
+FEWEST_REQUESTS = 20
+TPOT_NOISE, INTERVAL_NOISE = 0.01, 0.02
+"""Relative errors by chance: of one request's TPOT, which is the mean of hundreds of steps, and of the time between two tokens' ends of steps."""
+MATCHED = 0.08
+"""An interval is taken for the same steps in the run and the simulation where its times differ by less than this."""
+ROUNDS = 3
+"""Simulations from which a fit is made, each with the figures of the one before."""
+TOKEN_GAP_S = 1e-3
+"""Tokens closer than this came back with one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A calibration, and how it was come by."""
+
+    calibration: Calibration
+    figures: tuple[Figure, ...]
+    values: tuple[float, ...]
+    num_simulations: int
+    held_out: Mapping[str, float]
+    """Relative errors of the means of the requests that the fit did not see."""
+    before: Mapping[str, float]
+    """The same with every figure at its prior."""
+
+    def lines(self) -> Iterator[str]:
+        """The figures, the errors where nothing was fitted, and the residuals where it was, for people."""
+        yield f"fitted on {self.calibration.fitted_on}, {self.num_simulations} simulations"
+        yield f"{'figure':<20}{'prior':>12}{'fitted':>12}"
+        for figure, value in zip(self.figures, self.values, strict=True):
+            unit, factor = ("", 1.0) if figure.is_scale else (" us", 1e6)
+            yield f"{figure.name:<20}{factor * figure.prior:>12.4g}{factor * value:>12.4g}{unit}"
+        yield f"{'mean, not fitted':<20}{'before':>12}{'after':>12}"
+        for name in LATENCIES:
+            yield f"{name:<20}{self.before[name]:>+12.1%}{self.held_out[name]:>+12.1%}"
+        yield f"{'residuals, fitted':<20}{'p10':>12}{'p50':>12}{'p90':>12}"
+        for name in ("ttft", "tpot"):
+            yield f"{name:<20}" + "".join(
+                f"{self.calibration.residuals[f'{name}_p{one}']:>+12.1%}" for one in (10, 50, 90)
+            )
+
+
+def figures_of(run: MeasuredRun, latency: Mapping[str, Any]) -> tuple[Figure, ...]:
+    """What is fitted: scales of the parts that the run's deployment has, and its engine's kind of overhead."""
+    config = measured_config(latency)
+    latency_model = config.build()
+    host = latency_model.host
+    scales = [("dense", 0.05), ("decode_attention", 0.1), ("mixed_attention", 0.1)]
+    if config.tensor_parallel > 1 or config.data_parallel > 1:
+        scales.append(("all_reduce", 0.3))
+    if latency_model.model.experts is not None:
+        scales.append(("experts", 0.1))
+    step = ("exposed_s", host.exposed_s) if host.asynchronous else ("step_base_s", host.step_base_s)
+    figures = [Figure(name, 1.0, width, 0.3, is_scale=True) for name, width in scales]
+    figures.append(Figure(step[0], step[1], 1e-3, 0.0, is_scale=False))
+    if not host.asynchronous:
+        figures.append(Figure("step_per_request_s", host.step_per_request_s, 10e-6, 0.0, is_scale=False))
+    return tuple(figures)
+
+
+def calibrate(
+    run: MeasuredRun, latency: Mapping[str, Any], fit_fraction: float = 1 / 3, progress: Progress | None = None
+) -> Fit:
+    """Fit the figures of measured operators to the run's first requests and judge them by the rest.
+
+    `latency` is what stands under `latency:` for the run (`bundle_latency`, `tables_latency`); `fit_fraction` the part of the requests that is fitted.
+
+    Raises:
+        ConfigError: too few requests to fit or to judge, or a latency model that is not made of measured operators.
+    """
+    if latency.get("calibration"):
+        raise ConfigError(Problem("latency.calibration", "a calibrated model is not fitted again", "Leave it out"))
+    number = len(run.requests.request_id)
+    num_fitted = round(fit_fraction * number)
+    if num_fitted < FEWEST_REQUESTS or number - num_fitted < FEWEST_REQUESTS:
+        message = f"{num_fitted} of {number} requests are fitted, which leaves {number - num_fitted} to judge by"
+        raise ConfigError(Problem("--fit-fraction", message, f"Allowed: at least {FEWEST_REQUESTS} of each"))
+    trials = _Trials(run, latency, figures_of(run, latency), num_fitted, progress)
+    try:
+        values = trials.fitted()
+        held_out, before = trials.held_out(values), trials.held_out(trials.priors)
+    finally:
+        trials.close()
+    bundle = trials.bundle
+    chosen = {one.name: float(value) for one, value in zip(trials.figures, values, strict=True)}
+    residuals = trials.residuals_of(values)
+    calibration = Calibration(
+        model=bundle.model,
+        hardware=bundle.hardware,
+        tensor_parallel=bundle.tensor_parallel,
+        host={one.name: chosen[one.name] for one in trials.figures if not one.is_scale},
+        scales={one.name: chosen[one.name] for one in trials.figures if one.is_scale},
+        fitted_on=f"{num_fitted} of {number} requests of {run.path.name}",
+        errors={f"{name}_s": held_out[name] for name in LATENCIES},
+        residuals={f"{name}_p{percent}": float(np.percentile(part, percent)) for name, part in residuals.items()
+                   for percent in (10, 50, 90)},
+    )  # fmt: skip
+    return Fit(calibration, trials.figures, tuple(float(value) for value in values), trials.count, held_out, before)
+
+
+class _Trials:
+    """Simulations of one run under different figures."""
+
+    def __init__(
+        self,
+        run: MeasuredRun,
+        latency: Mapping[str, Any],
+        figures: tuple[Figure, ...],
+        num_fitted: int,
+        progress: Progress | None,
+    ) -> None:
+        self.figures = figures
+        self.count = 0
+        self._run, self._latency, self._num_fitted = run, latency, num_fitted
+        self._model = measured_config(latency).build()
+        self.bundle = self._model.bundle
+        self._progress = progress
+        self._folder = tempfile.TemporaryDirectory(prefix="vajra-calibrate-")
+        fitted = run.requests.first(num_fitted)
+        # Requests that run side by side share their steps and err together: they say as much as those that could follow one another.
+        span = float(fitted.last_token_at.max() - fitted.arrived_at.min())
+        self._stretches = max(1.0, span / float(fitted.e2e_s.mean()))
+        self._known: dict[tuple[float, ...], MeasuredRequests] = {}
+
+    @property
+    def priors(self) -> Floats:
+        """Every figure as it was before."""
+        return np.array([one.prior for one in self.figures])
+
+    def close(self) -> None:
+        """Remove what was simulated."""
+        self._folder.cleanup()
+
+    def fitted(self) -> Floats:
+        """The figures of least squared residuals."""
+        values = self.priors
+        for _ in range(ROUNDS):
+            values = self._solved(values)
+        return values
+
+    def _solved(self, values: Floats) -> Floats:
+        """Better figures than these, from the steps of the simulation with these."""
+        from scipy.optimize import least_squares
+
+        data, known = self._trial(values)
+        steps = StepCosts(data, self._model, self.figures, values)
+        measured, simulated = self._run.requests.first(self._num_fitted), known.first(self._num_fitted)
+        spent = measured.last_token_at - measured.first_token_at
+        several = np.flatnonzero(spent > 0)
+        parts, rest = steps.between(simulated.first_token_at, simulated.last_token_at, several)
+        weight = np.sqrt(self._stretches / len(several)) / TPOT_NOISE if len(several) else 0.0
+        rows, wanted = [weight * parts / spent[several, None]], [weight * (1.0 - rest / spent[several])]
+        if steps.num_replicas == 1:
+            parts, rest, spent = self._intervals(steps, measured, simulated)
+            rows.append(parts / spent[:, None] / INTERVAL_NOISE)
+            wanted.append((1.0 - rest / spent) / INTERVAL_NOISE)
+        matrix, target = np.concatenate(rows), np.concatenate(wanted)
+        widths = np.array([one.width for one in self.figures])
+        lows = np.array([one.low for one in self.figures])
+
+        def residuals(units: Floats) -> Floats:
+            found: Floats = np.concatenate([matrix @ (self.priors + units * widths) - target, units])
+            return found
+
+        start = np.maximum((values - self.priors) / widths, (lows - self.priors) / widths)
+        bounds = ((lows - self.priors) / widths - 1e-9, np.full(len(widths), np.inf))
+        solution = least_squares(residuals, start, bounds=bounds, loss="soft_l1")
+        if self._progress is not None:
+            self._progress(self.count, float(2.0 * solution.cost))
+        better: Floats = np.maximum(self.priors + solution.x * widths, lows)
+        return better
+
+    def _intervals(
+        self, steps: StepCosts, measured: MeasuredRequests, simulated: MeasuredRequests
+    ) -> tuple[Floats, Floats, Floats]:
+        """(what one unit of each figure adds, what else they take, what was measured) of times between two tokens' steps."""
+        at, there = (np.concatenate([one.first_token_at, one.last_token_at]) for one in (measured, simulated))
+        order = np.argsort(at, kind="stable")
+        at, there = at[order], there[order]
+        spent, taken = np.diff(at), np.diff(there)
+        matched = np.flatnonzero((spent > TOKEN_GAP_S) & (np.abs(taken - spent) < MATCHED * spent))
+        parts, rest = steps.between(there[:-1], there[1:], matched)
+        return parts, rest, spent[matched]
+
+    def held_out(self, values: Floats) -> dict[str, float]:
+        """Relative errors of means over the requests that were not fitted."""
+        simulated, measured = self._simulated(values), self._run.requests
+        errors = {}
+        for name in LATENCIES:
+            one, other = (getattr(requests, f"{name}_s")[self._num_fitted :] for requests in (simulated, measured))
+            errors[name] = float(np.nanmean(one) / np.nanmean(other) - 1.0)
+        return errors
+
+    def residuals_of(self, values: Floats) -> dict[str, Floats]:
+        """Relative errors of each fitted request."""
+        simulated = self._simulated(values).first(self._num_fitted)
+        measured = self._run.requests.first(self._num_fitted)
+        tpot = simulated.tpot_s / measured.tpot_s - 1.0
+        ttft = simulated.ttft_s / measured.ttft_s - 1.0
+        return {"tpot": tpot[np.isfinite(tpot)], "ttft": ttft}
+
+    def _simulated(self, values: Floats) -> MeasuredRequests:
+        key = tuple(float(value) for value in values)
+        return self._known[key] if key in self._known else self._trial(values)[1]
+
+    def _trial(self, values: Floats) -> tuple[RunData, MeasuredRequests]:
+        self.count += 1
+        data = self._run_of({one.name: float(value) for one, value in zip(self.figures, values, strict=True)})
+        requests = self._known[tuple(float(value) for value in values)] = requests_of(data)
+        return data, requests
+
+    def _run_of(self, chosen: Mapping[str, float]) -> RunData:
+        folder = Path(self._folder.name)
+        bundle = self.bundle
+        host = {one.name: chosen[one.name] for one in self.figures if not one.is_scale}
+        scales = {one.name: chosen[one.name] for one in self.figures if one.is_scale}
+        trial = Calibration(bundle.model, bundle.hardware, bundle.tensor_parallel, host, scales, "a trial")
+        file = folder / "trial.json"
+        trial.write(file)
+        return simulate_measured(self._run, {**self._latency, "calibration": str(file)}, folder)

@@ -1,0 +1,183 @@
+"""Simulate a measured run: the same requests under vLLM's scheduler with the engine's own settings, steps timed by a latency model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from vajra_py.config import ExperimentConfig, config_from_mapping
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.experiment.measured.run import MeasuredRun
+from vajra_py.experiment.runs.run import run_experiment
+from vajra_py.latency import AiconfiguratorConfig, ProfileBundleConfig, read_bundle
+from vajra_py.metrics.runs.run_data import RunData
+from vajra_py.workload import RequestSpec, write_jsonl
+
+PRESET = "vllm-v1"
+WORKLOAD_FILE = "workload.jsonl.gz"
+SIMULATED = "simulated"
+
+
+def bundle_latency(
+    run: MeasuredRun, profile: str | Path, calibration: str | Path | None = None, **changes: Any
+) -> dict[str, Any]:
+    """What stands under `latency:` to simulate a measured run with a profile bundle; `changes` win.
+
+    Parallelism, CUDA graphs and asynchronous scheduling are the run's; the contexts vary as much as its requests' do. Tokens take no time
+    to a client where the engine noted when they came.
+
+    Raises:
+        ConfigError: the bundle is of another model.
+    """
+    bundle = read_bundle(profile, run.settings.tensor_parallel)
+    if _bare(bundle.model) != _bare(run.settings.model):
+        message = f"is of {bundle.model}, and the run of {run.settings.model}"
+        raise ConfigError(Problem(str(profile), message, "Allowed: a bundle of the same model"))
+    if bundle.variant.endswith("-kvfp8") != (run.settings.kv_dtype == "fp8"):
+        message = f"is {bundle.variant}, and the run's KV cache is {run.settings.kv_dtype or 'of 16 bits'}"
+        raise ConfigError(Problem(str(profile), message, "Allowed: a bundle measured with the same KV cache"))
+    latency = {"type": "profile_bundle", "path": str(Path(profile).resolve()), **_deployed(run)}
+    return _changed(latency, run, calibration, changes)
+
+
+def tables_latency(run: MeasuredRun, calibration: str | Path | None = None, **changes: Any) -> dict[str, Any]:
+    """The same with the operator tables of aiconfigurator; `changes` name the `system`, and what else the run does not say.
+
+    Raises:
+        ConfigError: no system is named.
+    """
+    if "system" not in changes:
+        allowed = "--profile FOLDER for a profile bundle, or --latency system=NAME for the tables of aiconfigurator"
+        raise ConfigError(Problem("latency", "nothing says where step times come from", allowed))
+    latency = {"type": "aiconfigurator", "model": run.settings.model.rsplit("/", 1)[-1], **_deployed(run)}
+    return _changed(latency, run, calibration, changes)
+
+
+def _deployed(run: MeasuredRun) -> dict[str, Any]:
+    """Settings of a latency model that follow from how the engine was started, and from its requests."""
+    settings = run.settings
+    latency: dict[str, Any] = {
+        "tensor_parallel": settings.tensor_parallel,
+        "host": "vllm-0.19-async" if settings.asynchronous else "vllm-0.19-sync",
+        "context_variation": round(run.context_variation, 4),
+    }
+    if run.has_engine_times:
+        latency["first_token_us"] = 0.0
+    if settings.capture_limit == 0:
+        latency["cuda_graphs"] = False
+    else:
+        limit = settings.capture_limit or min(512, 2 * settings.max_num_seqs, settings.max_num_batched_tokens)
+        latency["capture_limit"] = limit
+    if settings.expert_parallel:
+        latency["expert_parallel"] = True
+    return latency
+
+
+def _changed(
+    latency: dict[str, Any], run: MeasuredRun, calibration: str | Path | None, changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    latency |= changes
+    # Data-parallel ranks that share experts step together.
+    if run.settings.data_parallel > 1 and measured_config(latency).model_spec().experts is not None:
+        latency.setdefault("data_parallel", run.settings.data_parallel)
+    if calibration is not None:
+        latency["calibration"] = str(Path(calibration).resolve())
+    return latency
+
+
+def measured_config(latency: Mapping[str, Any]) -> ProfileBundleConfig | AiconfiguratorConfig:
+    """The settings of a latency model of measured operators.
+
+    Raises:
+        ConfigError: another latency model, or wrong settings.
+    """
+    kinds: dict[str, type[ProfileBundleConfig] | type[AiconfiguratorConfig]] = {
+        "profile_bundle": ProfileBundleConfig,
+        "aiconfigurator": AiconfiguratorConfig,
+    }
+    kind = kinds.get(str(latency.get("type")))
+    if kind is None:
+        message = f"is not made of measured operators ({latency.get('type')!r})"
+        raise ConfigError(Problem("latency.type", message, f"Allowed: {', '.join(kinds)}"))
+    try:
+        return kind.model_validate(dict(latency))
+    except ValidationError as error:
+        problems = [
+            Problem(".".join(["latency", *map(str, one["loc"])]), f"{one['msg']} ({one['input']!r})")
+            for one in error.errors()
+        ]
+        raise ConfigError(problems) from error
+
+
+def _bare(model: str) -> str:
+    return model.rsplit("/", 1)[-1].lower()
+
+
+def simulation_of(run: MeasuredRun, latency: Mapping[str, Any], workload_file: Path) -> ExperimentConfig:
+    """The experiment that serves the run's requests as its engine did.
+
+    Data-parallel ranks that share experts step together and are simulated as one replica of all their sequences and tokens, in which
+    prompts find cached blocks of their own rank only; other ranks are replicas of their own.
+    """
+    settings = run.settings
+    together = int(latency.get("data_parallel", 1))
+    memory: dict[str, Any] = {
+        "block_size": settings.block_size,
+        "prefix_cache": {"enabled": settings.prefix_caching},
+    }
+    if together > 1:
+        memory["tenant_salt"] = True  # tenants are ranks: see `ranked`
+    if settings.memory_fraction is not None:
+        memory["memory_fraction"] = settings.memory_fraction
+    if settings.num_blocks is not None:
+        memory["num_blocks"] = together * (settings.num_blocks - 1)  # the first one of a rank is vLLM's null block
+    replica: dict[str, Any] = {
+        "max_batch_size": together * settings.max_num_seqs,
+        "max_batch_tokens": together * settings.max_num_batched_tokens,
+        "memory": memory,
+    }
+    if settings.max_model_len is not None:
+        replica["max_model_len"] = settings.max_model_len
+    mapping: dict[str, Any] = {
+        "version": 1,
+        "name": SIMULATED,
+        "preset": PRESET,
+        "replica": replica,
+        "num_replicas": settings.data_parallel // together,
+        "workload": {"type": "jsonl", "path": str(workload_file)},
+        "backend": {"simulator": {"latency": dict(latency)}},
+        "output": {"decision_log": False},
+    }
+    if together > 1:
+        # One rank computes a prompt, and has its own budget for it.
+        params = {"long_prefill_threshold_tokens": settings.max_num_batched_tokens}
+        mapping["scheduling"] = {"replica_scheduler": {"policy": "vllm_v1", "params": params}}
+    return config_from_mapping(mapping)
+
+
+def ranked(workload: Sequence[RequestSpec], num_ranks: int) -> Sequence[RequestSpec]:
+    """The requests with data-parallel ranks as their tenants, in turn by arrival, as a balancer of equal ranks has it.
+
+    Each rank of vLLM has a prefix cache of its own, and tenants of a replica share no blocks where they salt them.
+    """
+    if num_ranks == 1:
+        return workload
+    order = sorted(range(len(workload)), key=lambda index: workload[index].arrived_at)
+    rank_of = {index: turn % num_ranks for turn, index in enumerate(order)}
+    return [replace(spec, tenant=f"rank-{rank_of[index]}") for index, spec in enumerate(workload)]
+
+
+def simulate_measured(run: MeasuredRun, latency: Mapping[str, Any], folder: Path) -> RunData:
+    """Simulate the run with this latency model; its results go below `folder`.
+
+    Raises:
+        ConfigError: the latency model or the sizes cannot be used.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    workload_file = (folder / WORKLOAD_FILE).resolve()
+    write_jsonl(ranked(run.workload, int(latency.get("data_parallel", 1))), workload_file)
+    return run_experiment(simulation_of(run, latency, workload_file), folder=folder / SIMULATED, overwrite=True)

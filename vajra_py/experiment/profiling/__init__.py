@@ -1,0 +1,1 @@
+"""Measure an engine's step times and fit a profile to them."""

@@ -1,0 +1,84 @@
+"""Measure step times of a working engine, and the share that is not computing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vajra_py.config import ExperimentConfig
+from vajra_py.contract import BatchFeatures
+from vajra_py.contract.observer import Observer, StepEnd
+from vajra_py.engine.build import Engine
+from vajra_py.engine.compute import ModelRunner
+from vajra_py.engine.outputs import OutputBuffer, Submission
+from vajra_py.engine.prompts import request_seed
+from vajra_py.engine.services import engine_services
+from vajra_py.experiment.profiling.bench import GREEDY
+from vajra_py.experiment.profiling.steady import NormalizedClock, SteadyRunner
+from vajra_py.plugins import load_registry
+from vajra_py.runtime.requests.request import RequestFacts
+from vajra_py.runtime.support.seeds import SeedTree
+
+_LIVE_WAVES = (1, 1, 2, 4, 8, 16, 32)
+_MAX_LIVE_STEPS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class LiveStep:
+    """A step of the running engine: from forming it to taking its tokens in, and how much of that was not computing."""
+
+    shape: BatchFeatures
+    time_s: float
+    overhead_s: float
+
+
+class _Watch(Observer):
+    """Notes every step with what of it was not computing."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._replicas = list(engine.replicas.values())
+        self._compute_s = 0.0
+        self.steps: list[LiveStep] = []
+
+    def on_step_end(self, step: StepEnd) -> None:
+        """See `Observer`."""
+        compute_s = sum(one.compute_s for one in self._replicas)
+        time_s = step.ended_at - step.formed_at
+        self.steps.append(LiveStep(step.shape, time_s, max(1e-9, time_s - (compute_s - self._compute_s))))
+        self._compute_s = compute_s
+
+
+def serve_a_while(
+    config: ExperimentConfig, num_blocks: int, runner: ModelRunner, clock: NormalizedClock
+) -> list[LiveStep]:
+    """Serve requests in waves, so that steps of few and of many come by; times are those of a machine of steady pace."""
+    memory = config.replica.memory.model_copy(update={"num_blocks": num_blocks})
+    replica = config.replica.model_copy(update={"memory": memory})
+    settings = config.backend.settings.model_copy(update={"workers": "in_process", "look_ahead": False})
+    config = config.model_copy(
+        update={
+            "replica": replica,
+            "backend": config.backend.model_copy(update={settings.kind: settings}),
+        }
+    )
+    replaced = {"load": lambda options: SteadyRunner(runner, clock), "make_clock": clock.start}
+    engine = Engine.load(config, engine_services(config, load_registry(), {}, **replaced))
+    watch = _Watch(engine)
+    engine.controller.watch((watch,))
+    loop = engine.start()
+    stream = SeedTree(config.seed).stream("live")
+    longest = engine.prompt_limits().max_request_tokens
+    number = 0
+    for wave in _LIVE_WAVES:
+        for _ in range(wave):
+            num_tokens = int(stream.integers(1, max(2, min(256, longest // 2))))
+            num_outputs = int(stream.integers(1, max(2, min(48, longest // 4))))
+            prompt = stream.integers(0, engine.facts.vocab_size, num_tokens).tolist()
+            name = f"live-{number}"
+            number += 1
+            facts = RequestFacts(name, num_tokens, num_outputs)
+            loop.submit(Submission(facts, prompt, request_seed(0, name), OutputBuffer(GREEDY, ()), shares=False))
+        loop.run()
+    steps = watch.steps
+    if len(steps) > _MAX_LIVE_STEPS:
+        steps = [steps[index] for index in sorted(stream.permutation(len(steps))[:_MAX_LIVE_STEPS].tolist())]
+    return steps

@@ -1,0 +1,92 @@
+"""The interface between experiments and backends, which are found by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from vajra_py.config import ExperimentConfig
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.experiment.runs.results import Tables
+from vajra_py.latency import StepTimes
+from vajra_py.plugins import Registry
+from vajra_py.runtime.records.decision_log import DecisionLog
+from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.support.seeds import SeedTree
+from vajra_py.workload import Workload
+
+Progress = Callable[[int, int, float], None]
+"""Called now and then with (requests ended, requests in all, seconds on the run's clock)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run about to start."""
+
+    config: ExperimentConfig
+    registry: Registry
+    workload: Workload
+    seeds: SeedTree
+    progress: Progress | None = None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a backend says when nothing more will happen."""
+
+    ended_at: float
+    """Seconds on the run's clock."""
+    num_steps: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """For the manifest."""
+
+
+WriteTables: TypeAlias = Callable[[Path, ExperimentConfig, Tables, float, Mapping[str, Any]], None]
+"""Called with the run's folder, its settings, what was recorded, the run's end in seconds, and where step times come from."""
+
+
+class Backend(Protocol):
+    """A prepared run; `prepare` and `start` are called once, in this order."""
+
+    controller: Controller
+    decision_log: type[DecisionLog]
+    """What keeps its decisions."""
+    write: WriteTables
+    """What writes the tables of what was recorded."""
+
+    @property
+    def step_times(self) -> StepTimes:
+        """Where the durations of steps come from."""
+
+    def prepare(self, folder: Path) -> None:
+        """The run's folder is ready: what this backend alone records goes there."""
+
+    def start(self) -> Outcome:
+        """Serve the whole workload."""
+
+    def position(self) -> tuple[float, int]:
+        """(seconds on the run's clock, steps) so far; also after a failure."""
+
+    def close(self) -> None:
+        """Give everything back, whatever happened."""
+
+
+MakeBackend: TypeAlias = Callable[[Run], Backend]
+
+
+def make_backend(run: Run) -> Backend:
+    """The backend that the configuration names."""
+    kind = run.config.backend.kind
+    if kind == "simulator":
+        from vajra_py.experiment.runs.simulated import SimulatedRun
+
+        return SimulatedRun(run)
+    from vajra_py.engine.config import MODEL_BACKENDS  # a simulation ends without the engine
+
+    if kind in MODEL_BACKENDS:
+        from vajra_py.experiment.runs.engined import EngineRun
+
+        return EngineRun(run)
+    raise ConfigError(Problem("backend", f"nothing here runs it ({kind!r})", "Allowed: engine, simulator, vllm"))

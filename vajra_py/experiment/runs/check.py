@@ -1,0 +1,51 @@
+"""Find what is wrong with an experiment and only shows when its parts are made: unreadable traces, models or policies that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vajra_py.config import ExperimentConfig, SweepPoint
+from vajra_py.errors import ConfigError, Problem, WorkloadError
+from vajra_py.experiment.runs.backend import Run, make_backend
+from vajra_py.experiment.runs.run import load_workload
+from vajra_py.plugins import Registry
+from vajra_py.runtime.support.seeds import SeedTree
+from vajra_py.workload import Workload
+
+
+def problems_of_parts(
+    points: Sequence[tuple[SweepPoint, ExperimentConfig]], registry: Registry, where: str = ""
+) -> Iterator[Problem]:
+    """Read the workload's files and put replicas and policies together once for every point; yield what is wrong, each thing once.
+
+    `where` stands before the place of each problem of the settings.
+    """
+    nothing = Workload.from_requests([])
+    seen: set[tuple[str, ...]] = set()
+    found: set[str] = set()
+    for point, config in points:
+        try:
+            paths = tuple(_paths(config.workload))
+            if paths and paths not in seen:
+                seen.add(paths)
+                load_workload(config)
+            if config.backend.kind == "simulator":
+                make_backend(Run(config, registry, nothing, SeedTree(config.seed)))
+        except WorkloadError as error:
+            yield from error.problems
+        except ConfigError as error:
+            place = where if len(points) == 1 else f"{where} ({point.label})"
+            for problem in error.problems:
+                if str(problem) not in found:  # what is wrong with every point is shown of the first
+                    found.add(str(problem))
+                    yield replace(problem, where=f"{place} {problem.where}".strip())
+
+
+def _paths(workload: Any) -> Iterator[str]:
+    """The files that a workload is read from."""
+    if getattr(workload, "path", None):
+        yield workload.path
+    for part in getattr(workload, "workloads", ()):
+        yield from _paths(part)

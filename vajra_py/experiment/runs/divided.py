@@ -1,0 +1,219 @@
+"""A simulation divided into parts that share nothing, each run by a worker, and put together again to the same bytes.
+
+Replicasets share nothing but the requests' order. Within a replicaset whose scheduler binds on arrival and reads no load, neither do replicas, as
+long as no policy keeps state about others' requests. Each part goes through all requests in order, decides as the whole would which replica takes each, and
+simulates those of its own replicas. What cannot be divided exactly is not divided, and `why_whole` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from vajra_py.config import ExperimentConfig
+from vajra_py.contract import Layer, QueueView, ReplicaLoadView, RequestView, SchedulerTraits
+from vajra_py.contract.policies import traits_of
+from vajra_py.errors import POLICY_EXCEPTIONS, RunError, check_is_own_fault
+from vajra_py.experiment.runs.backend import Run, WriteTables
+from vajra_py.experiment.runs.part_tables import write_part
+from vajra_py.experiment.runs.simulated import SimulatedRun
+from vajra_py.latency import HasHostOverhead, ReplaysDurations
+from vajra_py.plugins import Registry, build_latency_model
+from vajra_py.runtime.records.decision_log import DecisionLog, PartialDecisionLog
+from vajra_py.runtime.requests.listeners import NOBODY
+from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
+from vajra_py.runtime.serving.load import LiveLoad
+from vajra_py.runtime.serving.replicaset import Replicaset
+from vajra_py.runtime.serving.workload_adapter import facts_of
+from vajra_py.runtime.support.clock import to_seconds, to_ticks
+from vajra_py.runtime.support.seeds import NotedSeeds
+from vajra_py.workload import Workload
+from vajra_py.workload.arrays import I64
+
+_LENGTHS = ("none", "constant", "histogram", "oracle", "noisy_oracle")
+"""Predictors of output lengths whose answer about a request depends on nothing but that request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of several parts of a run."""
+
+    index: int
+    count: int
+
+
+def why_whole(config: ExperimentConfig, registry: Registry) -> str | None:
+    """Why a run of these settings cannot be divided at all; None when its replicasets at least may share nothing."""
+    if config.backend.kind != "simulator":
+        return f"only simulations are divided (backend: {config.backend.kind})"
+    settings = config.backend.settings
+    models = [settings.latency, *(one.latency for one in settings.replicasets.values() if one.latency is not None)]
+    latencies = [build_latency_model(one.type, one.parameters, registry) for one in models]
+    reasons = {
+        "its observers see all replicas": bool(config.observers),
+        "it ends with its last arrival (backend.simulator.drain: false)": not settings.drain,
+        f"the predictor of output lengths may remember requests ({settings.output_length.type})": (
+            settings.output_length.type not in _LENGTHS
+        ),
+        "an asynchronous engine takes requests in when any replica's step ends": any(
+            isinstance(one, HasHostOverhead) and one.host.asynchronous for one in latencies
+        ),
+        "its step times are replayed": any(isinstance(one, ReplaysDurations) for one in latencies),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def why_together(
+    replicaset: Replicaset, config: ExperimentConfig, seeds: NotedSeeds, first: RequestView | None
+) -> str | None:
+    """Why the replicas of a replicaset stay in one part; None when each can be simulated by itself.
+
+    `seeds` are those that its policies were built with; `first` is a request that it takes.
+    """
+    policies = replicaset.policies
+    assert policies is not None  # it was built from settings
+    scheduler = policies.make(Layer.REPLICASET_SCHEDULER, policies.choices[Layer.REPLICASET_SCHEDULER])[0]
+    name, admission = policies.name(Layer.REPLICASET_SCHEDULER), config.admission
+    if traits_of(scheduler).reads_load:
+        return f"{name} reads the replicas' loads"
+    if first is not None and scheduler.assign(first, _views(replicaset), first.arrived_at) is None:
+        return f"{name} leaves requests in a queue that the replicas share"
+    if admission.max_queued_requests is not None or admission.max_queued_tokens is not None:
+        return "the bounds of `admission` count what waits at all its replicas"
+    if replicaset.may_refuse:
+        return f"{policies.name(Layer.REPLICA_SCHEDULER)} is asked at all its replicas whether a request can be taken"
+    listeners = [policies.listeners(), *(policies.listeners_of(one) for one in range(len(replicaset.replicas)))]
+    if any(one != NOBODY for one in listeners) or not policies.shared.is_empty:
+        return "a policy keeps state about the requests of all its replicas"
+    for layer in (Layer.REQUEST_PRIORITIZER, Layer.REPLICA_SCHEDULER):
+        seeds.asked.clear()
+        policies.make(layer, policies.choices[layer])
+        if seeds.asked:
+            return f"{policies.name(layer)} draws random numbers for all its replicas"
+    return None
+
+
+def _views(replicaset: Replicaset) -> list[ReplicaLoadView]:
+    return [LiveLoad(one) for one in replicaset.replicas]  # nothing runs that would have to be brought up to date
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Which part has which replicas.
+
+    Attributes:
+        owners: by replicaset, the part of each replica.
+        together: by replicaset whose replicas stay in one part, why.
+    """
+
+    owners: Mapping[str, Sequence[int]]
+    together: Mapping[str, str]
+
+    @property
+    def parts(self) -> list[int]:
+        """The parts that have replicas."""
+        return sorted({one for owners in self.owners.values() for one in owners})
+
+
+def divide(run: SimulatedRun, config: ExperimentConfig, seeds: NotedSeeds, count: int) -> Division:
+    """Replicas in order go to `count` parts of about as many; those that stay together to the part of the middle one."""
+    replicasets = run.controller.replicasets
+    firsts: dict[str, RequestView] = {}
+    for spec in run.workload:
+        request, replicaset = run.controller.new_request(facts_of(spec), spec.arrived_at)
+        request.move_to(RequestState.WAITING)
+        firsts.setdefault(replicaset.name, request)
+        if len(firsts) == len(replicasets):
+            break
+    total = sum(len(one.replicas) for one in replicasets.values())
+    owners: dict[str, list[int]] = {}
+    together: dict[str, str] = {}
+    start = 0
+    for name, replicaset in replicasets.items():
+        size = len(replicaset.replicas)
+        owners[name] = [(start + position) * count // total for position in range(size)]
+        reason = why_together(replicaset, config, seeds, firsts.get(name)) if size > 1 else None
+        if reason is not None:
+            together[name] = reason
+            owners[name] = [owners[name][size // 2]] * size
+        start += size
+    return Division(owners, together)
+
+
+class PartOfRun(SimulatedRun):
+    """Simulates the replicas of one part; requests have the index that they have in the whole."""
+
+    decision_log: type[DecisionLog] = PartialDecisionLog
+    write: WriteTables = staticmethod(write_part)
+
+    def __init__(self, run: Run, part: Part) -> None:
+        seeds = NotedSeeds(run.seeds)
+        super().__init__(replace(run, seeds=seeds))
+        division = divide(self, run.config, seeds, part.count)
+        rows, self._replicas = self._plan(division, part.index)
+        self._rows = rows.tolist()
+        self._position = -1
+        self.controller.index_of = self._next_index
+        for name, replicaset in self.controller.replicasets.items():
+            if name not in division.together:
+                replicaset.bind_policy(_Planned(self), replicaset.scheduler_name)
+        self.workload = Workload(run.workload.columns.take(rows), run.workload.name, run.workload.source)
+
+    def _plan(self, division: Division, part: int) -> tuple[I64, list[int]]:
+        """The rows of this part's requests in the workload, and the replica of each (-1: not known beforehand)."""
+        rows: list[int] = []
+        replicas: list[int] = []
+        views = {name: _views(one) for name, one in self.controller.replicasets.items()}
+        delay = to_ticks(self.options.arrival_delay_s)
+        row = 0
+        self.controller.index_of = lambda facts: row
+        for row, spec in enumerate(self.workload):
+            tick = to_ticks(spec.arrived_at)
+            request, replicaset = self.controller.new_request(facts_of(spec), to_seconds(tick))
+            owners, replica_id, now = division.owners[replicaset.name], -1, to_seconds(tick + delay)
+            if replicaset.name not in division.together and replicaset.refusal(request, now) is None:
+                request.move_to(RequestState.WAITING)
+                replica_id = self._assign(replicaset, request, views[replicaset.name], now)
+            if owners[max(replica_id, 0)] == part:
+                rows.append(row)
+                replicas.append(replica_id)
+        return np.array(rows, dtype=np.int64), replicas
+
+    def _assign(self, replicaset: Replicaset, request: Request, views: Sequence[ReplicaLoadView], now: float) -> int:
+        """The replica that the whole would bind a request to. Raises `RunError` when it cannot be told here."""
+        try:
+            chosen = replicaset.scheduler.assign(request, views, now)
+        except POLICY_EXCEPTIONS as error:
+            check_is_own_fault(error)
+            raise RunError(f"{replicaset.scheduler_name}: {error}") from error
+        if isinstance(chosen, int) and 0 <= chosen < len(views):
+            return int(chosen)
+        raise RunError(f"{replicaset.scheduler_name} binds a request to no replica ({chosen!r})")
+
+    def _next_index(self, facts: RequestFacts) -> int:
+        """Requests are submitted in the order in which they were planned."""
+        self._position += 1
+        return int(self._rows[self._position])
+
+    def planned(self) -> int:
+        """The replica of the request that was submitted last."""
+        return self._replicas[self._position]
+
+
+class _Planned:
+    """Binds requests as the plan says."""
+
+    traits = SchedulerTraits(reads_load=False)
+
+    def __init__(self, part: PartOfRun) -> None:
+        self._part = part
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> int | None:
+        """The replica that was planned."""
+        return self._part.planned()
+
+    def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
+        """Nothing: every request is bound."""
+        return ()

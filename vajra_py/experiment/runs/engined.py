@@ -1,0 +1,181 @@
+"""Run an experiment on a real model with the same settings, policies and requests as in a simulation.
+
+Besides what every run writes, the folder gets `inputs.jsonl.gz` (what reached the controller, and when), `outputs.jsonl.gz`
+(the tokens) and `engine.json` (sizes): with the decision log, all that a replay needs.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from vajra_py.contract.observer import EndReason
+from vajra_py.engine.build import Engine
+from vajra_py.engine.config import ModelBackendConfig
+from vajra_py.engine.loop import EngineLoop
+from vajra_py.engine.outputs import OutputBuffer, Submission
+from vajra_py.engine.prompts import PromptMaker, request_seed
+from vajra_py.engine.services import engine_services, length_predictor, predictions
+from vajra_py.errors import ConfigError, ExecutorError, Problem
+from vajra_py.experiment.runs.backend import Outcome, Run, WriteTables
+from vajra_py.experiment.runs.results import write_results
+from vajra_py.latency import REAL, StepTimes
+from vajra_py.runtime.records.decision_log import DecisionLog
+from vajra_py.runtime.records.input_log import INPUTS_FILE, InputLog
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.serving.workload_adapter import facts_of
+from vajra_py.runtime.support.clock import to_seconds, to_ticks
+from vajra_py.workload import RequestSpec, Workload
+from vajra_py.workload.followers import Followers
+
+OUTPUTS_FILE = "outputs.jsonl.gz"
+ENGINE_FILE = "engine.json"
+
+__all__ = ["ENGINE_FILE", "OUTPUTS_FILE", "EngineRun", "length_predictor", "predictions"]
+
+
+class EngineRun:
+    """An experiment on the engine. Arguments besides `run` replace parts of it, for tests and tools."""
+
+    decision_log: type[DecisionLog] = DecisionLog
+    write: WriteTables = staticmethod(write_results)
+
+    def __init__(self, run: Run, **replaced: Any) -> None:
+        settings: ModelBackendConfig = run.config.backend.settings
+        _check_workload(run.workload, settings)
+        self._run = run
+        self._settings = settings
+        lengths = run.workload.true_lengths()
+        self._engine = Engine.load(run.config, engine_services(run.config, run.registry, lengths, **replaced))
+        try:
+            _check_vocabulary(run.workload, self._engine.vocab_size)
+        except ConfigError:
+            self._engine.close()
+            raise
+        self.controller = self._engine.controller
+        self._outputs: dict[str, list[int]] = {}
+        self._prompts = PromptMaker(run.config.seed, self._engine.vocab_size, self._outputs)
+        self._followers = Followers()
+        self._num_ended = 0
+        self.loop: EngineLoop | None = None
+        self._log: InputLog | None = None
+        self._output_file: gzip.GzipFile | None = None
+
+    @property
+    def step_times(self) -> StepTimes:
+        """See `Backend`."""
+        return REAL
+
+    def prepare(self, folder: Path) -> None:
+        """See `Backend`."""
+        description = json.dumps(self._engine.description(), indent=1, sort_keys=True)
+        (folder / ENGINE_FILE).write_text(description + "\n")
+        self._log = InputLog(folder / INPUTS_FILE)
+        self._output_file = gzip.GzipFile(folder / OUTPUTS_FILE, "wb", compresslevel=1, mtime=0)
+
+    def start(self) -> Outcome:
+        """Serve the whole workload. Raises `ExecutorError` when no replica is left."""
+        self.loop = loop = self._engine.start(note=None if self._log is None else self._log.note)
+        loop.on_ended = self._ended
+        for spec in self._run.workload:
+            if not self._followers.add(spec):
+                self._schedule(spec, to_ticks(spec.arrived_at * self._settings.time_scale))
+        loop.run()
+        if loop.num_lost == len(self._engine.replicas):
+            raise ExecutorError(f"every replica failed; the last: {loop.last_loss}")
+        return Outcome(to_seconds(loop.now), loop.num_steps, {"engine": self._facts(loop)})
+
+    def position(self) -> tuple[float, int]:
+        """See `Backend`."""
+        return (0.0, 0) if self.loop is None else (to_seconds(self.loop.now), self.loop.num_steps)
+
+    def close(self) -> None:
+        """See `Backend`."""
+        self._engine.close()
+        if self._log is not None:
+            self._log.close()
+        if self._output_file is not None:
+            if self.loop is not None:
+                for request, submission in self.loop.alive():
+                    self._write_output(request, submission, "")
+            self._output_file.close()
+        self._log = self._output_file = None
+
+    def _schedule(self, spec: RequestSpec, tick: int) -> None:
+        assert self.loop is not None
+        self.loop.submit_at(tick, lambda: self._submission(spec))
+
+    def _submission(self, spec: RequestSpec) -> Submission:
+        sampling = self._settings.sampling.params(spec.num_output_tokens)
+        facts = facts_of(spec)
+        stops = () if sampling.ignore_eos else self._engine.model_of(facts).eos_token_ids
+        prompt = self._prompts.prompt(spec)
+        return Submission(
+            facts=facts,
+            prompt_token_ids=prompt.token_ids,
+            seed=request_seed(self._run.config.seed, spec.request_id),
+            collected=OutputBuffer(sampling, stops),
+            content=prompt.content,
+            shares=prompt.shares,
+            num_output_tokens=spec.num_output_tokens,
+        )
+
+    def _ended(self, submission: Submission, request: Request, reason: EndReason) -> None:
+        assert self.loop is not None
+        self._outputs[request.request_id] = submission.collected.token_ids
+        self._write_output(request, submission, reason.value)
+        self._num_ended += 1
+        if self._run.progress is not None:
+            self._run.progress(self._num_ended, len(self._run.workload), to_seconds(self.loop.now))
+        for spec in self._followers.released_by(request.request_id):
+            self._schedule(spec, self.loop.now + to_ticks(spec.think_time_s * self._settings.time_scale))
+
+    def _write_output(self, request: Request, submission: Submission, reason: str) -> None:
+        if self._output_file is not None:
+            row = {
+                "index": request.index,
+                "request_id": request.request_id,
+                "reason": reason,
+                "detail": request.detail,
+                "failed_at": request.num_computed_tokens if submission.collected.is_faulty else None,
+                "token_ids": submission.collected.token_ids,
+            }
+            self._output_file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+
+    def _facts(self, loop: EngineLoop) -> dict[str, object]:
+        """Where the time went: computing on the device, and everything else of the steps (scheduling, bookkeeping)."""
+        replicas = self._engine.replicas.values()
+        busy_s = to_seconds(sum(one.busy_ticks for one in replicas))
+        compute_s = sum(one.compute_s for one in replicas)
+        return {
+            "replicas_lost": loop.num_lost,
+            "steps_begun_ahead": sum(one.ahead.num_used for one in replicas if one.ahead),
+            "steps_wasted": sum(one.ahead.num_wasted for one in replicas if one.ahead),
+            "rows_dropped_ahead": sum(one.ahead.num_dropped_rows for one in replicas if one.ahead),
+            "busy_s": busy_s,
+            "compute_s": compute_s,
+            # Steps that were begun ahead compute before they are formed.
+            "overhead_fraction": max(0.0, 1.0 - compute_s / busy_s) if busy_s > 0 else 0.0,
+        }
+
+
+def _check_workload(workload: Workload, settings: ModelBackendConfig) -> None:
+    if settings.output_length.type in ("oracle", "noisy_oracle") and not settings.sampling.ignore_eos:
+        message = (
+            f"knows the workload's lengths, but outputs end where the model ends them ({settings.output_length.type})"
+        )
+        problem = Problem(
+            f"backend.{settings.kind}.output_length", message, "Allowed with `sampling: {ignore_eos: true}`"
+        )
+        raise ConfigError(problem)
+
+
+def _check_vocabulary(workload: Workload, vocab_size: int) -> None:
+    for spec in workload:
+        tokens = spec.prompt_token_ids
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+            message = f"request {spec.request_id!r} has a token that is not in the model's vocabulary ({wrong})"
+            raise ConfigError(Problem("workload", message, f"Allowed: 0 to {vocab_size - 1}"))

@@ -1,0 +1,135 @@
+"""Recognises, before anything is run, the seeds of a setting that would give equal runs.
+
+Two seeds give one run when the requests that they draw are equal and nothing else in the experiment is drawn. Requests are drawn and compared; whether policies, predictors of output
+lengths or step times draw is seen by putting the experiment together without requests. A policy that asks for its stream only later shows it in its run (`drew_beside_workload`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vajra_py.config import ExperimentConfig, SweepPoint
+from vajra_py.config.sweeps import SEED
+from vajra_py.errors import VajraError
+from vajra_py.experiment.runs.backend import Run
+from vajra_py.experiment.runs.simulated import SimulatedRun
+from vajra_py.metrics.runs.copies import MEASURED, SECTION, copies_sentence, same_load_sentence
+from vajra_py.metrics.runs.run_data import MANIFEST_FILE, SUMMARY_FILE
+from vajra_py.metrics.summary.summary import Summary
+from vajra_py.plugins import Registry
+from vajra_py.runtime.support.seeds import STEP_TIMES, NotedSeeds, SeedTree
+from vajra_py.workload import Workload
+from vajra_py.workload.draws import Draws
+
+
+@dataclass(frozen=True, slots=True)
+class SettingSeeds:
+    """The points of one setting, by their positions among those given."""
+
+    points: tuple[int, ...]
+    original: tuple[int, ...]
+    """For each of them, the first that gives the same run; itself where none does."""
+    same_load: str = ""
+    """What differs between its runs where their requests are equal, as a sentence."""
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The points that are worth a run."""
+        return tuple(dict.fromkeys(self.original))
+
+    @property
+    def why(self) -> str:
+        """Why some are not run; empty where all are."""
+        num_seeds, num_runs = len(self.points), len(self.kept)
+        return copies_sentence(num_seeds, num_runs) if num_runs < num_seeds else ""
+
+    def copies_of(self, point: int) -> list[int]:
+        """The other points that give the run of this one."""
+        return [one for one, first in zip(self.points, self.original, strict=True) if first == point and one != point]
+
+
+class EqualSeeds:
+    """Tells which of several seeds would repeat another one's run; files are read once for all settings."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._draws = Draws(Path.cwd())
+        self._known: dict[str, tuple[int, ...]] = {}
+
+    def of_points(self, points: Sequence[tuple[SweepPoint, ExperimentConfig]]) -> list[SettingSeeds]:
+        """The settings among the points of a sweep, in order: points that differ in their seed alone are one."""
+        groups: dict[str, list[int]] = {}
+        for index, (point, _) in enumerate(points):
+            values = {path: value for path, value in point.items() if path != SEED}
+            groups.setdefault(json.dumps(values, sort_keys=True, default=str), []).append(index)
+        found = []
+        for members in groups.values():
+            own = self.of_seeds(points[members[0]][1], [points[i][1].seed for i in members])
+            found.append(SettingSeeds(tuple(members), tuple(members[i] for i in own.original), own.same_load))
+        return found
+
+    def of_seeds(self, config: ExperimentConfig, seeds: Sequence[int]) -> SettingSeeds:
+        """An experiment under each of these seeds, in their order.
+
+        What cannot be drawn or put together counts as different: its runs say why.
+        """
+        every = tuple(range(len(seeds)))
+        different = SettingSeeds(every, every)
+        if len(seeds) < 2:
+            return different
+        key = f"{config.workload.model_dump_json()} {seeds}"
+        try:
+            if key not in self._known:
+                streams = [SeedTree(seed).child("workload").stream for seed in seeds]
+                prints = self._draws.fingerprints(config.workload, streams)
+                self._known[key] = tuple(prints.index(one) for one in prints)
+            found = self._known[key]
+            drawn = [] if found == every else self._drawn_beside_workload(config)
+        except VajraError:
+            return different
+        if not drawn:
+            return SettingSeeds(every, found)
+        return SettingSeeds(every, every, "" if any(found) else same_load_sentence(drawn))
+
+    def different(self, config: ExperimentConfig, count: int) -> tuple[tuple[int, ...], str]:
+        """Of the experiment's seed and those after it, so many in all, the ones that give different runs; and why there are fewer, or what alone differs."""
+        every = range(config.seed, config.seed + count)
+        own = self.of_seeds(config, every)
+        return tuple(every[i] for i in own.kept), own.why or own.same_load
+
+    def _drawn_beside_workload(self, config: ExperimentConfig) -> list[str]:
+        """What varies between runs of equal requests: draws of policies, predictors and step times, as far as they show when these are made."""
+        if config.backend.kind != "simulator":
+            return [MEASURED]
+        seeds = NotedSeeds(SeedTree(config.seed))
+        made = SimulatedRun(Run(config, self._registry, Workload.from_requests([]), seeds))
+        made.close()
+        return sorted({*seeds.draws(), *([STEP_TIMES] if made.varies_steps else [])})
+
+
+def drew_beside_workload(path: Path) -> bool:
+    """Whether a run that has ended drew something by its seed beside its requests."""
+    return bool(json.loads((path / MANIFEST_FILE).read_text()).get("drawn_beside_workload"))
+
+
+def note_copies(path: Path, seeds: SettingSeeds) -> None:
+    """Say in a run's summary that it stands for several seeds; what was said before is replaced."""
+    file = path / SUMMARY_FILE
+    written = file.read_text(encoding="utf-8")
+    if not seeds.why and f'"{SECTION}"' not in written:
+        return
+    summary = Summary.from_json(written)
+    before = summary.value(f"{SECTION}.why")
+    data = {key: value for key, value in summary.data.items() if key != SECTION}
+    data["warnings"] = [one for one in data["warnings"] if one != before]
+    if seeds.why:
+        data["warnings"].append(seeds.why)
+        data[SECTION] = {"asked": len(seeds.points), "run": len(seeds.kept), "why": seeds.why}
+    text = Summary(data).to_json()
+    if text != written:
+        partial = file.with_suffix(".partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)

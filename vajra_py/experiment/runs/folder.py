@@ -1,0 +1,195 @@
+"""The folder of a run: its files after success, failure or interruption.
+
+`manifest.json` holds the facts that decide the results and the run's status; `environment.json` holds machine and time,
+so that everything else is equal to the byte for equal settings, seed and versions.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from vajra_py.config import ExperimentConfig, dump_effective, run_manifest
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.metrics.runs.differences import natural
+from vajra_py.plugins import Registry
+
+RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
+_FIRST_FILES = {"environment.json", "environment.partial", "config.yaml", "manifest.partial"}
+"""What a run writes before its manifest: a folder that holds nothing else is that of a run that was killed at its start."""
+
+
+def config_digest(config: ExperimentConfig) -> str:
+    """Names what an experiment's settings say; where results are written and what else is asked does not count."""
+    settings = config.model_dump(
+        mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications", "description", "capacity"}
+    )
+    return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def files_digest(config: ExperimentConfig) -> dict[str, str]:
+    """The contents of the files that an experiment's settings name (traces, profiles), by path, as digests."""
+    found: dict[str, str] = {}
+    for name in named_paths(config):
+        try:
+            with Path(name).open("rb") as file:
+                found[name] = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
+        except (OSError, ValueError):  # no file: a folder, or a word with a dot in it
+            continue
+    return found
+
+
+def named_paths(config: ExperimentConfig) -> list[str]:
+    """The strings among an experiment's settings that may be paths of files or folders that it reads, sorted."""
+    settings = config.model_dump(
+        mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications", "description", "capacity"}
+    )
+    return sorted({name for name in _strings(settings) if "." in name or "/" in name})
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _strings(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _strings(one)
+
+
+def find_runs(path: Path) -> list[Path]:
+    """The run folders at a path: itself, or those below it, in order of their names, numbers in them by size."""
+    if (path / "manifest.json").exists() or not path.is_dir():
+        return [path]
+    found = sorted(
+        (manifest.parent for manifest in path.rglob("manifest.json") if not _is_hidden(manifest, path)),
+        key=lambda run: ([natural(part) for part in run.parts], str(run)),
+    )
+    return found or [path]
+
+
+def find_all_runs(paths: Iterable[Path]) -> list[Path]:
+    """The run folders at these paths, each once, however often and by whatever way it is named."""
+    return list({os.path.realpath(found): found for path in paths for found in find_runs(path)}.values())
+
+
+def _is_hidden(manifest: Path, path: Path) -> bool:
+    """Whether a run is none of its own: a part of one, or not complete yet."""
+    return any(name.startswith(".") for name in manifest.relative_to(path).parts)
+
+
+class RunFolder:
+    """The folder of one run; from `start` to `close` no other process writes a run there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = None
+
+    def is_finished(self, config: ExperimentConfig) -> bool:
+        """Whether it holds the complete results of just these settings and the files that they name."""
+        manifest = self._manifest()
+        is_same = manifest.get("config_digest") == config_digest(config) and not self._changed_files(config)
+        return is_same and manifest.get("status") == FINISHED
+
+    def holds_other_results(self, config: ExperimentConfig) -> bool:
+        """Whether something else than a run of these settings lies there."""
+        if not self.path.exists() or {one.name for one in self.path.iterdir()} <= _FIRST_FILES:
+            return False
+        return self._manifest().get("config_digest") != config_digest(config)
+
+    def check(self, config: ExperimentConfig, *, overwrite: bool) -> None:
+        """Raises `ConfigError` when other results lie there and `overwrite` was not asked for, or something that is not a run's."""
+        changed = [] if overwrite else self._changed_files(config)
+        if changed:
+            message = f"holds results from before these files changed ({', '.join(changed)})"
+            raise ConfigError(Problem(f"output {self.path}", message, "Another name or folder, or overwrite it"))
+        if self.holds_other_results(config):
+            if "config_digest" not in self._manifest():
+                message = "holds something else than a run, of which nothing is deleted"
+                raise ConfigError(Problem(f"output {self.path}", message, "Another name or folder, or an empty one"))
+            if overwrite:
+                return
+            raise ConfigError(
+                Problem(
+                    f"output {self.path}",
+                    "holds the results of other settings",
+                    "Give the experiment another name (`--set name=…`) or folder (`--set output.dir=…`), or overwrite it",
+                )
+            )
+
+    def start(self, config: ExperimentConfig, registry: Registry, *, overwrite: bool, is_private: bool = False) -> None:
+        """Make the folder ready for a run of these settings, for everyone or its owner only.
+
+        Raises like `check`, and `ConfigError` while another run is written there.
+        """
+        self.check(config, overwrite=overwrite)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        self.check(config, overwrite=overwrite)
+        for entry in self.path.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        if is_private:
+            self.path.chmod(0o700)
+        manifest = run_manifest(config, registry)
+        environment = manifest.pop("environment")
+        self._facts = {**manifest, "config_digest": config_digest(config), "files": files_digest(config)}
+        self._write_json("environment.json", environment)
+        (self.path / "config.yaml").write_text(dump_effective(config))
+        self.note(RUNNING)
+
+    def note(self, status: str, **facts: Any) -> None:
+        """Write the run's status (and more facts) into its manifest."""
+        self._facts.update(facts)
+        self._write_json("manifest.json", {**self._facts, "status": status})
+
+    def close(self) -> None:
+        """Let other runs be written there."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _take_lock(self) -> None:
+        """Lock the folder itself, so that nothing is left when a process is killed."""
+        lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            message = "another run is being written there"
+            raise ConfigError(
+                Problem(f"output {self.path}", message, "Wait for it, or another name or folder")
+            ) from None
+        except OSError:  # a file system without locks: as good as it gets
+            pass
+        self._lock = lock
+
+    def _changed_files(self, config: ExperimentConfig) -> list[str]:
+        """Files that the settings name whose contents are not what the results were made from."""
+        known = self._manifest().get("files")
+        if not isinstance(known, dict):
+            return []
+        return [name for name, digest in files_digest(config).items() if known.get(name, digest) != digest]
+
+    def _manifest(self) -> dict[str, Any]:
+        path = self.path / "manifest.json"
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _write_json(self, name: str, data: Any) -> None:
+        path = self.path / name
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(data, indent=1, sort_keys=True, default=str) + "\n")
+        partial.replace(path)

@@ -1,0 +1,72 @@
+"""What a part of a run leaves for who puts the parts together: its rows as they are, without a summary, and where its step times come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vajra_py.config import ExperimentConfig
+from vajra_py.experiment.runs.results import Tables
+from vajra_py.metrics.tables.emitted import combined
+from vajra_py.metrics.tables.requests import ROW_GROUP_ROWS, TableBuilder
+
+_REQUESTS, _STEPS, _TBT, _STEP_TIMES = "requests.arrow", "steps.arrow", "tbt.arrow", "step_times.json"
+_EMITTED, _NOTES = "emitted.arrow", "notes.json"
+
+
+def write_part(
+    path: Path, config: ExperimentConfig, tables: Tables, ended_at: float, step_times: Mapping[str, Any]
+) -> None:
+    """Write what `take_part` reads; arguments as of `write_results`, in whose place it is called."""
+    for name, builder in ((_REQUESTS, tables.requests), (_STEPS, tables.steps), (_TBT, tables.tbt)):
+        _write(path / name, builder)
+    if tables.emitted is not None:
+        _write_table(path / _EMITTED, tables.emitted)
+    (path / _NOTES).write_text(json.dumps([*tables.notes]))
+    (path / _STEP_TIMES).write_text(json.dumps(step_times))
+
+
+def take_part(path: Path, tables: Tables) -> Mapping[str, Any]:
+    """Add a part's rows to these tables, and return where its step times come from."""
+    tables.requests.take(_read(path / _REQUESTS))
+    tables.steps.extend(_read(path / _STEPS))
+    for batch in _read(path / _TBT).to_batches():  # each of one replicaset and class
+        gaps = tables.tbt.gaps(*(batch.column(name)[0].as_py() for name in ("replicaset", "slo_class")))
+        gaps.extend_weighted(batch.column("gap_s").to_numpy(), batch.column("weight").to_numpy())
+    step_times: Mapping[str, Any] = json.loads((path / _STEP_TIMES).read_text())
+    return step_times
+
+
+def take_emitted(paths: Sequence[Path]) -> Any:
+    """The figures that policies emitted in all parts, as one table."""
+    return combined([_read(path / _EMITTED) for path in paths])
+
+
+def take_notes(paths: Sequence[Path]) -> list[str]:
+    """Sentences about policies of all parts, each once."""
+    return sorted({note for path in paths for note in json.loads((path / _NOTES).read_text())})
+
+
+def _write_table(path: Path, table: Any) -> None:
+    import pyarrow as pa
+
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
+
+
+def _write(path: Path, builder: TableBuilder) -> None:
+    import pyarrow as pa
+
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    with pa.ipc.new_file(path, builder.schema(), options=options) as writer:
+        for table in builder.slices(ROW_GROUP_ROWS):
+            writer.write_table(table)
+
+
+def _read(path: Path) -> Any:
+    import pyarrow as pa
+
+    with pa.ipc.open_file(path) as file:
+        return file.read_all()

@@ -1,0 +1,134 @@
+"""Execute a run in parts and put their results together (`divided`); the folder has the bytes of the undivided run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from vajra_py.config import ExperimentConfig, run_manifest
+from vajra_py.experiment.runs.backend import Progress, Run
+from vajra_py.experiment.runs.divided import Part, divide, why_whole
+from vajra_py.experiment.runs.folder import FINISHED, RunFolder
+from vajra_py.experiment.runs.part_tables import take_emitted, take_notes, take_part
+from vajra_py.experiment.runs.pool import MakePool, RunTask
+from vajra_py.experiment.runs.results import Tables, write_results
+from vajra_py.experiment.runs.run import load_workload
+from vajra_py.experiment.runs.simulated import SimulatedRun
+from vajra_py.latency import StepTimes
+from vajra_py.metrics.runs.run_data import DECISIONS_FILE, MANIFEST_FILE, RunData
+from vajra_py.metrics.tables.steps import StepsBuilder
+from vajra_py.metrics.tables.requests import RequestsBuilder, TbtBuilder
+from vajra_py.plugins import Registry
+from vajra_py.runtime.records.decision_merge import merge_decision_logs
+from vajra_py.runtime.support.seeds import NotedSeeds, SeedTree
+
+
+def parts_of(config: ExperimentConfig, registry: Registry, count: int) -> list[Part] | str:
+    """The parts that `count` workers run this experiment in, or why it stays whole. Raises `ConfigError` as a run does."""
+    reason = why_whole(config, registry)
+    if reason is not None:
+        return reason
+    workload = load_workload(config)
+    if workload.has_followers:
+        return "its requests follow one another, wherever they were served"
+    seeds = NotedSeeds(SeedTree(config.seed))
+    whole = SimulatedRun(Run(config, registry, workload, seeds))
+    division = divide(whole, config, seeds, count)
+    if len(division.parts) > 1:
+        return [Part(index, count) for index in division.parts]
+    return "; ".join(f"{name}: {why}" for name, why in division.together.items()) or "it has one replica"
+
+
+def run_in_parts(
+    config: ExperimentConfig,
+    registry: Registry,
+    parts: Sequence[Part],
+    pool: MakePool,
+    progress: Progress | None = None,
+    *,
+    overwrite: bool = False,
+) -> RunData | str:
+    """Run an experiment in parts and open its results, or return why a part could not be run.
+
+    Parts are kept beside the run's folder until they are put together, so that what is finished is not run again, unless `overwrite` asks for it, or
+    what it was made from has changed.
+    """
+    place = RunFolder(config.output_dir / config.name)
+    folder = place.path.with_name(f".{place.path.name}.parts")
+    paths = [folder / f"{one.index}-of-{one.count}" for one in parts]
+    done: dict[int, tuple[int, int, float]] = {}
+
+    def report(number: int, ended: int, total: int, now: float) -> None:
+        done[number] = ended, total, now
+        if progress is not None:
+            progress(sum(one for one, _, _ in done.values()), total, min(now for _, _, now in done.values()))
+
+    runs = pool(report)
+    failed = None
+    try:
+        for number, (part, path) in enumerate(zip(parts, paths, strict=True)):
+            is_done = not overwrite and _is_done(path, config, registry)
+            runs.submit(number, RunTask(config, path, overwrite=not is_done, part=part))
+        for _, error in runs.ends():
+            failed = failed or error
+    finally:
+        runs.close()
+    if failed is None:
+        _combine(config, registry, place, paths)
+    shutil.rmtree(folder)
+    return failed or RunData.load(place.path)
+
+
+def _is_done(path: Path, config: ExperimentConfig, registry: Registry) -> bool:
+    """Whether a part is finished, and by what is installed now: all parts of a run are made by the same."""
+    if not RunFolder(path).is_finished(config):
+        return False
+    made, now = json.loads((path / MANIFEST_FILE).read_text()), run_manifest(config, registry)
+    return all(made[name] == now[name] for name in ("versions", "plugins"))
+
+
+def _combine(config: ExperimentConfig, registry: Registry, place: RunFolder, paths: Sequence[Path]) -> None:
+    try:
+        place.start(config, registry, overwrite=True)
+        _write_combined(config, place, paths)
+    finally:
+        place.close()
+
+
+def _write_combined(config: ExperimentConfig, place: RunFolder, paths: Sequence[Path]) -> None:
+    manifests = [json.loads((path / MANIFEST_FILE).read_text()) for path in paths]
+    ended_at = max(one["ended_at_s"] for one in manifests)
+    with ThreadPoolExecutor(1) as beside:
+        merging = None
+        if config.output.decision_log:
+            logs = [path / DECISIONS_FILE for path in paths]
+            merging = beside.submit(merge_decision_logs, logs, place.path / DECISIONS_FILE)
+        tables = Tables(RequestsBuilder(), StepsBuilder(), TbtBuilder(), take_emitted(paths), take_notes(paths))
+        step_times = [take_part(path, tables) for path in paths]
+        write_results(place.path, config, tables, ended_at, _origin(step_times))
+        if merging is not None:
+            merging.result()
+    place.note(FINISHED, **_facts(manifests))
+
+
+def _origin(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Where step times come from: as each part says, with what fell back in all of them."""
+    facts = {name: value for name, value in parts[0].items() if name != "sentence"}
+    return StepTimes(**facts | {"num_fallback": sum(one["num_fallback"] for one in parts)}).to_mapping()
+
+
+def _facts(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    ended = [reason for one in manifests for reason in one["num_ended"]]
+    return {
+        "ended_at_s": max(one["ended_at_s"] for one in manifests),
+        **{name: sum(one[name] for one in manifests) for name in ("num_steps", "num_submitted", "num_unfinished")},
+        "num_ended": {
+            reason: sum(one["num_ended"].get(reason, 0) for one in manifests) for reason in dict.fromkeys(ended)
+        },
+        "workload": manifests[0]["workload"],
+        "drawn_beside_workload": sorted({name for one in manifests for name in one["drawn_beside_workload"]}),
+    }

@@ -1,0 +1,252 @@
+"""Pools that execute runs: in this process, in processes of this machine, or (`vajra_py.cluster`) on a Ray cluster.
+
+A pool takes tasks under numbers of the caller's choice and says which have ended; while it waits it reports how the running ones stand. Results go to the folders that the tasks
+name, the same bytes wherever a task was executed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.queues import Queue as ProcessQueue
+from pathlib import Path
+from queue import Empty
+from typing import Any, Protocol, TypeAlias
+
+from vajra_py.config import ExperimentConfig, config_from_mapping
+from vajra_py.errors import RunError, RunInterrupted, VajraError
+from vajra_py.experiment.runs.backend import MakeBackend, Progress, make_backend
+from vajra_py.experiment.runs.divided import Part, PartOfRun
+from vajra_py.experiment.runs.run import run_experiment
+from vajra_py.metrics.runs.run_data import RunData
+from vajra_py.plugins import Registry
+
+_POLL_S = 0.2
+_REPORT_EVERY = 50
+INTERRUPTED = "interrupted; finished runs are kept, give the same command again to go on"
+
+
+@dataclass(frozen=True, slots=True)
+class RunTask:
+    """A run to execute: its settings, and the folder that its results go to."""
+
+    config: ExperimentConfig
+    path: Path
+    overwrite: bool = False
+    part: Part | None = None
+    """The part of the run that is to be executed; None: all of it."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration as plain values, for another process."""
+        return self.config.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+TaskProgress: TypeAlias = Callable[[int, int, int, float], None]
+"""Called with a task's number, requests done, requests in all, and the run's time in seconds."""
+End: TypeAlias = tuple[int, "str | None"]
+"""A task's number, and why it failed."""
+
+
+MakePool: TypeAlias = Callable[["TaskProgress | None"], "RunPool"]
+"""Makes a pool elsewhere than on this machine."""
+
+
+class RunPool(Protocol):
+    """Executes runs."""
+
+    def submit(self, number: int, task: RunTask) -> None:
+        """Have a task executed; more may be submitted while `ends` is read."""
+
+    def ends(self) -> Iterator[End]:
+        """Tasks as they end, until none is left. Raises `RunInterrupted` when the user stops it; finished runs are kept."""
+
+    def close(self) -> None:
+        """Give back what the pool holds."""
+
+
+class InProcess:
+    """Runs tasks one after the other in this process, with policies that need not be installed."""
+
+    def __init__(
+        self, registry: Registry, progress: TaskProgress | None = None, backend: MakeBackend = make_backend
+    ) -> None:
+        """`backend`: makes what executes a run."""
+        self._registry = registry
+        self._progress = progress
+        self._backend = backend
+        self._tasks: deque[tuple[int, RunTask]] = deque()
+
+    def submit(self, number: int, task: RunTask) -> None:
+        """See `RunPool`."""
+        self._tasks.append((number, task))
+
+    def ends(self) -> Iterator[End]:
+        """See `RunPool`."""
+        while self._tasks:
+            number, task = self._tasks.popleft()
+
+            every = _REPORT_EVERY if task.config.backend.kind == "simulator" else 1
+
+            def report(done: int, total: int, now: float, number: int = number, every: int = every) -> None:
+                if self._progress is not None and done % every == 0:
+                    self._progress(number, done, total, now)
+
+            try:
+                run_experiment(
+                    task.config,
+                    folder=task.path,
+                    registry=self._registry,
+                    progress=report,
+                    overwrite=task.overwrite,
+                    backend=backend_of(task.part, self._backend),
+                )
+            except RunInterrupted:
+                raise
+            except VajraError as error:
+                yield number, str(error)
+            else:
+                yield number, None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+_Message: TypeAlias = tuple[int, int, int, float]
+
+
+class Processes:
+    """Runs tasks side by side in processes of this machine."""
+
+    def __init__(self, num_workers: int, progress: TaskProgress | None = None) -> None:
+        context = get_context("spawn")
+        self._progress = progress
+        self._messages: ProcessQueue[_Message] = context.Queue()
+        self._pool = ProcessPoolExecutor(
+            num_workers, mp_context=context, initializer=_set_up_worker, initargs=(self._messages,)
+        )
+        self._waiting: dict[Future[str | None], int] = {}
+
+    def submit(self, number: int, task: RunTask) -> None:
+        """See `RunPool`."""
+        with _interrupts_held():
+            future = self._pool.submit(_execute, number, task.settings, task.path, task.overwrite, task.part)
+        self._waiting[future] = number
+
+    def ends(self) -> Iterator[End]:
+        """See `RunPool`."""
+        try:
+            while self._waiting:
+                done, _ = wait(self._waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+                self._drain()
+                for future in done:
+                    yield self._waiting.pop(future), _result(future)
+        except KeyboardInterrupt:
+            raise RunInterrupted(INTERRUPTED) from None
+
+    def close(self) -> None:
+        """End the processes; what is not finished is dropped.
+
+        A worker that is only starting, since the others did everything, is waited for: it would not find its queues.
+        """
+        if self._waiting:
+            for process in list((self._pool._processes or {}).values()):
+                process.terminate()
+        self._pool.shutdown(wait=not self._waiting, cancel_futures=True)
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                message = self._messages.get_nowait()
+            except Empty:
+                return
+            if self._progress is not None:
+                self._progress(*message)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits meanwhile, and never reaches a process that is started here: a terminal sends it to all, and workers are ended by who started them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _result(future: Future[str | None]) -> str | None:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        lost = "a worker process was killed (by the system, when memory is short). Finished runs are kept; try fewer workers"
+        raise RunError(f"workers: {lost}.") from None
+
+
+_messages: ProcessQueue[_Message] | None = None
+
+
+def _set_up_worker(messages: ProcessQueue[_Message]) -> None:
+    global _messages
+    _messages = messages
+
+
+def _execute(number: int, settings: dict[str, Any], path: Path, overwrite: bool, part: Part | None) -> str | None:
+    """In a worker process: execute a task; the error's text when it fails."""
+
+    def report(done: int, total: int, now: float) -> None:
+        if _messages is not None and done % _REPORT_EVERY == 0:
+            _messages.put((number, done, total, now))
+
+    return execute_task(settings, path, overwrite, report, part)
+
+
+def execute_task(
+    settings: dict[str, Any],
+    path: Path,
+    overwrite: bool,
+    progress: Callable[[int, int, float], None],
+    part: Part | None = None,
+) -> str | None:
+    """Execute a run, or a part of it, from plain settings; the error's text when it fails."""
+    config, backend = config_from_mapping(settings), backend_of(part)
+    try:
+        run_experiment(config, folder=path, progress=progress, overwrite=overwrite, backend=backend)
+    except VajraError as error:
+        return str(error)
+    return None
+
+
+def backend_of(part: Part | None, whole: MakeBackend = make_backend) -> MakeBackend:
+    """What executes a part of a run; `whole` where it is all of it."""
+    return whole if part is None else lambda run: PartOfRun(run, part)
+
+
+def local_pool(num_workers: int | None, num_tasks: int, registry: Registry, progress: TaskProgress | None) -> RunPool:
+    """A pool of this machine; one worker a core unless `num_workers` says otherwise, and no more than tasks."""
+    count = min(num_workers or os.cpu_count() or 1, max(num_tasks, 1))
+    return InProcess(registry, progress) if count == 1 else Processes(count, progress)
+
+
+def run_in_pool(pool: MakePool, task: RunTask, progress: Progress | None = None) -> RunData:
+    """Execute one run in a pool and open its results. Raises `RunError` when it fails."""
+
+    def report(number: int, done: int, total: int, now: float) -> None:
+        assert progress is not None
+        progress(done, total, now)
+
+    runs = pool(None if progress is None else report)
+    try:
+        runs.submit(0, task)
+        for _, error in runs.ends():
+            if error is not None:
+                raise RunError(error)
+    finally:
+        runs.close()
+    return RunData.load(task.path)

@@ -1,0 +1,245 @@
+"""Record a served session as a run's folder, to compare, plot and replay.
+
+The folder is complete when the server has shut down. Until then its logs grow on disk, where a killed process leaves them but for its
+last steps, and its tables in memory: about 200 bytes a request and a step, 8 a token; so a session is recorded when asked for.
+
+Invariants:
+    - A disk that is full ends the recording, and not the server: its manifest then says so.
+    - Once it has ended, nothing of it grows in memory.
+    - Nobody but the server's user may read the folder: it holds prompts.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from vajra_py.config import ExperimentConfig
+from vajra_py.contract.observer import EndReason, Observer
+from vajra_py.errors import ConfigError, Problem, VajraError
+from vajra_py.experiment.runs.engined import ENGINE_FILE, OUTPUTS_FILE
+from vajra_py.experiment.runs.folder import FAILED, FINISHED, RunFolder
+from vajra_py.metrics.tables.changes import Changes
+from vajra_py.metrics.tables.recorder import Recorder
+from vajra_py.metrics.summary.summary import summarise
+from vajra_py.metrics.tables.requests import write_parquet
+from vajra_py.plugins import Registry
+from vajra_py.runtime.records.decision_log import DecisionLog
+from vajra_py.runtime.records.input_log import INPUTS_FILE, Input, InputLog
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.support.clock import to_seconds
+
+_log = logging.getLogger(__name__)
+_RECORDS_PER_BATCH = 64
+"""Steps that a killed process leaves unwritten at most."""
+_RESERVE = "reserve.partial"
+_RESERVE_BYTES = 2**16
+"""Kept on the disk, so that the manifest can still be written when it is full."""
+
+
+class _Log(io.RawIOBase):
+    """A file that takes everything, and keeps it as long as the disk does."""
+
+    def __init__(self, path: Path, tell: Callable[[OSError], None]) -> None:
+        super().__init__()
+        self._file = path.open("wb", buffering=0)
+        self._tell = tell
+        self._works = True
+
+    def writable(self) -> bool:
+        """See `io`."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write it whole, unless writing has failed before."""
+        left = memoryview(data)
+        size = left.nbytes
+        try:
+            while self._works and left.nbytes:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self._works = False
+            self._tell(error)
+        return size
+
+    def close(self) -> None:
+        """See `io`."""
+        self._file.close()
+        super().close()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """Where a session stands when it ends.
+
+    Attributes:
+        now: tick of the last thing that happened.
+        alive: requests that have not ended, with their tokens.
+    """
+
+    controller: Controller
+    now: int
+    num_steps: int
+    alive: Iterable[tuple[Request, Sequence[int]]]
+
+
+def check_is_free(folder: Path) -> None:
+    """Raise `ConfigError` when the folder of a recording holds something."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        problem = Problem(f"run folder {folder}", "is there already, and not empty", "A folder that is not there")
+        raise ConfigError(problem)
+
+
+class RunRecording:
+    """Keeps one session. Made before the model is loaded, so that a folder that is taken is found out at once."""
+
+    def __init__(self, config: ExperimentConfig, registry: Registry, folder: Path) -> None:
+        check_is_free(folder)
+        self._place = RunFolder(folder)
+        self._place.start(config, registry, overwrite=False, is_private=True)
+        (folder / _RESERVE).write_bytes(bytes(_RESERVE_BYTES))
+        self._keeps_steps = config.output.steps
+        self._inputs: InputLog | None = None
+        self._outputs: gzip.GzipFile | None = None
+        self._recorder: Recorder | None = None
+        self._decisions: DecisionLog | None = None
+        self._controller: Controller | None = None
+        """Whom the recorder and the decision log watch; None: nobody."""
+        self._changes = Changes()
+        self.stopped = ""
+        """Why nothing is recorded any more; empty: it is."""
+
+    def _stop(self, error: Exception) -> None:
+        """Record nothing more."""
+        if not self.stopped:
+            self.stopped = f"the recording stopped, and the server went on: {error}"
+            _log.error("%s (%s)", self.stopped, self._place.path)
+
+    def _keeps_on(self) -> bool:
+        """Whether it still records; called between two events: when it has stopped, it watches nothing any more."""
+        if self.stopped and self._controller is not None:
+            self._controller.unwatch([one for one in (self._recorder, self._decisions) if one is not None])
+            self._controller = self._recorder = None
+        return not self.stopped
+
+    def _open(self, path: Path) -> BinaryIO:
+        return cast(BinaryIO, _Log(path, self._stop))
+
+    @property
+    def observers(self) -> Sequence[Observer]:
+        """Who has to watch the run."""
+        return [one for one in (self._recorder, self._decisions, self._changes) if one is not None]
+
+    def begin(self, description: Mapping[str, Any], controller: Controller) -> None:
+        """The model is loaded, and nothing has happened yet; `description` has its sizes by replicaset."""
+        path = self._place.path
+        (path / ENGINE_FILE).write_text(json.dumps(description, indent=1, sort_keys=True) + "\n")
+        sizes = {name: one.replicas[0].memory.num_blocks for name, one in controller.replicasets.items()}
+        self._decisions = DecisionLog(path / "decisions.parquet", self._open, _RECORDS_PER_BATCH)
+        self._decisions.share(lambda batch: self._flush())
+        self._recorder = Recorder(sizes.__getitem__, steps=self._keeps_steps, log=self._decisions)
+        self._controller = controller
+        self._inputs = InputLog(path / INPUTS_FILE, self._open)
+        self._raw_outputs = self._open(path / OUTPUTS_FILE)
+        self._outputs = gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=self._raw_outputs, mtime=0)
+
+    def _flush(self) -> None:
+        """What came in and out up to the steps that are in the journal is on the disk too."""
+        assert self._inputs is not None
+        assert self._outputs is not None
+        if not self.stopped:
+            self._inputs.flush()
+            self._outputs.flush()
+
+    def note(self, entry: Input) -> None:
+        """Something reached the controller."""
+        assert self._inputs is not None
+        if self._keeps_on():
+            self._inputs.note(entry)
+
+    def ended(self, request: Request, reason: EndReason, token_ids: Sequence[int], *, is_faulty: bool = False) -> None:
+        """A request has ended with these tokens; `is_faulty`: it failed by itself, in the token after them."""
+        if self._keeps_on():
+            self._write_output(request, reason.value, token_ids, is_faulty=is_faulty)
+
+    def finish(self, end: SessionEnd | None, error: BaseException | None) -> None:
+        """Nothing more will happen. No end: it never began."""
+        facts: dict[str, Any] = {}
+        try:
+            if end is not None:
+                self._finish_logs(end)
+                facts = self._facts(end)
+                if not self.stopped:
+                    self._write_tables(end.controller)
+        except Exception as failed:  # whatever it is, the server has done its work
+            self._stop(failed)
+        for partial in self._place.path.glob("*.partial"):  # makes room on a full disk
+            partial.unlink()
+        said = (
+            "" if error is None else str(error) if isinstance(error, VajraError) else f"{type(error).__name__}: {error}"
+        )
+        why = "; ".join(one for one in (said, self.stopped) if one)
+        try:
+            if why:
+                self._place.note(FAILED, error=why, **facts)
+            else:
+                self._place.note(FINISHED, **facts)
+            for file in self._place.path.iterdir():
+                file.chmod(0o600)
+        except OSError as failed:
+            _log.error("the state of the recording cannot be written: %s", failed)
+        self._place.close()
+
+    def _finish_logs(self, end: SessionEnd) -> None:
+        assert self._inputs is not None
+        assert self._outputs is not None
+        assert self._decisions is not None
+        for request, token_ids in end.alive:
+            self._write_output(request, "", token_ids)
+        self._decisions.close()
+        self._inputs.close()
+        self._outputs.close()
+        self._raw_outputs.close()
+
+    def _write_tables(self, controller: Controller) -> None:
+        recorder, path = self._recorder, self._place.path
+        assert recorder is not None
+        recorder.record_unfinished(controller.alive())
+        write_parquet(recorder.requests, path / "requests.parquet")
+        write_parquet(recorder.steps, path / "steps.parquet")
+        write_parquet(recorder.tbt, path / "tbt.parquet")
+        requests, steps, tbt = recorder.requests.to_table(), recorder.steps.to_table(), recorder.tbt.to_table()
+        (path / "summary.json").write_text(summarise(requests, steps, tbt, None).to_json())
+
+    def _facts(self, end: SessionEnd) -> dict[str, Any]:
+        controller = end.controller
+        return {
+            "ended_at_s": to_seconds(end.now),
+            "num_steps": end.num_steps,
+            "num_submitted": controller.num_submitted,
+            "num_ended": {reason.value: count for reason, count in sorted(controller.num_ended.items(), key=str)},
+            "num_unfinished": controller.num_alive,
+            "workload": {"num_requests": controller.num_submitted, "served": True},
+            **self._changes.facts(),
+        }
+
+    def _write_output(
+        self, request: Request, reason: str, token_ids: Sequence[int], *, is_faulty: bool = False
+    ) -> None:
+        assert self._outputs is not None
+        row = {
+            "index": request.index,
+            "request_id": request.request_id,
+            "reason": reason,
+            "detail": request.detail,
+            "failed_at": request.num_computed_tokens if is_faulty else None,
+            "token_ids": token_ids,
+        }
+        self._outputs.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")

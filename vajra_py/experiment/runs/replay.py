@@ -1,0 +1,377 @@
+"""Replay an engine's run in the simulator and compare the decisions.
+
+The run's requests go through the simulator at the ticks at which the engine took them in, and every step lasts as long as
+it lasted. The two decision logs must be equal, line for line: that is what "one policy runs in both worlds" means. A policy
+that reads anything but what it is given, or a mechanism of other sizes, decides otherwise and is found out.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from vajra_py.config import ExperimentConfig, load_config
+from vajra_py.contract.observer import EndReason
+from vajra_py.engine.config import ModelBackendConfig
+from vajra_py.errors import Problem, RunError, VajraError
+from vajra_py.experiment.runs.engined import ENGINE_FILE, OUTPUTS_FILE, length_predictor, predictions
+from vajra_py.experiment.runs.folder import FINISHED, RUNNING
+from vajra_py.metrics.runs.run_data import RunData
+from vajra_py.plugins import Registry, load_registry
+from vajra_py.runtime.records.decision_log import DecisionLog
+from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
+from vajra_py.runtime.records.input_log import (
+    INPUTS_FILE,
+    Abort,
+    Arrival,
+    Expiry,
+    Input,
+    PolicyViolation,
+    RecordedOutput,
+    StageEnd,
+    Swap,
+    read_inputs,
+    read_rows,
+)
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.serving.build import ModelFacts, ReplicasetModel, Services, build_controller
+from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.serving.replica import Replica
+from vajra_py.runtime.step.plan import StepPlan, StepResult
+from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds
+from vajra_py.runtime.support.seeds import SeedTree
+from vajra_py.sim.decode_runs import ends_of
+from vajra_py.sim.executor import SimulatedExecutor
+from vajra_py.sim.simulator import Acceptance, SimulationOptions, Simulator
+
+DECISIONS_FILE = "decisions.parquet"
+_NANOSECOND = TICKS_PER_SECOND // 10**9
+_NEVER_CAME_BACK = 10**6 * TICKS_PER_SECOND
+"""How long a step takes that the recorded run did not see the end of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What a run of the engine left behind."""
+
+    path: Path
+    config: ExperimentConfig
+    inputs: Sequence[Input]
+    outputs: Mapping[int, RecordedOutput]
+    """By the request's index."""
+    durations: Mapping[tuple[str, int], Mapping[int, int]]
+    """Ticks of each step, by (replicaset, replica) and step index."""
+    stage_ends: Mapping[tuple[str, int], Mapping[int, int]]
+    """Likewise, when each step left the first of several pipeline stages."""
+    ended_at: int
+    """Tick of the last thing that is recorded."""
+    engine: Mapping[str, Any]
+
+    @property
+    def knows_tokens(self) -> bool:
+        """Whether any request is known to the prefix cache by its tokens."""
+        return any(isinstance(one, Arrival) and one.prompt_token_ids is not None for one in self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """What a replay found.
+
+    Attributes:
+        num_steps: steps in the recorded decision log.
+        num_requests: requests that the run took in.
+        difference: the first difference between the decision logs; None: they are equal.
+    """
+
+    num_steps: int
+    num_requests: int
+    difference: str | None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs."""
+        return self.difference is None
+
+
+def read_recording(path: Path, registry: Registry | None = None) -> Recording:
+    """A run's recording. Raises `RunError` when the folder does not hold one, `ConfigError` when its settings are broken."""
+    if not (path / "config.yaml").exists():
+        raise RunError(str(Problem(str(path), "is not a run's folder (config.yaml is missing)")))
+    config = load_config(path / "config.yaml", registry=registry)
+    if not isinstance(config.backend.settings, ModelBackendConfig):
+        message = f"is a run of the {config.backend.kind}; only what computed with a model can be replayed"
+        raise RunError(str(Problem(str(path), message, "Run it again to repeat it")))
+    if not config.output.decision_log:
+        raise RunError(
+            str(Problem(str(path), "has no decision log", "Allowed: runs with `output: {decision_log: true}`"))
+        )
+    if is_cut(path / DECISIONS_FILE) or (not (path / DECISIONS_FILE).exists() and _status(path) == RUNNING):
+        message = "was cut off (its process was killed, or still runs), so not everything that it did is known"
+        hint = "Allowed: runs that came to an end; what was decided until the cut: RunData.decisions()"
+        raise RunError(str(Problem(str(path), message, hint)))
+    inputs = read_inputs(path / INPUTS_FILE)
+    import pyarrow as pa
+
+    try:
+        engine = json.loads((path / ENGINE_FILE).read_text())
+        outputs = {
+            row["index"]: RecordedOutput(row["token_ids"], row["reason"], row.get("detail", ""), row.get("failed_at"))
+            for row in read_rows(path / OUTPUTS_FILE)
+        }
+        durations, last = _durations(read_decisions(path / DECISIONS_FILE))
+    except (OSError, EOFError, ValueError, KeyError, pa.ArrowException) as error:
+        raise RunError(str(Problem(str(path), f"its recording cannot be read ({error})"))) from error
+    last = max([last, *(one.tick for one in inputs)])
+    return Recording(path, config, inputs, outputs, durations, _stage_ends(inputs), last, engine)
+
+
+def _durations(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[tuple[str, int], dict[int, int]], int]:
+    found: dict[tuple[str, int], dict[int, int]] = {}
+    last = 0
+    for row in rows:
+        formed = _ticks(row["formed_at"])
+        last = max(last, formed)
+        if row["chunks"] and row["ended_at"] is not None:
+            ended = _ticks(row["ended_at"])
+            last = max(last, ended)
+            found.setdefault((row["replicaset"], row["replica_id"]), {})[row["step"]] = ended - formed
+    return found, last
+
+
+def _stage_ends(inputs: Iterable[Input]) -> dict[tuple[str, int], dict[int, int]]:
+    found: dict[tuple[str, int], dict[int, int]] = {}
+    for one in inputs:
+        if isinstance(one, StageEnd):
+            found.setdefault((one.replicaset, one.replica_id), {})[one.step] = one.tick
+    return found
+
+
+def _ticks(seconds: float) -> int:
+    return round(seconds * 10**9) * _NANOSECOND
+
+
+def replay(path: Path, registry: Registry | None = None) -> ReplayReport:
+    """Let the simulator do what a run of the engine did, and compare. Raises like `read_recording`."""
+    registry = registry or load_registry()
+    recording = read_recording(path, registry)
+    with tempfile.TemporaryDirectory(prefix="vajra-replay-") as folder:
+        log = Path(folder) / DECISIONS_FILE
+        error, violations = _replay_log(recording, registry, log)
+        difference = _compare_logs(path / DECISIONS_FILE, log)
+    difference = difference or _compare_violations(recording, violations)
+    if difference is None and error is not None and _status(path) == FINISHED:
+        difference = f"the replay ended otherwise than the run: {error}"
+    num_steps = sum(map(len, recording.durations.values()))
+    num_requests = sum(isinstance(one, Arrival) for one in recording.inputs)
+    return ReplayReport(num_steps, num_requests, difference)
+
+
+def _status(path: Path) -> str:
+    return str(RunData(path).manifest.get("status"))
+
+
+# The simulation
+
+
+class _RecordedTimer:
+    """Steps of one replica last as long as they did."""
+
+    def __init__(self, replica: Replica, recording: Recording) -> None:
+        self._replica = replica
+        key = (replica.replicaset, replica.replica_id)
+        self._ticks = recording.durations.get(key, {})
+        self._stage_ends = recording.stage_ends.get(key, {})
+
+    def stage_ticks(self, plan: StepPlan) -> int:
+        """See `StepTimer`."""
+        return self._ticks.get(plan.step_index, _NEVER_CAME_BACK)
+
+    def first_stage_ticks(self, plan: StepPlan) -> int:
+        """See `TimesFirstStage`."""
+        return self._stage_ends.get(plan.step_index, plan.formed_at + _NEVER_CAME_BACK) - plan.formed_at
+
+    def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> array[int]:
+        """See `TimesRuns`: the step just formed and those after it."""
+        first = self._replica.num_steps - 1
+        known = [self._ticks.get(index, -1) for index in range(first, first + num_steps)]
+        if -1 in known:
+            end = known.index(-1)
+            known[end:] = [_NEVER_CAME_BACK] + [1] * (num_steps - end - 1)
+        return ends_of(now, known)
+
+
+class _RecordedExecutor(SimulatedExecutor):
+    """Requests put out the tokens that they put out, and end where they ended."""
+
+    def __init__(self, outputs: Mapping[int, RecordedOutput]) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self._nothing = RecordedOutput()
+
+    def known_output_tokens(self, request: Request) -> int | None:
+        """The recorded length of those that came to their end; one more of those that failed, at the latest in that step."""
+        output = self._outputs.get(request.index, self._nothing)
+        if output.failed_at is not None:
+            return len(output.token_ids) + 1
+        return len(output.token_ids) if output.reason in (EndReason.STOP.value, EndReason.LENGTH.value) else None
+
+    def result(self, plan: StepPlan) -> StepResult:
+        """The recorded tokens of every entry that was due one."""
+        tokens: list[tuple[Request, int]] = []
+        stopped: list[Request] = []
+        failed: dict[Request, str] = {}
+        for request, num_tokens, computed_before, _ in plan.entries():
+            output, position = self._outputs.get(request.index, self._nothing), request.num_output_tokens
+            end = computed_before + num_tokens
+            if output.failed_at is not None and position == len(output.token_ids) and end >= output.failed_at:
+                failed[request] = output.detail
+            elif end == request.num_known_tokens and position < len(output.token_ids):
+                tokens.append((request, output.token_ids[position]))
+                if output.reason == EndReason.STOP.value and position + 1 == len(output.token_ids):
+                    stopped.append(request)
+        return StepResult(tokens, frozenset(stopped), failed)
+
+
+def _simulator(recording: Recording, registry: Registry, log: DecisionLog) -> Simulator:
+    controller, executor = _controller(recording, registry)
+    controller.watch((log,))
+    memories = [one.replica.memory for one in recording.config.effective_replicasets.values()]
+    options = SimulationOptions(
+        horizon_s=to_seconds(recording.ended_at) + 1.0,
+        drain=False,
+        tenant_salt=any(one.tenant_salt for one in memories),
+        fast_forward=not recording.knows_tokens,  # by which every step may publish blocks
+        expires=False,
+        isolates_policies=any(isinstance(one, PolicyViolation) for one in recording.inputs),
+    )
+    simulator = Simulator(
+        controller,
+        executor,
+        lambda replica: _RecordedTimer(replica, recording),
+        options,
+    )
+    for one in recording.inputs:
+        if isinstance(one, Arrival):
+            accepted = Acceptance(one.spec(), one.arrived_at, salt=one.salt, reads_cache=one.reads_cache)
+            simulator.inject(one.tick, Phase.ARRIVAL, accepted)
+        elif isinstance(one, Expiry):
+            simulator.inject(one.tick, Phase.EXPIRY, one.request_id)
+        elif isinstance(one, Abort):
+            simulator.inject(one.tick, Phase.ABORT, one.request_id)
+        elif isinstance(one, Swap):
+            simulator.inject(one.tick, Phase.POLICY, one.change())
+        elif not isinstance(one, PolicyViolation | StageEnd):  # a violation happens again by itself, or is missed
+            simulator.inject(one.tick, Phase.FAILURE, one)
+    return simulator
+
+
+def _controller(recording: Recording, registry: Registry) -> tuple[Controller, _RecordedExecutor]:
+    config, engine = recording.config, recording.engine
+    settings = config.backend.settings
+    seeds = SeedTree(config.seed).child("policies")
+    lengths = {
+        one.facts.request_id: one.num_output_tokens
+        for one in recording.inputs
+        if isinstance(one, Arrival) and one.num_output_tokens is not None
+    }
+    executor = _RecordedExecutor(recording.outputs)
+    models = {
+        name: ReplicasetModel(
+            predictions(settings.of(name), registry),
+            ModelFacts(None, facts["max_model_len"], facts["kv_bytes_per_token"]),
+        )
+        for name, facts in engine.items()
+    }
+    first = next(iter(models.values()))
+    services = Services(
+        registry=registry,
+        latency=first.latency,
+        output_lengths=length_predictor(settings, seeds, lengths, registry),
+        seeds=seeds,
+        facts=first.facts,
+        executor_of=lambda replicaset, replica_id: executor,
+        reserves_growth=True,
+        models=models,
+    )
+    return build_controller(sized_config(config, engine), services), executor
+
+
+def sized_config(config: ExperimentConfig, engine: Mapping[str, Any]) -> ExperimentConfig:
+    """The settings with the sizes written out that the engine found: KV blocks and length of each replicaset's model."""
+    replicasets = {}
+    for name, one in config.effective_replicasets.items():
+        memory = one.replica.memory
+        if memory.num_blocks is None:
+            memory = memory.model_copy(update={"num_blocks": engine[name]["num_blocks"]})
+        sizes = {"memory": memory, "max_model_len": one.replica.max_model_len or engine[name]["max_model_len"]}
+        replicasets[name] = one.model_copy(update={"replica": one.replica.model_copy(update=sizes)})
+    return config.model_copy(update={"replicasets": replicasets})
+
+
+def _replay_log(
+    recording: Recording, registry: Registry, target: Path
+) -> tuple[VajraError | None, Sequence[tuple[int, str, str]]]:
+    """Replay into a decision log; the error that ended it, and the violations that did not."""
+    log = DecisionLog(target)
+    simulator = _simulator(recording, registry, log)
+    try:
+        simulator.run(())
+    except VajraError as error:
+        return error, simulator.violations
+    finally:
+        log.close()
+    return None, simulator.violations
+
+
+# Comparison
+
+
+def _compare_logs(recorded: Path, replayed: Path) -> str | None:
+    """The first step that differs, said so that one can see what differs in it."""
+    pairs = zip_longest(read_decisions(recorded), read_decisions(replayed))
+    for number, (one, other) in enumerate(pairs, 1):
+        if one != other:
+            return f"row {number}: {_difference(one, other)}"
+    return None
+
+
+def _compare_violations(recording: Recording, replayed: Sequence[tuple[int, str, str]]) -> str | None:
+    """Whether the replay's policies broke the contract where the run's did."""
+    recorded = [(one.tick, one.replicaset, one.detail) for one in recording.inputs if isinstance(one, PolicyViolation)]
+    for one, other in zip_longest(recorded, replayed):
+        if one != other:
+            tick, replicaset, detail = one or other or (0, "", "")
+            who = (
+                "only in the replay"
+                if one is None
+                else "only in the run"
+                if other is None
+                else "otherwise in the replay"
+            )
+            return f"at {to_seconds(tick):.9f} s replicaset {replicaset} went out of service, {who}: {detail}"
+    return None
+
+
+def _difference(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str:
+    if one is None or other is None:
+        row = one or other or {}
+        who = "the run" if other is None else "the replay"
+        return f"only {who} has step {row['step']} of replica {row['replica_id']} (formed at {row['formed_at']:.9f} s)"
+    where = f"step {one['step']} of replica {one['replica_id']}, formed at {one['formed_at']:.9f} s"
+    fields = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    said = "; ".join(
+        f"{name} {_short(one.get(name))} in the run, {_short(other.get(name))} in the replay" for name in fields
+    )
+    return f"{where}: {said}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 160 else text[:157] + "..."

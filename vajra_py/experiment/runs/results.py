@@ -1,0 +1,96 @@
+"""Tables and summary of a run, written from what was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vajra_py.config import ExperimentConfig
+from vajra_py.experiment.device_figures import devices_of
+from vajra_py.metrics.summary.costs import cost_sections
+from vajra_py.metrics.definitions import Floats, Window
+from vajra_py.metrics.tables.emitted import ArrowTable, emitted_section, write_emitted
+from vajra_py.metrics.comparison.intervals import mser5
+from vajra_py.metrics.summary.warnings import rate_warnings
+from vajra_py.metrics.tables.steps import StepsBuilder, expand_steps
+from vajra_py.metrics.summary.summary import STEPS_READ, Summary, summarise
+from vajra_py.metrics.tables.requests import RequestsBuilder, TbtBuilder, write_parquet
+
+_WARMUP_OFF = (0.0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What was recorded of a run."""
+
+    requests: RequestsBuilder
+    steps: StepsBuilder
+    tbt: TbtBuilder
+    emitted: ArrowTable | None = None
+    """Figures that policies emitted (`emitted_table`)."""
+    notes: Collection[str] = ()
+    """Sentences about the policies for the summary's warnings."""
+
+
+def write_results(
+    path: Path, config: ExperimentConfig, tables: Tables, ended_at: float, step_times: Mapping[str, Any]
+) -> None:
+    """Write a run's tables and its summary into its folder.
+
+    `ended_at`: seconds on the run's clock; `step_times`: where they come from, as the summary says it.
+    """
+    requests, tbt = tables.requests.to_table(), tables.tbt.to_table()
+    records = tables.steps.records()
+    with ThreadPoolExecutor(1) as beside:  # encoding needs no interpreter, for the most part
+        writing = beside.submit(_write_tables, path, tables)
+        steps = expand_steps(records, STEPS_READ, encoded=True)
+        summary = _summary(config, requests, steps, tbt, ended_at).with_step_times(step_times)
+        summary = summary.with_warnings([*tables.notes])
+        if tables.emitted is not None:
+            write_emitted(tables.emitted, path)
+            summary = summary.with_sections(emitted_section(tables.emitted))
+        writing.result()
+    (path / "summary.json").write_text(summary.to_json())
+
+
+def _write_tables(path: Path, tables: Tables) -> None:
+    write_parquet(tables.requests, path / "requests.parquet")
+    write_parquet(tables.steps, path / "steps.parquet")
+    write_parquet(tables.tbt, path / "tbt.parquet")
+
+
+def _summary(config: ExperimentConfig, requests: Any, steps: Any, tbt: Any, ended_at: float) -> Summary:
+    """The summary of the tables, pyarrow's; `steps` has the columns that are read."""
+    arrived_at, e2e_s = (requests.column(name).to_numpy() for name in ("arrived_at", "e2e_s"))
+    summary = summarise(requests, steps, tbt, _window(config, arrived_at, e2e_s, ended_at))
+    summary = summary.with_warnings(rate_warnings(summary.data, _asked_rate(config)))
+    devices = devices_of(config)
+    return summary.with_sections(cost_sections(devices, summary.data, steps)) if devices else summary
+
+
+def _window(config: ExperimentConfig, arrived_at: Floats, e2e_s: Floats, ended_at: float) -> Window | None:
+    settings = config.backend.settings
+    warmup_s, warmup_requests = getattr(settings, "warmup_s", 0.0), getattr(settings, "warmup_requests", 0)
+    if not len(arrived_at) or (warmup_s, warmup_requests) == _WARMUP_OFF:
+        return None
+    start = float(arrived_at[0]) + warmup_s
+    if warmup_requests == "auto":
+        done = np.flatnonzero(np.isfinite(e2e_s))
+        cut = mser5(e2e_s[done])
+        warmup_requests = int(done[cut]) if cut else 0
+    if warmup_requests:
+        start = max(start, float(arrived_at[min(warmup_requests, len(arrived_at) - 1)]))
+    return Window(start, max(start, ended_at))
+
+
+def _asked_rate(config: ExperimentConfig) -> float | None:
+    """Requests per second that the workload was asked to come at: its `rate`, or that of the arrivals of single requests."""
+    asked = config.workload.rate
+    if asked is None and config.workload.type == "synthetic" and config.workload.time_scale is None:
+        asked = getattr(config.workload.arrivals, "rate", None)
+    return asked

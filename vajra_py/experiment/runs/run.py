@@ -1,0 +1,155 @@
+"""Run one experiment into a folder of results; whatever happens, what was reached is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from vajra_py.config import ExperimentConfig
+from vajra_py.contract.latency import LAST_S
+from vajra_py.contract.observer import Observer
+from vajra_py.errors import ConfigError, Problem, RunInterrupted, VajraError, WorkloadError
+from vajra_py.experiment.runs.backend import Backend, MakeBackend, Progress, Run, make_backend
+from vajra_py.experiment.device_figures import devices_of
+from vajra_py.experiment.runs.folder import FAILED, FINISHED, INTERRUPTED, RunFolder
+from vajra_py.experiment.runs.results import Tables
+from vajra_py.metrics.tables.changes import Changes
+from vajra_py.metrics.tables.emitted import emitted_table
+from vajra_py.metrics.tables.recorder import Recorder
+from vajra_py.metrics.runs.run_data import DECISIONS_FILE, RunData
+from vajra_py.metrics.summary.warnings import policy_notes
+from vajra_py.plugins import Registry, build_observer, load_registry
+from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.support.seeds import NotedSeeds, SeedTree
+from vajra_py.workload import Workload, build_workload
+from vajra_py.workload.fingerprint import fingerprint
+
+
+def run_experiment(
+    config: ExperimentConfig,
+    *,
+    folder: Path | None = None,
+    registry: Registry | None = None,
+    progress: Progress | None = None,
+    overwrite: bool = False,
+    backend: MakeBackend = make_backend,
+) -> RunData:
+    """Run one experiment (without a sweep) and return its results; a finished run of the same settings is not repeated.
+
+    Raises `ConfigError` before anything is written when the experiment cannot be built or its folder holds other results;
+    a failure or an interruption later leaves the tables so far in the folder, marked in its manifest, and is raised on.
+    """
+    if not config.is_single:
+        what = "replications" if config.sweep is None else "sweep"
+        raise ConfigError(
+            Problem(what, "this experiment is more than one run", "Use `sweep` for it, or take a point of it")
+        )
+    registry = registry or load_registry()
+    place = RunFolder(folder if folder is not None else config.output_dir / config.name)
+    if place.is_finished(config) and not overwrite:
+        return RunData.load(place.path)
+    place.check(config, overwrite=overwrite)
+    devices_of(config)  # a wrong name under `costs` is found before anything is run
+    seeds = NotedSeeds(SeedTree(config.seed))
+    run = Run(config, registry, load_workload(config), seeds, progress)
+    prepared = backend(run)
+    try:
+        place.start(config, registry, overwrite=overwrite)
+        prepared.prepare(place.path)
+        _Attempt(run, prepared, place, seeds).execute()
+    finally:
+        prepared.close()
+        place.close()
+    return RunData.load(place.path)
+
+
+def load_workload(config: ExperimentConfig) -> Workload:
+    """The experiment's workload; the same for every experiment with the same seed and workload settings."""
+    workload = build_workload(config.workload, SeedTree(config.seed).child("workload").stream, Path.cwd())
+    last = float(workload.columns.arrived_at.max())
+    if not last <= LAST_S:
+        message = f"a request arrives {last:,.0f} s after the run's begin"
+        raise WorkloadError(workload.name, None, message, f"Allowed: at most {LAST_S:,.0f} s; a higher rate")
+    return workload
+
+
+class _Attempt:
+    """One execution and its outputs."""
+
+    def __init__(self, run: Run, backend: Backend, place: RunFolder, seeds: NotedSeeds) -> None:
+        self._run = run
+        self._seeds = seeds
+        self._backend = backend
+        self._place = place
+        controller = backend.controller
+        output = run.config.output
+        self._log = backend.decision_log(place.path / DECISIONS_FILE) if output.decision_log else None
+        self._recorder = Recorder(_num_blocks(controller), steps=output.steps, log=self._log)
+        self._changes = Changes()
+        self._observers: list[Observer] = [self._recorder]
+        if run.config.backend.kind != "simulator":  # in which nothing is changed, and every observer costs time
+            self._observers.append(self._changes)
+        if self._log is not None:
+            self._observers.append(self._log)
+        self._observers += [build_observer(one.type, one.parameters, run.registry) for one in run.config.observers]
+        controller.watch(self._observers)
+        controller.diary.emitted.is_kept = True
+
+    def execute(self) -> None:
+        """Run, and write what came of it."""
+        try:
+            outcome = self._backend.start()
+        except KeyboardInterrupt:
+            self._write()
+            self._place.note(INTERRUPTED, **self._facts())
+            raise RunInterrupted(f"interrupted; what was reached is in {self._place.path}") from None
+        except Exception as error:  # whatever failed, what was reached is kept
+            self._write()
+            self._place.note(FAILED, error=_said(error), **self._facts())
+            raise
+        self._write()
+        self._place.note(FINISHED, **self._facts(), **outcome.facts)
+
+    def _facts(self) -> dict[str, object]:
+        seconds, num_steps = self._backend.position()
+        controller = self._backend.controller
+        return {
+            "ended_at_s": seconds,
+            "num_steps": num_steps,
+            "num_submitted": controller.num_submitted,
+            "num_ended": {reason.value: count for reason, count in sorted(controller.num_ended.items(), key=str)},
+            "num_unfinished": len(controller.alive()),
+            "workload": {
+                "num_requests": len(self._run.workload),
+                **self._run.workload.source,
+                "fingerprint": fingerprint(self._run.workload.columns),
+            },
+            "drawn_beside_workload": self._seeds.draws(),
+            **self._changes.facts(),
+        }
+
+    def _write(self) -> None:
+        recorder, path = self._recorder, self._place.path
+        seconds, _ = self._backend.position()
+        for observer in self._observers:
+            observer.on_run_end(seconds)
+        recorder.record_unfinished(self._backend.controller.alive())
+        diary = self._backend.controller.diary
+        tables = Tables(
+            recorder.requests, recorder.steps, recorder.tbt, emitted_table(diary.emitted), policy_notes(diary)
+        )
+        with ThreadPoolExecutor(1) as beside:  # encoding needs no interpreter, for the most part
+            closing = None if self._log is None else beside.submit(self._log.close)
+            self._backend.write(path, self._run.config, tables, seconds, self._backend.step_times.to_mapping())
+            if closing is not None:
+                closing.result()
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, VajraError) else f"{type(error).__name__}: {error}"
+
+
+def _num_blocks(controller: Controller) -> Callable[[str], int]:
+    sizes = {name: one.replicas[0].memory.num_blocks for name, one in controller.replicasets.items()}
+    return sizes.__getitem__

@@ -1,0 +1,167 @@
+"""Run a sweep over several cores and resume it after an interruption."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from vajra_py.config import ExperimentConfig, SweepPoint, expand_sweep
+from vajra_py.config.sweeps import values_of_label
+from vajra_py.experiment.runs.equal_seeds import EqualSeeds, SettingSeeds, drew_beside_workload, note_copies
+from vajra_py.experiment.runs.folder import RunFolder
+from vajra_py.experiment.runs.pool import MakePool, RunTask, local_pool
+from vajra_py.metrics.runs.run_data import RunData
+from vajra_py.plugins import Registry, load_registry
+
+
+@dataclass(frozen=True, slots=True)
+class PointStatus:
+    """How one point of a sweep stands."""
+
+    label: str
+    num_done: int = 0
+    num_total: int = 0
+    now_s: float = 0.0
+    is_finished: bool = False
+    was_there: bool = False
+    """Finished in an earlier sweep; not run again."""
+    error: str | None = None
+    is_copy: bool = False
+    """Not run: it would repeat the run of another seed."""
+
+    @property
+    def values_label(self) -> str:
+        """The point by its values alone: every point sets the same paths."""
+        return values_of_label(self.label)
+
+
+SweepProgress: TypeAlias = Callable[[int, PointStatus], None]
+"""Called with the point's position and how it stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    """What became of a sweep: its runs in order, and the points that failed with their reasons."""
+
+    runs: Sequence[RunData]
+    failures: Sequence[tuple[str, str]]
+    copies: Sequence[tuple[str, str]] = ()
+    """Points that were not run since their seed would repeat another one's run, each with that other point."""
+
+
+def sweep_points(
+    config: ExperimentConfig, registry: Registry | None = None
+) -> list[tuple[SweepPoint, ExperimentConfig, Path]]:
+    """Every point with its settings and its folder, `<output.dir>/<name>/<point>`; of a single run, `<output.dir>/<name>`."""
+    base = config.output_dir / config.name
+    if config.is_single:
+        return [(point, one, base) for point, one in expand_sweep(config, registry)]
+    return [(point, one, base / point.point_id) for point, one in expand_sweep(config, registry)]
+
+
+def sweep(
+    config: ExperimentConfig,
+    *,
+    workers: int | None = None,
+    registry: Registry | None = None,
+    progress: SweepProgress | None = None,
+    overwrite: bool = False,
+    pool: MakePool | None = None,
+) -> SweepResult:
+    """Run every point of the sweep; points that are finished already are kept, and of seeds that give the same run one is run.
+
+    Simulations run several at once, one a core unless `workers` says otherwise, or in the `pool` given; points on a device one after the other, as
+    they would measure each other.
+    A point that fails does not stop the others. Raises `RunInterrupted` when the user stops it; what is finished stays.
+    """
+    registry = registry or load_registry()
+    points = sweep_points(config, registry)
+    plan = _Plan(points, EqualSeeds(registry).of_points([(point, one) for point, one, _ in points]), overwrite)
+    alone = any(one.backend.kind != "simulator" for _, one, _ in points)
+    failures: dict[int, str] = {}
+
+    def say(index: int, **facts: Any) -> None:
+        if progress is not None:
+            progress(index, PointStatus(points[index][0].label, **facts))
+
+    def report(index: int, done: int, total: int, now: float) -> None:
+        say(index, num_done=done, num_total=total, now_s=now)
+
+    todo = plan.missing(plan.kept())
+    told = None if progress is None else report
+    runs_pool = pool(told) if pool else local_pool(workers or (1 if alone else None), len(todo), registry, told)
+
+    def submit(wanted: Sequence[int]) -> None:
+        for index in wanted:
+            _, one, path = points[index]
+            runs_pool.submit(index, RunTask(one, path, overwrite))
+
+    try:
+        for index in sorted({*range(len(points))} - {*todo}):
+            say(index, is_finished=True, was_there=index not in plan.copies, is_copy=index in plan.copies)
+        submit(todo)
+        for index, error in runs_pool.ends():
+            if error is not None:
+                failures[index] = error
+            say(index, is_finished=error is None, error=error)
+            if error is None:
+                submit(plan.missing(plan.released_by(index)))
+    finally:
+        runs_pool.close()
+    plan.note(failures)
+    left = [index for index in range(len(points)) if index not in failures and index not in plan.copies]
+    return SweepResult(
+        [RunData.load(points[index][2], points[index][0].label) for index in left],
+        [(points[index][0].label, error) for index, error in sorted(failures.items())],
+        [(points[copy][0].label, points[kept][0].label) for copy, kept in sorted(plan.copies.items())],
+    )
+
+
+class _Plan:
+    """Which points are run: of seeds that give the same run, one."""
+
+    def __init__(
+        self,
+        points: Sequence[tuple[SweepPoint, ExperimentConfig, Path]],
+        settings: Sequence[SettingSeeds],
+        overwrite: bool,
+    ) -> None:
+        self._points = points
+        self._settings = settings
+        self._overwrite = overwrite
+        self.copies = {copy: kept for own in settings for kept in own.kept for copy in own.copies_of(kept)}
+        """Points that are not run, each with the one that stands for it."""
+
+    def kept(self) -> list[int]:
+        """The points to run, with those that finished runs turn out not to stand for."""
+        for kept in sorted(set(self.copies.values())):
+            if self._is_finished(kept):
+                self.released_by(kept)
+        return [index for index in range(len(self._points)) if index not in self.copies]
+
+    def missing(self, wanted: Sequence[int]) -> list[int]:
+        """Those of these points that are not finished already."""
+        return [index for index in wanted if not self._is_finished(index)]
+
+    def released_by(self, index: int) -> list[int]:
+        """Points that this one, now finished, does not stand for after all: its run drew something that could not be seen before."""
+        own = [copy for copy, kept in self.copies.items() if kept == index]
+        if not own or not drew_beside_workload(self._points[index][2]):
+            return []
+        for copy in own:
+            del self.copies[copy]
+        return own
+
+    def note(self, failures: Mapping[int, str]) -> None:
+        """Say in the runs' summaries which of them stand for several seeds."""
+        for own in self._settings:
+            first = tuple(self.copies.get(index, index) for index in own.points)
+            for index in own.kept:
+                if len(own.points) > 1 and index not in failures:
+                    note_copies(self._points[index][2], SettingSeeds(own.points, first))
+
+    def _is_finished(self, index: int) -> bool:
+        _, one, path = self._points[index]
+        return not self._overwrite and RunFolder(path).is_finished(one)

@@ -1,0 +1,1 @@
+"""Facts of devices, models and deployments."""

@@ -1,0 +1,85 @@
+"""Prices and power of devices: the figures under `operation` in `hardware/*.json`, each with its source, and the user's changes to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vajra_py.errors import ConfigError
+from vajra_py.latency.hardware.catalog import device_name, read_device_file
+from vajra_py.latency.hardware.devices import DeviceConfig
+
+POWER_FIELDS = ("idle_w", "decode_w", "prefill_w", "saturating_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePower:
+    """Electrical power of one device by what it computes, watts.
+
+    Decoding one sequence leaves the arithmetic units idle (`decode_w`); prefills keep them busy (`prefill_w`). In between power rises with the tokens that the step computes, up to
+    `saturating_tokens`: 128 decodes draw more than one (Patel et al., "Splitwise", ISCA 2024, figures 8 and 9; ML.ENERGY Benchmark 3.0).
+    """
+
+    idle_w: float
+    decode_w: float
+    prefill_w: float
+    saturating_tokens: float
+
+    def of_steps(self, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Power during steps that compute so many tokens, watts."""
+        share = np.minimum(np.maximum(num_tokens - 1, 0) / max(self.saturating_tokens - 1, 1), 1.0)
+        power: NDArray[np.float64] = self.decode_w + (self.prefill_w - self.decode_w) * share
+        return power
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCosts:
+    """What one device costs: price per hour and power, None where it is not known."""
+
+    device: str
+    price_per_hour: float | None = None
+    power: DevicePower | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Of the price (`price_per_hour`, with its date) and of each figure of the power."""
+
+    def changed(self, given: Mapping[str, float], source: str) -> DeviceCosts:
+        """The same with some figures of the user's own: `price_per_hour` and those of `POWER_FIELDS`."""
+        watts = {name: value for name, value in given.items() if name in POWER_FIELDS}
+        power = self.power
+        if watts and power is not None:
+            power = replace(power, **watts)
+        elif set(watts) == set(POWER_FIELDS):
+            power = DevicePower(**watts)
+        price = given.get("price_per_hour", self.price_per_hour)
+        return DeviceCosts(self.device, price, power, {**self.sources, **dict.fromkeys(given, source)})
+
+
+@runtime_checkable
+class NamesDevices(Protocol):
+    """Settings of a latency model that say which devices a replica is made of."""
+
+    def replica_devices(self) -> tuple[str | None, int]:
+        """Name of the device (None: not described) and how many a replica has."""
+
+
+def device_costs(name: str) -> DeviceCosts:
+    """What is known of a device of that name (any case, short forms too); nothing of one that is not described."""
+    try:
+        canonical = device_name(name)
+    except ConfigError:
+        return DeviceCosts(name)
+    figures: Mapping[str, Any] = read_device_file(canonical).get("operation", {})
+    values = {key: float(figure["value"]) for key, figure in figures.items()}
+    sources = {key: f"{figure['source']}, {figure['date']}" if "date" in figure else figure["source"] for key, figure in figures.items()}  # fmt: skip
+    watts = {key: values[key] for key in POWER_FIELDS if key in values}
+    power = DevicePower(**watts) if len(watts) == len(POWER_FIELDS) else None
+    return DeviceCosts(canonical, values.get("price_per_hour"), power, sources)
+
+
+def chosen_device(device: str | DeviceConfig) -> str | None:
+    """Name of a chosen device; of changes to a described one, the name of that."""
+    return device if isinstance(device, str) else device.base or device.name

@@ -1,0 +1,179 @@
+"""Speeds of devices and the fraction of them that programs reach.
+
+A description states every figure with its source in `hardware/*.json`; a user's own one is the same mapping without sources, whole or as
+changes to a shipped device (`base`). Peaks are dense (no structured sparsity), bandwidths are per direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vajra_py.errors import ConfigError, Problem, did_you_mean
+from vajra_py.latency.hardware.catalog import device_name, device_names, read_device_file
+from vajra_py.latency.hardware.model_spec import DTYPE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """One device of a replica, and the link to its peers and to the host."""
+
+    name: str
+    peak_flops: Mapping[str, float]
+    """Operations per second by dtype of the matrix products; a dtype that is not listed cannot be run."""
+    compute_fraction: Mapping[str, float]
+    """Share of the peak that products of a layer's size reach, by dtype."""
+    attention_fraction: float
+    """Share of the peak that the attention kernels reach."""
+    memory_bandwidth: float
+    """Bytes per second."""
+    bandwidth_fraction: float
+    memory_bytes: int
+    """What the driver reports."""
+    link_bandwidth: float
+    """Bytes per second to peers of the same replica, one direction."""
+    link_fraction: float
+    link_latency_s: float
+    """Time of an exchange between peers that carries nothing."""
+    host_link_bandwidth: float
+    """Bytes per second to or from host memory, as reached by large copies."""
+    kernel_latency_s: float
+    """Fixed time of one kernel in a replayed graph: start and drain."""
+    step_overhead_s: float
+    """Time per step that no kernel covers: scheduling, input preparation, launch, sampling."""
+    num_sms: int = 0
+    """Streaming multiprocessors; 0: unknown, or none."""
+    sm_version: int = 0
+    """Compute capability times ten; 0: unknown, or none."""
+
+    @property
+    def uses_flash_attention_2(self) -> bool:
+        """Whether vLLM computes attention by FlashAttention 2 here: not on Hopper (version 3), nor on data-centre Blackwell (FlashInfer)."""
+        return self.num_sms > 0 and (80 <= self.sm_version < 90 or self.sm_version >= 120)
+
+    def flops(self, dtype: str) -> float:
+        """Attainable operations per second of matrix products in `dtype`."""
+        return self.peak_flops[dtype] * self.compute_fraction[dtype]
+
+    def attention_flops(self, dtype: str) -> float:
+        """Attainable operations per second of attention on values of `dtype`."""
+        return self.peak_flops[dtype] * self.attention_fraction
+
+    @property
+    def attainable_bandwidth(self) -> float:
+        """Bytes per second that streaming kernels reach."""
+        return self.memory_bandwidth * self.bandwidth_fraction
+
+    @property
+    def attainable_link_bandwidth(self) -> float:
+        """Bytes per second that collectives reach, one direction."""
+        return self.link_bandwidth * self.link_fraction
+
+
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Fraction = Annotated[float, Field(gt=0, le=1)]
+_Duration = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class DeviceConfig(BaseModel):
+    """A device of the user's own: changes to the shipped device named by `base`, or everything."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    base: str | None = Field(None, description="Shipped device whose figures hold where none is given here.")
+    name: str | None = Field(None, description="What reports call the device.")
+    peak_flops: dict[str, _Positive] | None = Field(
+        None, description="Dense operations per second by dtype (float32, bfloat16, float16, fp8)."
+    )
+    compute_fraction: _Fraction | dict[str, _Fraction] | None = Field(
+        None, description="Share of the peak that matrix products reach: one number, or by dtype."
+    )
+    attention_fraction: _Fraction | None = Field(None, description="Share of the peak that attention kernels reach.")
+    memory_bandwidth: _Positive | None = Field(None, description="Bytes per second of the device's memory.")
+    bandwidth_fraction: _Fraction | None = Field(None, description="Share of the bandwidth that kernels reach.")
+    memory_bytes: Annotated[int, Field(gt=0)] | None = Field(
+        None, description="Bytes of memory that the driver reports."
+    )
+    link_bandwidth: _Positive | None = Field(None, description="Bytes per second to peer devices, one direction.")
+    link_fraction: _Fraction | None = Field(None, description="Share of the link that collectives reach.")
+    link_latency_s: _Duration | None = Field(None, description="Seconds of an empty exchange between peers.")
+    host_link_bandwidth: _Positive | None = Field(None, description="Bytes per second to and from host memory.")
+    kernel_latency_s: _Duration | None = Field(None, description="Seconds that any kernel takes at least.")
+    step_overhead_s: _Duration | None = Field(None, description="Seconds per step outside all kernels.")
+    num_sms: Annotated[int, Field(ge=0)] | None = Field(None, description="Streaming multiprocessors; 0: unknown.")
+    sm_version: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Compute capability times ten, as 89 for 8.9; 0: unknown."
+    )
+
+    def to_device(self) -> DeviceSpec:
+        """The device.
+
+        Raises:
+            ConfigError: an unknown base or dtype, or a figure that neither the base nor this mapping gives.
+        """
+        given = {key: value for key, value in self.model_dump(exclude={"base"}).items() if value is not None}
+        figures = {**_figures(self.base), **given} if self.base else given
+        problems = [
+            Problem(f"device.{key}", "is missing", "Give it, or name a shipped device as base")
+            for key, field in DeviceSpec.__dataclass_fields__.items()
+            if key not in figures and key != "name" and field.default is MISSING
+        ]
+        peaks = figures.get("peak_flops", {})
+        fractions = figures.get("compute_fraction", {})
+        if not isinstance(fractions, Mapping):
+            fractions = dict.fromkeys(peaks, fractions)
+        for dtype in peaks:
+            if dtype not in DTYPE_BYTES:
+                problems.append(
+                    Problem("device.peak_flops", f"has an unknown dtype ({dtype!r})", did_you_mean(dtype, DTYPE_BYTES))
+                )
+            elif dtype not in fractions and fractions:
+                problems.append(
+                    Problem("device.compute_fraction", f"has no figure for {dtype}", "Give one number, or one by dtype")
+                )
+        if problems:
+            raise ConfigError(problems)
+        name = self.name or f"{self.base or 'own device'} (changed)"
+        return DeviceSpec(**{**figures, "name": name, "compute_fraction": dict(fractions)})
+
+
+def load_device(description: str | Mapping[str, Any] | DeviceConfig) -> DeviceSpec:
+    """The shipped device of that name (any case), or the device that a mapping describes.
+
+    Raises:
+        ConfigError: no such device, or a wrong or missing figure; all problems at once.
+    """
+    if isinstance(description, str):
+        return DeviceSpec(name=device_name(description), **_figures(description))
+    if isinstance(description, DeviceConfig):
+        return description.to_device()
+    try:
+        return DeviceConfig.model_validate(dict(description)).to_device()
+    except ValidationError as error:
+        raise ConfigError([_problem(detail) for detail in error.errors()]) from error
+
+
+def _problem(detail: Any) -> Problem:
+    where = ".".join(["device", *map(str, detail["loc"])])
+    if detail["type"] == "extra_forbidden":
+        return Problem(where, "is not known", did_you_mean(str(detail["loc"][-1]), DeviceConfig.model_fields))
+    return Problem(where, f"{detail['msg']} ({detail['input']!r})")
+
+
+def _figures(name: str) -> dict[str, Any]:
+    return {key: figure["value"] for key, figure in read_device_file(name)["figures"].items()}
+
+
+def device_sources(name: str) -> dict[str, str]:
+    """Where each figure of a shipped device comes from, by field.
+
+    Raises:
+        ConfigError: there is no device of that name.
+    """
+    return {key: figure["source"] for key, figure in read_device_file(name)["figures"].items()}
+
+
+__all__ = ["DeviceConfig", "DeviceSpec", "device_names", "device_sources", "load_device"]

@@ -1,0 +1,1 @@
+"""Latency models that need no operator tables: constant, roofline, fitted profile, table, recorded."""

@@ -1,0 +1,179 @@
+"""Fit curves to measured step times and report their error on held-out steps.
+
+Everything is a sum of functions that do not fall, but for the first few numbers of tokens: products of two rows may take longer than
+those of four, since they are other algorithms. So the fit is a least-squares problem with coefficients of 0 or more: levels at those
+first numbers, slopes between the other knots of curves, and prices per unit. Errors are relative, so that short steps count as much as
+long ones; a few measurements that something else on the machine disturbed are held to count less (Huber's weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from vajra_py.contract.latency import BatchFeatures
+from vajra_py.latency.models.profiled import COEFFICIENTS, CURVES, Curve, StepFit
+
+Floats = npt.NDArray[np.float64]
+
+_KNOTS = {"num_tokens": (8, 2), "decode_context_tokens": (1, 4), "prefill_attention_pairs": (1, 4)}
+"""Each curve has a knot at every number up to the first of these, and at powers of the second beyond: products of one row, two, a few are
+different algorithms; attention reads evenly."""
+_FREE = "num_tokens"
+"""The curve that may fall at its first knots."""
+_HUBER = 0.15
+"""Relative error from which on a measurement counts less."""
+_ROUNDS = 8
+_HELD_OUT_PART = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A step's shape and how long it took, in seconds."""
+
+    shape: BatchFeatures
+    time_s: float
+
+    @property
+    def kind(self) -> str:
+        """What the step did: "decode", "prefill" or "mixed"."""
+        if not self.shape.num_prefills:
+            return "decode"
+        return "mixed" if self.shape.num_decodes else "prefill"
+
+
+def fit_steps(measured: Sequence[Measured]) -> StepFit:
+    """The best fit. `ValueError` without measurements."""
+    if not measured:
+        raise ValueError("fit: there are no measurements")
+    features = {
+        name: np.array([float(getattr(one.shape, name)) for one in measured]) for name in (*CURVES, *COEFFICIENTS)
+    }
+    knots = {name: _knots(features[name].tolist(), *_KNOTS[name]) for name in CURVES}
+    parts = {name: _functions(name, knots[name], features[name]) for name in CURVES}
+    columns = [*chain.from_iterable(parts.values()), *(features[name] for name in COEFFICIENTS)]
+    solution = _robust(np.stack(columns, axis=1), np.array([one.time_s for one in measured]))
+    base, curves = 0.0, {}
+    for name, part in parts.items():
+        shares, solution = solution[: len(part)], solution[len(part) :]
+        functions = _functions(name, knots[name], np.array(knots[name]))
+        values = np.sum([share * one for share, one in zip(shares, functions, strict=True)], axis=0)
+        lowest = float(np.min(values))  # what every step takes, where the curve begins with levels; else 0
+        base += lowest
+        curves[name] = Curve(tuple(knots[name]), tuple((values - lowest).tolist()))
+    return StepFit(base, curves, dict(zip(COEFFICIENTS, solution.tolist(), strict=True)))
+
+
+def held_out_errors(measured: Sequence[Measured], stream: np.random.Generator) -> dict[str, dict[str, float]]:
+    """Relative errors on a fifth of the shapes, of a fit to the others: by kind of step and over all.
+
+    For each: how many, the median and the 90th percentile of the error's size, and its mean with sign.
+    """
+    order = stream.permutation(len(measured))
+    num_held_out = max(1, len(measured) // _HELD_OUT_PART)
+    held_out = [measured[index] for index in order[:num_held_out]]
+    fit = fit_steps([measured[index] for index in order[num_held_out:]] or held_out)
+    return errors_of(fit.time_s, held_out)
+
+
+def errors_of(predict: Callable[[BatchFeatures], float], measured: Sequence[Measured]) -> dict[str, dict[str, float]]:
+    """Relative errors of predictions; see `held_out_errors`."""
+    found: dict[str, dict[str, float]] = {}
+    for kind in ("all", "decode", "prefill", "mixed"):
+        chosen = [one for one in measured if kind in ("all", one.kind)]
+        if chosen:
+            errors = np.array([predict(one.shape) / one.time_s - 1.0 for one in chosen])
+            size = np.abs(errors)
+            found[kind] = {
+                "num_shapes": float(len(chosen)),
+                "p50": float(np.quantile(size, 0.5)),
+                "p90": float(np.quantile(size, 0.9)),
+                "mean": float(errors.mean()),
+            }
+    return found
+
+
+def _knots(values: Sequence[float], singles: int, factor: int) -> list[float]:
+    """0, the first few numbers, powers of the factor, and the largest value, so that something lies in every segment."""
+    largest = max(values)
+    knots, top = [0.0], 1
+    while top < largest:
+        if any(knots[-1] < value <= top for value in values):
+            knots.append(float(top))
+        top = top + 1 if top < singles else top * factor
+    return [*knots, float(max(1, largest))]
+
+
+def _functions(name: str, knots: list[float], values: Floats) -> list[Floats]:
+    """The functions whose sum a curve is, at these values: segments, and for the one that may fall a level at each of its first knots.
+
+    It is straight between levels, as the first one before that, and rises from the last one on.
+    """
+    if name != _FREE:
+        return _segments(values, knots)
+    levels = [knot for knot in knots[1:-1] if knot <= _KNOTS[name][0]] or knots[:1]
+    hats = [np.interp(values, levels, one) for one in np.eye(len(levels))]
+    return [*hats, *_segments(values, knots[knots.index(levels[-1]) :])]
+
+
+def _segments(values: Floats, knots: Sequence[float]) -> list[Floats]:
+    """How much of each value lies in each segment; the last one has no end."""
+    columns = []
+    for index, (low, high) in enumerate(pairwise(knots)):
+        top = np.inf if index == len(knots) - 2 else high
+        columns.append(np.clip(values, low, top) - low)
+    return columns
+
+
+def _robust(matrix: Floats, times: Floats) -> Floats:
+    """Coefficients >= 0 with matrix @ x near the times, relative to what is predicted; rows far from it count less.
+
+    Relative to the prediction, since relative to the measurement short times would pull more than long ones.
+    """
+    scale = np.abs(matrix).max(axis=0)
+    scale[scale == 0.0] = 1.0
+    scaled = matrix / scale
+    weights = 1.0 / times
+    solution = np.zeros(matrix.shape[1])
+    for _ in range(_ROUNDS):
+        solution = non_negative_least_squares(scaled * weights[:, None], times * weights)
+        predicted = np.maximum(scaled @ solution, 1e-12)
+        residuals = np.abs(times / predicted - 1.0)
+        weights = np.sqrt(np.minimum(1.0, _HUBER / np.maximum(residuals, 1e-12))) / predicted
+    return np.asarray(solution / scale, np.float64)
+
+
+def non_negative_least_squares(matrix: Floats, target: Floats) -> Floats:
+    """The x >= 0 with the least ||matrix @ x - target||.
+
+    Source: Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23.
+    """
+    num_columns = matrix.shape[1]
+    solution = np.zeros(num_columns)
+    passive = np.zeros(num_columns, bool)
+    tolerance = 1e-10 * max(1.0, float(np.abs(matrix.T @ target).max()))
+    for _ in range(10 * num_columns):
+        gradient = matrix.T @ (target - matrix @ solution)
+        gradient[passive] = -np.inf
+        best = int(np.argmax(gradient))
+        if passive.all() or gradient[best] <= tolerance:
+            break
+        passive[best] = True
+        while True:
+            trial = np.zeros(num_columns)
+            trial[passive] = np.linalg.lstsq(matrix[:, passive], target, rcond=None)[0]
+            if (trial[passive] > 0).all():
+                break
+            leaving = passive & (trial <= 0)
+            steps = solution[leaving] / np.maximum(solution[leaving] - trial[leaving], 1e-300)
+            solution = solution + float(steps.min()) * (trial - solution)
+            passive &= solution > 1e-15
+            solution[~passive] = 0.0
+            if not passive.any():
+                return solution
+        solution = trial
+    return solution

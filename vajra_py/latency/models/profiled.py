@@ -1,0 +1,193 @@
+"""Step time from a profile that `vajra profile` measured.
+
+A step takes a base, a piecewise-linear time for its tokens (matrix products get cheaper per token as there are more), one for
+the context that its decodes read, one for the query-key pairs of its prompts' attention, and so much per decode, chunk, token
+of chunks' context and byte swapped; and the engine's own time for forming it. Every part grows with what it is a function of, but for the first
+few tokens: two rows may take longer than four, since their products are other algorithms.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vajra_py.contract.latency import BatchFeatures
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.latency.hardware.catalog import read_json_file
+from vajra_py.latency.models.variation import Variation
+
+PROFILE_VERSION = 1
+PROFILE_KIND = "vajra-profile"
+CURVES = ("num_tokens", "decode_context_tokens", "prefill_attention_pairs")
+"""Features whose time is a curve."""
+COEFFICIENTS = ("num_decodes", "num_prefills", "prefill_context_tokens", "swap_bytes")
+"""Features whose time is a product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A piecewise-linear function: `values` at `knots` (ascending, the first 0), straight on beyond."""
+
+    knots: tuple[float, ...]
+    values: tuple[float, ...]
+
+    def at(self, x: float) -> float:
+        """The value at `x` >= 0."""
+        index = min(bisect_right(self.knots, x), len(self.knots) - 1) - 1
+        return self.values[index] + self._slope(index) * (x - self.knots[index])
+
+    def at_each(self, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The same for many, bit for bit."""
+        indices = np.minimum(np.searchsorted(self.knots, x, side="right"), len(self.knots) - 1) - 1
+        slopes = np.array([self._slope(index) for index in range(len(self.knots) - 1)])
+        values, knots = np.array(self.values), np.array(self.knots)
+        result: npt.NDArray[np.float64] = values[indices] + slopes[indices] * (x - knots[indices])
+        return result
+
+    def _slope(self, index: int) -> float:
+        rise = self.values[index + 1] - self.values[index]
+        return rise / (self.knots[index + 1] - self.knots[index])
+
+
+@dataclass(frozen=True, slots=True)
+class StepFit:
+    """Seconds of a step as a function of its shape; see the module."""
+
+    base_s: float
+    curves: Mapping[str, Curve]
+    coefficients: Mapping[str, float]
+
+    def time_s(self, shape: BatchFeatures) -> float:
+        """Seconds of one step."""
+        return self._fixed_s(shape) + self.curves["decode_context_tokens"].at(float(shape.decode_context_tokens))
+
+    def decode_times_s(self, num_decodes: int, contexts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Seconds of steps of so many decodes, whose contexts sum to each of these."""
+        fixed = self._fixed_s(BatchFeatures(num_decodes=num_decodes))
+        return fixed + self.curves["decode_context_tokens"].at_each(contexts)
+
+    def _fixed_s(self, shape: BatchFeatures) -> float:
+        """Everything that does not depend on the decodes' context."""
+        curves, per = self.curves, self.coefficients
+        seconds = self.base_s + curves["num_tokens"].at(float(shape.num_tokens))
+        seconds += curves["prefill_attention_pairs"].at(float(shape.prefill_attention_pairs))
+        for name in COEFFICIENTS:
+            seconds += per[name] * getattr(shape, name)
+        return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A measured model on a device.
+
+    Attributes:
+        fit: seconds of a step, forming it included.
+        facts: what was measured: model, device, sizes (`max_model_len`, `kv_bytes_per_token`, `block_size`, …), versions.
+        errors: relative errors of the fit on shapes that it was not made from, by kind of shape.
+        num_shapes: shapes that were measured.
+        variation: how much equal steps differ; None where each shape was measured once or twice.
+    """
+
+    fit: StepFit
+    facts: Mapping[str, Any]
+    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    num_shapes: int = 0
+    variation: Variation | None = None
+
+    def write(self, path: Path) -> None:
+        """Write the profile as JSON."""
+        fit = self.fit
+        data = {
+            "kind": PROFILE_KIND,
+            "version": PROFILE_VERSION,
+            "facts": dict(self.facts),
+            "num_shapes": self.num_shapes,
+            "errors": {name: dict(one) for name, one in self.errors.items()},
+            "base_s": fit.base_s,
+            "curves": {name: {"knots": list(c.knots), "values": list(c.values)} for name, c in fit.curves.items()},
+            "coefficients": dict(fit.coefficients),
+        }
+        if self.variation is not None:
+            data["variation"] = {name: list(factors) for name, factors in asdict(self.variation).items()}
+        partial = path.with_suffix(path.suffix + ".partial")
+        partial.write_text(json.dumps(data, indent=1) + "\n")
+        partial.replace(path)
+
+
+def read_profile(path: str | Path) -> Profile:
+    """The profile of a file.
+
+    Raises:
+        ConfigError: it is missing, broken, of another kind, or of another version.
+    """
+    data = read_json_file(Path(path))
+    where = str(path)
+    if not isinstance(data, dict) or data.get("kind") != PROFILE_KIND:
+        raise ConfigError(Problem(where, "is not a profile", "`vajra profile --model DIR` writes one"))
+    if data.get("version") != PROFILE_VERSION:
+        found = data.get("version")
+        raise ConfigError(Problem(where, f"is of another version ({found!r})", f"Allowed: {PROFILE_VERSION}"))
+    try:
+        curves = {name: _curve(data["curves"][name]) for name in CURVES}
+        coefficients = {name: _number(data["coefficients"][name]) for name in COEFFICIENTS}
+        fit = StepFit(_number(data["base_s"]), curves, coefficients)
+        variation = _variation(data["variation"]) if "variation" in data else None
+        return Profile(fit, dict(data["facts"]), data.get("errors", {}), int(data.get("num_shapes", 0)), variation)
+    except (KeyError, TypeError, ValueError) as error:
+        message = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(Problem(where, f"is broken ({message})", "`vajra profile` writes it anew")) from error
+
+
+def _curve(data: Mapping[str, Sequence[float]]) -> Curve:
+    knots, values = tuple(map(_number, data["knots"])), tuple(map(_number, data["values"]))
+    if len(knots) < 2 or len(knots) != len(values) or knots[0] != 0.0 or sorted(set(knots)) != list(knots):
+        raise ValueError("a curve's knots do not ascend from 0, or are not one for each value")
+    return Curve(knots, values)
+
+
+def _variation(data: Mapping[str, Sequence[float]]) -> Variation:
+    return Variation(*(tuple(map(_number, data[name])) for name in ("decodes", "prompts")))
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
+        raise ValueError(f"not a number of 0 or more ({value!r})")
+    return float(value)
+
+
+class ProfiledModel:
+    """A `LatencyModel` from a profile.
+
+    Attributes:
+        variation: how much equal steps differ where they are simulated (see `VariesSteps`); policies are told their mean.
+    """
+
+    num_stages = 1
+
+    def __init__(self, profile: Profile, *, varies: bool = True) -> None:
+        self.profile = profile
+        self.variation = profile.variation if varies else None
+        self._fit = profile.fit
+
+    def stage_time_s(self, shape: BatchFeatures) -> float:
+        """Seconds of the step: there is one stage."""
+        return self._fit.time_s(shape)
+
+    def batch_time_s(self, shape: BatchFeatures) -> float:
+        """Seconds of the step."""
+        return self._fit.time_s(shape)
+
+    def decode_run_times_s(
+        self, num_decodes: int, first_context_tokens: int, num_steps: int
+    ) -> npt.NDArray[np.float64]:
+        """Seconds of each step of a run of decodes; see `PredictsDecodeRuns`."""
+        contexts = (first_context_tokens + num_decodes * np.arange(num_steps)).astype(np.float64)
+        return self._fit.decode_times_s(num_decodes, contexts)

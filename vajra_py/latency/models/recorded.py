@@ -1,0 +1,157 @@
+"""Step durations of a recorded run, played back.
+
+Replaying durations in place of predictions makes a simulation take the decisions of the recorded run, which is the strongest check that
+both run the same scheduler. Durations are handed out once, in order, per replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vajra_py.contract.latency import BatchFeatures
+from vajra_py.errors import ConfigError, ExecutorError, Problem
+from vajra_py.latency.models.packed_times import RECORD_COLUMNS, steps_of_records
+from vajra_py.latency.models.tabular import read_columns
+
+COLUMNS = ("replica_id", "step_index", "duration_s")
+
+
+class RecordedDurations:
+    """Durations of the steps of each replica, in the order in which they are asked for."""
+
+    def __init__(self, durations_s: Mapping[int, Sequence[float]], *, source: str = "recorded durations") -> None:
+        problems = [
+            Problem(f"{source} replica {replica_id} step {index}", f"is not a duration in seconds ({duration!r})")
+            for replica_id, steps in durations_s.items()
+            for index, duration in enumerate(steps)
+            if not (isfinite(duration) and duration >= 0)
+        ]
+        if problems:
+            raise ConfigError(problems)
+        self._durations = {int(replica_id): tuple(map(float, steps)) for replica_id, steps in durations_s.items()}
+        self._next = dict.fromkeys(self._durations, 0)
+        self._source = source
+
+    @classmethod
+    def from_steps_table(cls, path: str | Path) -> RecordedDurations:
+        """The durations of a run's steps table (Parquet, CSV or JSON; columns replica_id, step_index, duration_s).
+
+        A Parquet file may hold runs of steps as records, as runs write it.
+
+        Raises:
+            ConfigError: the file is unreadable, lacks a column, or a replica's step indices do not run from 0 without gaps.
+        """
+        columns = _of_records(Path(path)) or read_columns(Path(path), COLUMNS)
+        return cls(_by_replica(zip(*(columns[name] for name in COLUMNS), strict=True), str(path)), source=str(path))
+
+    def next_duration_s(self, replica_id: int, step_index: int | None = None) -> float:
+        """Seconds of the replica's next step; `step_index`, when given, must be the one that comes next.
+
+        Raises:
+            ExecutorError: no recording of that replica, none left, or asked out of order.
+        """
+        steps = self._durations.get(replica_id)
+        if steps is None:
+            known = ", ".join(map(str, sorted(self._durations))) or "none"
+            raise ExecutorError(
+                f"{self._source}: has no steps of replica {replica_id}. It has those of replicas: {known}."
+            )
+        index = self._next[replica_id]
+        if step_index is not None and step_index != index:
+            raise ExecutorError(
+                f"{self._source}: step {step_index} of replica {replica_id} was asked for when step {index} comes next. "
+                "Durations are replayed in order, each once."
+            )
+        if index >= len(steps):
+            raise ExecutorError(
+                f"{self._source}: replica {replica_id} has no step {index}; {len(steps)} were recorded. "
+                "The replayed run takes more steps than the recorded one, so it decided otherwise."
+            )
+        self._next[replica_id] = index + 1
+        return steps[index]
+
+    def num_left(self, replica_id: int) -> int:
+        """Steps of the replica that have not been handed out."""
+        return len(self._durations.get(replica_id, ())) - self._next.get(replica_id, 0)
+
+    def restart(self) -> None:
+        """Begin every replica's recording anew."""
+        self._next = dict.fromkeys(self._durations, 0)
+
+
+def _of_records(path: Path) -> Mapping[str, npt.NDArray[Any]] | None:
+    """The columns of a Parquet file of step records; None for any other file."""
+    if path.suffix != ".parquet" or not path.is_file():
+        return None
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            if "num_steps" not in file.schema_arrow.names:
+                return None
+            table = file.read(["replica_id", *RECORD_COLUMNS])
+    except (OSError, pa.ArrowException):
+        return None  # whoever reads it as a plain table says what is wrong with it
+    records = {name: table.column(name).combine_chunks() for name in RECORD_COLUMNS}
+    records["bends"] = records["bends"].flatten()
+    arrays = {name: column.to_numpy(zero_copy_only=False) for name, column in records.items()}
+    step_index, duration_s = steps_of_records(arrays, int(table.schema.metadata[b"ticks_per_second"]))
+    replica_id = np.repeat(table.column("replica_id").to_numpy(), arrays["num_steps"])
+    return dict(zip(COLUMNS, (replica_id, step_index, duration_s), strict=True))
+
+
+def _by_replica(rows: Iterable[tuple[float, float, float]], source: str) -> dict[int, list[float]]:
+    steps: dict[int, dict[int, float]] = {}
+    for replica_id, step_index, duration in rows:
+        of_replica = steps.setdefault(int(replica_id), {})
+        if int(step_index) in of_replica:
+            raise ConfigError(Problem(source, f"has step {int(step_index)} of replica {int(replica_id)} twice"))
+        of_replica[int(step_index)] = float(duration)
+    for replica_id, of_replica in steps.items():
+        missing = next((index for index in range(len(of_replica)) if index not in of_replica), None)
+        if missing is not None:
+            raise ConfigError(
+                Problem(
+                    source, f"lacks step {missing} of replica {replica_id}", "Steps are numbered from 0 without gaps"
+                )
+            )
+    return {
+        replica_id: [of_replica[index] for index in range(len(of_replica))] for replica_id, of_replica in steps.items()
+    }
+
+
+class RecordedModel:
+    """A recording in the place of a latency model: a simulator takes its durations, and nobody can ask it anything.
+
+    Policies that ask need `backend.simulator.predictions`; to replay a run decision for decision, that must be the model that the
+    recorded run's policies asked.
+    """
+
+    num_stages = 1
+
+    def __init__(self, durations: RecordedDurations) -> None:
+        self.durations = durations
+
+    def stage_time_s(self, shape: BatchFeatures) -> float:
+        """Raises `ExecutorError`: a recording knows what was, not what would be."""
+        raise ExecutorError(
+            "recorded latency: a policy asked for a prediction, which a recording cannot give. "
+            "Set backend.simulator.predictions to the latency model of the recorded run."
+        )
+
+    batch_time_s = stage_time_s
+
+    def next_duration_s(self, replica_id: int, step_index: int | None = None) -> float:
+        """Seconds of the replica's next recorded step; see `RecordedDurations`."""
+        return self.durations.next_duration_s(replica_id, step_index)
+
+    def restart(self) -> None:
+        """Begin every replica's recording anew."""
+        self.durations.restart()

@@ -1,0 +1,371 @@
+"""Roofline step time: every operator bound by arithmetic or by memory bandwidth.
+
+Operators add up (one stream runs them in turn). Inside an operator arithmetic and memory overlap in part: it takes the root of the sum
+of the squares of the two bounds, which is the larger one away from the ridge and 1.4 times either where they are equal. Every
+coefficient is computed once, so that a question costs a few dozen multiplications. Times grow, or stay, with every feature of the batch. Source of the method: Williams,
+Waterman and Patterson, "Roofline", CACM 52(4), 2009; formulas and figures in docs/latency-models.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from math import sqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from vajra_py.contract.latency import BatchFeatures
+from vajra_py.latency.hardware.deployment import Deployment, Parallelism
+from vajra_py.latency.hardware.devices import DeviceSpec
+from vajra_py.latency.hardware.model_spec import DTYPE_BYTES, ModelSpec
+
+_FEW_STEPS = 24
+"""Up to here plain numbers are faster than arrays."""
+
+KERNELS_PER_LAYER = 10
+"""Two norms, four products, rotary embedding, cache write, attention, activation."""
+KERNELS_PER_EXPERT_LAYER = 16
+"""The same and routing: scores, selection, sorting, two permutations, weighted sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCoefficients:
+    """Seconds per unit of work, over all layers of the model, on one device of the tensor-parallel group."""
+
+    dense_weights_s: float
+    """Reading the weights that every token uses, once a step."""
+    dense_token_s: float
+    """Reading and writing the activations of those products, per token."""
+    dense_flops_s: float
+    """Their arithmetic, per token."""
+    expert_weights_s: float
+    """Reading all routed experts."""
+    expert_missed: float
+    """Probability that one token does not use a given expert."""
+    expert_flops_s: float
+    expert_token_s: float
+    elementwise_s: float
+    """Norms, rotary embedding, activation function, cache writes and exchanges between tensor-parallel ranks, per token."""
+    fixed_s: float
+    """Kernel and exchange latencies."""
+    pair_s: float
+    """Prefill attention's arithmetic, per query-key pair, in layers with full attention."""
+    window_pair_s: float
+    """The same in layers with a window."""
+    key_s: float
+    """Reading one cached token for prefills, in layers with full attention."""
+    window_key_s: float
+    window: float
+    """Tokens that a layer with a window looks back at most; 0 when all layers look at everything."""
+    merge_fixed_s: float
+    merge_token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepCoefficients:
+    """Seconds per unit of work outside the layers' common part."""
+
+    decode_key_s: float
+    """Decode attention per key (memory or arithmetic), over the layers with full attention."""
+    window_decode_key_s: float
+    head_weights_s: float
+    head_row_s: float
+    head_flops_s: float
+    step_overhead_s: float
+    send_fixed_s: float
+    send_token_s: float
+    swap_byte_s: float
+
+
+class RooflineModel:
+    """Predicts steps of one model on one kind of device; implements `LatencyModel` and `PredictsDecodeRuns`.
+
+    Raises:
+        ConfigError: the model cannot be split as asked, or the device has no figure for its dtype.
+    """
+
+    __slots__ = (
+        "_decode_parts",
+        "_first_share",
+        "_last_share",
+        "_layers",
+        "_prefill",
+        "_products",
+        "_rows",
+        "_step",
+        "_window",
+        "deployment",
+        "num_stages",
+    )
+
+    def __init__(self, model: ModelSpec, device: DeviceSpec, parallelism: Parallelism | None = None) -> None:
+        self.deployment = Deployment(model, device, parallelism or Parallelism())
+        self.num_stages: int = self.deployment.parallelism.pipeline
+        layers = layer_coefficients(self.deployment)
+        self._layers: tuple[float, ...] = astuple(layers)
+        self._prefill = (layers.pair_s, layers.key_s, layers.window_pair_s, layers.window_key_s)
+        self._step = step_coefficients(self.deployment)
+        self._window = layers.window
+        self._products: dict[int, float] = {}
+        """What `_products_s` answered, by tokens: most steps have as many as their budget allows."""
+        self._rows: dict[int, float] = {}
+        """Head and overhead, by rows."""
+        self._decode_parts: dict[int, tuple[float, float]] = {}
+        """Of a step of nothing but decodes: its layers without attention, and what is outside them, by decodes."""
+        self._first_share = self.deployment.num_first_layers / model.num_layers
+        self._last_share = self.deployment.num_last_layers / model.num_layers
+
+    def batch_time_s(self, shape: BatchFeatures) -> float:
+        """Seconds from the batch's entry into the first stage to its tokens leaving the last; 0 for an empty batch."""
+        num_decodes = shape.num_decodes
+        num_tokens = num_decodes + shape.prefill_tokens
+        if not num_tokens:
+            return shape.swap_bytes * self._step.swap_byte_s
+        layers = self._layers_s(shape, num_tokens)
+        if num_decodes:
+            layers += self._decode_s(num_decodes, shape.decode_context_tokens)
+        return layers + self._outside_s(shape, num_tokens)
+
+    def stage_time_s(self, shape: BatchFeatures) -> float:
+        """Seconds that the slowest stage is busy with a batch of this shape; the whole step when there is one stage."""
+        if self.num_stages == 1:
+            return self.batch_time_s(shape)
+        num_tokens = shape.num_decodes + shape.prefill_tokens
+        if not num_tokens:
+            return self.batch_time_s(shape)
+        step = self._step
+        layers = self._layers_s(shape, num_tokens)
+        if shape.num_decodes:
+            layers += self._decode_s(shape.num_decodes, shape.decode_context_tokens)
+        slowest = max(layers * self._first_share, layers * self._last_share + self._head_s(shape.num_requests))
+        sending = step.send_fixed_s + num_tokens * step.send_token_s
+        return slowest + sending + step.step_overhead_s + shape.swap_bytes * step.swap_byte_s
+
+    def decode_run_times_s(
+        self, num_decodes: int, first_context_tokens: int, num_steps: int
+    ) -> Sequence[float] | npt.NDArray[np.float64]:
+        """Seconds of each of `num_steps` steps of `num_decodes` decodes, whose contexts sum to `first_context_tokens` at first.
+
+        Equal, bit for bit, to asking `batch_time_s` step by step while every context grows by one token a step.
+        """
+        if not num_decodes:
+            return np.full(num_steps, self.batch_time_s(BatchFeatures()))
+        parts = self._decode_parts.get(num_decodes)
+        if parts is None:
+            shape = BatchFeatures(num_decodes)
+            parts = self._layers_s(shape, num_decodes), self._outside_s(shape, num_decodes)
+            self._decode_parts[num_decodes] = parts
+        layers, outside = parts
+        step = self._step
+        last = first_context_tokens + num_decodes * num_steps
+        if num_steps <= _FEW_STEPS and not self._window:
+            numbers = range(first_context_tokens + num_decodes, last + 1, num_decodes)
+            return [number * step.decode_key_s + layers + outside for number in numbers]
+        keys = np.arange(first_context_tokens + num_decodes, last + 1, num_decodes, dtype=np.float64)
+        times = keys * step.decode_key_s
+        if self._window:
+            times += np.minimum(keys, num_decodes * self._window) * step.window_decode_key_s
+        times += layers
+        times += outside
+        return times
+
+    def kv_blocks(self, block_size: int, memory_fraction: float = 0.9) -> int:
+        """KV blocks that fit; see `Deployment.kv_blocks`."""
+        return self.deployment.kv_blocks(block_size, memory_fraction)
+
+    def breakdown_s(self, shape: BatchFeatures) -> dict[str, float]:
+        """Seconds of a step by what they are spent on; they add up to `batch_time_s` but for rounding.
+
+        `weights` is what the products of the layers take (arithmetic or memory), `kernels` latencies and element-wise work.
+        """
+        num_tokens = shape.num_tokens
+        if not num_tokens:
+            return {"swap": self.batch_time_s(shape)}
+        c, step = LayerCoefficients(*self._layers), self._step
+        prefill = self._prefill_s(shape)
+        merge = c.merge_fixed_s + shape.num_merged_tokens * c.merge_token_s if shape.num_merged_tokens else 0.0
+        kernels = c.fixed_s + num_tokens * c.elementwise_s
+        decode = self._decode_s(shape.num_decodes, shape.decode_context_tokens) if shape.num_decodes else 0.0
+        return {
+            "weights": self._layers_s(shape, num_tokens) - prefill - merge - kernels,
+            "prefill_attention": prefill,
+            "decode_attention": decode,
+            "kernels": kernels,
+            "kv_merge": merge,
+            "head": self._head_s(shape.num_requests),
+            "pipeline": (self.num_stages - 1) * (step.send_fixed_s + num_tokens * step.send_token_s),
+            "overhead": self.num_stages * step.step_overhead_s,
+            "swap": shape.swap_bytes * step.swap_byte_s,
+        }
+
+    def _layers_s(self, shape: BatchFeatures, num_tokens: int) -> float:
+        """All layers, decode attention left out."""
+        time = self._products.get(num_tokens)
+        if time is None:
+            time = self._products[num_tokens] = self._products_s(num_tokens)
+        if shape.prefill_tokens:
+            time += self._prefill_s(shape)
+        if shape.num_merged_tokens:
+            _, _, _, _, _, _, _, _, _, _, _, _, _, _, merge_fixed_s, merge_token_s = self._layers
+            time += merge_fixed_s + shape.num_merged_tokens * merge_token_s
+        return time
+
+    def _products_s(self, num_tokens: int) -> float:
+        """What depends on the number of tokens alone: products with weights, element-wise work, latencies."""
+        (
+            dense_weights_s, dense_token_s, dense_flops_s, expert_weights_s, expert_missed, expert_flops_s, expert_token_s,
+            elementwise_s, fixed_s, _, _, _, _, _, _, _,
+        ) = self._layers  # fmt: skip
+        memory = dense_weights_s + num_tokens * dense_token_s
+        flops = num_tokens * dense_flops_s
+        time = sqrt(memory * memory + flops * flops)
+        if expert_weights_s:
+            memory = expert_weights_s * (1.0 - expert_missed**num_tokens) + num_tokens * expert_token_s
+            flops = num_tokens * expert_flops_s
+            time += sqrt(memory * memory + flops * flops)
+        return time + (fixed_s + num_tokens * elementwise_s)
+
+    def _prefill_s(self, shape: BatchFeatures) -> float:
+        """Attention of the prefill chunks over all layers."""
+        pair_s, key_s, window_pair_s, window_key_s = self._prefill
+        window = self._window
+        keys = shape.prefill_context_tokens + shape.prefill_tokens
+        flops, memory = shape.prefill_attention_pairs * pair_s, keys * key_s
+        time = sqrt(memory * memory + flops * flops)
+        if window:
+            # Contexts are known in sum only, so the window caps the sums: exact while all are longer, or all shorter, than it.
+            flops = min(shape.prefill_attention_pairs, shape.prefill_tokens * window) * window_pair_s
+            memory = min(keys, shape.num_prefills * window + shape.prefill_tokens) * window_key_s
+            time += sqrt(memory * memory + flops * flops)
+        return time
+
+    def _decode_s(self, num_decodes: int, context_tokens: int) -> float:
+        """Attention of the decodes over all layers."""
+        keys = context_tokens + num_decodes
+        time = keys * self._step.decode_key_s
+        if self._window:
+            time = time + min(keys, num_decodes * self._window) * self._step.window_decode_key_s
+        return time
+
+    def _head_s(self, num_rows: int) -> float:
+        """The product with the vocabulary, one row for every request of the batch."""
+        step = self._step
+        memory, flops = step.head_weights_s + num_rows * step.head_row_s, num_rows * step.head_flops_s
+        return sqrt(memory * memory + flops * flops)
+
+    def _outside_s(self, shape: BatchFeatures, num_tokens: int) -> float:
+        """Head, transfers between stages, overhead and swapping."""
+        num_rows = shape.num_decodes + shape.num_prefills
+        time = self._rows.get(num_rows)
+        if time is None:
+            time = self._rows[num_rows] = self._head_s(num_rows) + self.num_stages * self._step.step_overhead_s
+        if self.num_stages > 1:
+            time += (self.num_stages - 1) * (self._step.send_fixed_s + num_tokens * self._step.send_token_s)
+        if shape.swap_bytes:
+            time += shape.swap_bytes * self._step.swap_byte_s
+        return time
+
+
+def layer_coefficients(deployment: Deployment) -> LayerCoefficients:
+    """The coefficients of a model's layers on a device; symbols as in docs/latency-models.md."""
+    model, device, split = deployment.model, deployment.device, deployment.parallelism
+    size, state = DTYPE_BYTES[model.dtype], DTYPE_BYTES[deployment.activation_dtype]
+    flops, bandwidth = device.flops(model.dtype) * split.tensor, device.attainable_bandwidth * split.tensor
+    experts = model.experts
+    query = model.num_heads * (model.latent.v_head_dim if model.latent else model.head_dim)
+    # Inputs of the products are whole on every rank; their outputs and the width inside are split.
+    whole = model.num_layers * 4 * model.hidden_size * state / device.attainable_bandwidth
+    inside = model.num_layers * (2 * query + model.num_kv_heads * model.head_dim * 2) + model.num_dense_layers * (
+        model.mlp_matrices * model.intermediate_size
+    )
+    routed_width = experts.experts_per_token * experts.intermediate_size if experts else 0
+    num_expert_layers = experts.num_layers if experts else 0
+    kernels = KERNELS_PER_LAYER * model.num_dense_layers + KERNELS_PER_EXPERT_LAYER * num_expert_layers
+    reduce_fixed, reduce_token = _all_reduce(deployment)
+    full, windowed = model.num_layers - model.num_sliding_layers, model.num_sliding_layers
+    pair = model.prefill_flops_per_pair / (device.attention_flops(deployment.attention_dtype) * split.tensor)
+    key = deployment.kv_bytes_per_token_per_layer / device.attainable_bandwidth
+    merge_fixed, merge_token = _kv_merge(deployment)
+    return LayerCoefficients(
+        dense_weights_s=model.dense_weights * size / bandwidth,
+        dense_token_s=whole + inside * state / bandwidth,
+        dense_flops_s=2 * model.dense_weights / flops,
+        expert_weights_s=model.routed_weights * size / bandwidth,
+        expert_missed=1.0 - experts.experts_per_token / experts.num_experts if experts else 1.0,
+        expert_flops_s=2 * num_expert_layers * routed_width * model.mlp_matrices * model.hidden_size / flops,
+        expert_token_s=num_expert_layers * routed_width * model.mlp_matrices * state / bandwidth,
+        elementwise_s=_elementwise(deployment) + reduce_token,
+        fixed_s=kernels * device.kernel_latency_s + reduce_fixed,
+        pair_s=full * pair,
+        window_pair_s=windowed * pair,
+        key_s=full * key,
+        window_key_s=windowed * key,
+        window=float(model.sliding_window or 0),
+        merge_fixed_s=merge_fixed,
+        merge_token_s=merge_token,
+    )
+
+
+def step_coefficients(deployment: Deployment) -> StepCoefficients:
+    """The coefficients of what a step does outside the layers, and of decode attention."""
+    model, device, split = deployment.model, deployment.device, deployment.parallelism
+    size, state = DTYPE_BYTES[model.dtype], DTYPE_BYTES[deployment.activation_dtype]
+    bandwidth = device.attainable_bandwidth * split.tensor
+    # One query row a request: both bounds are proportional to the keys, so the slower one is known beforehand.
+    key = max(
+        deployment.kv_bytes_per_token_per_layer / device.attainable_bandwidth,
+        model.decode_flops_per_pair / (device.attention_flops(deployment.attention_dtype) * split.tensor),
+    )
+    between_stages = split.pipeline > 1
+    return StepCoefficients(
+        decode_key_s=(model.num_layers - model.num_sliding_layers) * key,
+        window_decode_key_s=model.num_sliding_layers * key,
+        head_weights_s=model.head_weights * size / bandwidth,
+        # Scores are written once and read twice (largest value, sample), in float32.
+        head_row_s=3 * 4 * model.vocab_size / bandwidth,
+        head_flops_s=2 * model.head_weights / (device.flops(model.dtype) * split.tensor),
+        step_overhead_s=device.step_overhead_s,
+        send_fixed_s=device.link_latency_s if between_stages else 0.0,
+        send_token_s=model.hidden_size * state / device.attainable_link_bandwidth if between_stages else 0.0,
+        swap_byte_s=1.0 / (device.host_link_bandwidth * split.tensor * split.pipeline * split.kv),
+    )
+
+
+def _elementwise(deployment: Deployment) -> float:
+    """Seconds per token of the kernels that only move values: norms with residuals, rotary embedding, activation, cache write."""
+    model, device, tensor = deployment.model, deployment.device, deployment.parallelism.tensor
+    state = DTYPE_BYTES[deployment.activation_dtype]
+    width = model.num_dense_layers * model.intermediate_size
+    if model.experts is not None:
+        routed = model.experts.experts_per_token * model.experts.intermediate_size
+        width += model.experts.num_layers * (routed + model.experts.shared_intermediate_size)
+    heads = model.num_layers * (model.num_heads + model.num_kv_heads) * model.head_dim
+    values = model.num_layers * 2 * 4 * model.hidden_size + (2 * heads + model.mlp_matrices * width) / tensor
+    cache = 2 * model.num_layers * deployment.kv_bytes_per_token_per_layer
+    return (values * state + cache) / device.attainable_bandwidth
+
+
+def _all_reduce(deployment: Deployment) -> tuple[float, float]:
+    """Seconds per step and per token of the two sums over tensor-parallel ranks in each layer (ring: 2 (t - 1) / t of the bytes)."""
+    model, device, tensor = deployment.model, deployment.device, deployment.parallelism.tensor
+    if tensor == 1:
+        return 0.0, 0.0
+    state = DTYPE_BYTES[deployment.activation_dtype]
+    per_token = 2 * (tensor - 1) / tensor * model.hidden_size * state / device.attainable_link_bandwidth
+    return 2 * model.num_layers * device.link_latency_s, 2 * model.num_layers * per_token
+
+
+def _kv_merge(deployment: Deployment) -> tuple[float, float]:
+    """Seconds per step with merged tokens, and per merged token, of combining partial attention over KV-parallel groups.
+
+    Each group sends a float32 output vector and one log-sum-exp for every query head of its rank to every layer's owner.
+    """
+    model, device, split = deployment.model, deployment.device, deployment.parallelism
+    head = model.latent.v_head_dim if model.latent else model.head_dim
+    groups = max(2, split.kv)
+    per_group = model.num_heads / split.tensor * (head + 1) * 4
+    exchange = 2 * (groups - 1) / groups * per_group / device.attainable_link_bandwidth
+    combine = (groups + 1) * per_group / device.attainable_bandwidth
+    fixed = model.num_layers * (device.link_latency_s + device.kernel_latency_s)
+    return fixed, model.num_layers * (exchange + combine)

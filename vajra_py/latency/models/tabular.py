@@ -1,0 +1,143 @@
+"""Read numeric columns from a file of any supported format."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vajra_py.errors import ConfigError, Problem, did_you_mean
+from vajra_py.latency.hardware.catalog import read_json_file
+
+Columns = dict[str, npt.NDArray[np.float64]]
+
+
+def read_columns(path: Path, needed: Sequence[str] = ()) -> Columns:
+    """Columns of numbers from a CSV (also gzip'd), JSON, npz or Parquet file, all of one length; `needed` alone when it is given.
+
+    JSON is an object of lists, or a list of objects.
+
+    Raises:
+        ConfigError: the file is missing, broken or of another kind, or lacks a needed column; a value is not a finite number (says the line).
+    """
+    if not path.is_file():
+        raise ConfigError(Problem(str(path), "there is no such file"))
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".csv"):
+        columns = _from_csv(path, needed)
+    elif name.endswith(".json"):
+        columns = _from_json(path)
+    elif name.endswith(".npz"):
+        columns = read_npz(path)
+    elif name.endswith(".parquet"):
+        columns = _from_parquet(path, needed)
+    else:
+        raise ConfigError(
+            Problem(
+                str(path), f"is of an unknown kind ({path.suffix!r})", "Allowed: .csv, .csv.gz, .json, .npz, .parquet"
+            )
+        )
+    check_names(path, columns, needed)
+    columns = {key: columns[key] for key in needed} if needed else columns
+    _check_values(path, columns)
+    return columns
+
+
+def check_names(path: Path, names: Mapping[str, Any], needed: Sequence[str]) -> None:
+    """Refuse a file that lacks a needed column.
+
+    Raises:
+        ConfigError: one problem for each.
+    """
+    missing = [
+        Problem(str(path), f"has no column {name!r}", did_you_mean(name, names)) for name in needed if name not in names
+    ]
+    if missing:
+        raise ConfigError(missing)
+
+
+def read_npz(path: Path) -> Columns:
+    """The arrays of an npz file, as float64.
+
+    Raises:
+        ConfigError: it is not an npz file, or holds something else than numbers.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {key: arrays[key].astype(np.float64) for key in arrays.files}
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(Problem(str(path), f"is not an npz file of numbers ({error})")) from error
+    except Exception as error:  # zipfile raises its own
+        raise ConfigError(Problem(str(path), f"cannot be read as npz ({error})")) from error
+
+
+def _from_csv(path: Path, needed: Sequence[str]) -> Columns:
+    values: dict[str, list[float]] = {}
+    try:
+        with gzip.open(path, "rt", newline="") if path.name.endswith(".gz") else path.open(newline="") as file:
+            reader = csv.reader(file)
+            header = [name.strip() for name in next(reader, [])]
+            kept = [(index, name) for index, name in enumerate(header) if not needed or name in needed]
+            check_names(path, dict.fromkeys(header), needed)
+            values = {name: [] for _, name in kept}
+            for row in reader:
+                if not row:
+                    continue
+                for index, name in kept:
+                    values[name].append(_number(path, reader.line_num, name, row[index] if index < len(row) else ""))
+    except (OSError, EOFError) as error:
+        raise ConfigError(Problem(str(path), f"cannot be read ({error})")) from error
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ConfigError(Problem(str(path), f"is not a CSV file ({error})")) from error
+    return {name: np.array(column, dtype=np.float64) for name, column in values.items()}
+
+
+def _number(path: Path, line: int, name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(Problem(f"{path}:{line} {name}", f"is not a number ({text!r})")) from None
+
+
+def _from_json(path: Path) -> Columns:
+    contents = read_json_file(path)
+    if isinstance(contents, list) and all(isinstance(row, dict) for row in contents) and contents:
+        contents = {key: [row.get(key) for row in contents] for key in contents[0]}
+    if not isinstance(contents, dict) or not all(isinstance(column, list) for column in contents.values()):
+        raise ConfigError(Problem(str(path), "is neither an object of lists nor a list of objects"))
+    columns = {}
+    for key, column in contents.items():
+        bad = next((i for i, v in enumerate(column) if isinstance(v, bool) or not isinstance(v, int | float)), None)
+        if bad is not None:
+            raise ConfigError(Problem(f"{path} {key}[{bad}]", f"is not a number ({column[bad]!r})"))
+        columns[key] = np.array(column, dtype=np.float64)
+    return columns
+
+
+def _from_parquet(path: Path, needed: Sequence[str]) -> Columns:
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    try:
+        table = parquet.read_table(path)
+        names = [name for name in table.column_names if not needed or name in needed]
+        return {name: table.column(name).to_numpy().astype(np.float64) for name in names}
+    except (arrow.ArrowException, ValueError, TypeError) as error:
+        raise ConfigError(Problem(str(path), f"is not a Parquet file with numeric columns ({error})")) from error
+
+
+def _check_values(path: Path, columns: Columns) -> None:
+    lengths = {len(column) for column in columns.values() if column.ndim == 1}
+    if len(lengths) > 1:
+        raise ConfigError(
+            Problem(str(path), f"has columns of different lengths ({', '.join(map(str, sorted(lengths)))})")
+        )
+    for name, column in columns.items():
+        bad = np.flatnonzero(~np.isfinite(column))
+        if bad.size:
+            raise ConfigError(Problem(f"{path} {name}[{bad[0]}]", f"is not a finite number ({column.flat[bad[0]]})"))

@@ -1,0 +1,1 @@
+"""Latency model of measured operators: profile bundles and aiconfigurator's tables."""

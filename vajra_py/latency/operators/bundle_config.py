@@ -1,0 +1,106 @@
+"""Settings of `type: profile_bundle`: which bundle, on how many GPUs, with which host overhead and calibration."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from vajra_py.errors import ConfigError
+from vajra_py.latency.hardware.catalog import load_model, model_names
+from vajra_py.latency.hardware.devices import DeviceSpec, load_device
+from vajra_py.latency.hardware.model_spec import ModelSpec
+from vajra_py.latency.operators.bundle_files import Bundle, bundle_hardware, read_bundle
+from vajra_py.latency.operators.collectives import Link
+from vajra_py.latency.operators.expert_times import Routing
+from vajra_py.latency.operators.operator_settings import MeasuredOperatorsConfig, Micros
+from vajra_py.latency.operators.profile_bundle import ProfileBundleModel
+
+_TUNED = re.compile(r"(?i)-(instruct|chat|base|thinking|it|hf)(-.*)?$")
+
+
+class ProfileBundleConfig(MeasuredOperatorsConfig):
+    """`type: profile_bundle`: operator times measured on the same GPU and model, inside an engine."""
+
+    type: Literal["profile_bundle"] = "profile_bundle"
+    path: str = Field(description="Folder with the bundle's meta.yaml: PROFILES/HARDWARE/MODEL/VARIANT.")
+    expert_routing: Literal["uniform", "balanced"] = Field(
+        "uniform", description="How tokens spread over experts: each at random, or equally many to all."
+    )
+    expert_imbalance: Annotated[float, Field(ge=1)] = Field(
+        1.0, description="Tokens of the fullest rank over the mean of the ranks (expert_parallel)."
+    )
+    model: str | None = Field(
+        None, description="Name of a described model, or path of a config.json; null: the bundle's own."
+    )
+    device: str | None = Field(
+        None, description="Described device, for the link and the memory; null: the one the bundle names, if described."
+    )
+    link_bandwidth_gb_s: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Bandwidth that collectives reach, GB/s one way; null: the device's."
+    )
+    link_latency_us: Micros | None = Field(None, description="Microseconds of an empty collective; null: the device's.")
+    context_variation: Annotated[float, Field(ge=0, le=5)] = Field(
+        0.4, description="Standard deviation over mean of the contexts of the decodes in a step; 0: equal contexts."
+    )
+    reach: Annotated[float, Field(ge=1)] = Field(
+        4.0, description="How many times the largest measured size is still answered, along the last line."
+    )
+
+    def build(self) -> ProfileBundleModel:
+        """The latency model.
+
+        Raises:
+            ConfigError: the bundle is missing or broken, does not have this model or parallelism, or nothing describes the link.
+        """
+        bundle = read_bundle(self.path, self.tensor_parallel, whole_experts=self.expert_parallel)
+        model = self.model_spec(bundle)
+        device = self.device_spec(bundle)
+        options = self.options(bundle, model, device, self._link(device), self._routing(bundle))
+        return ProfileBundleModel(bundle, model, options, device)
+
+    @property
+    def device_name(self) -> str | None:
+        """The device named here, else the bundle's."""
+        return self.device or bundle_hardware(self.path)
+
+    def model_spec(self, bundle: Bundle | None = None) -> ModelSpec:
+        """The model in the bundle's precision: the one named here, else the bundle's, whose tuned variants have its shape."""
+        bundle = bundle or read_bundle(self.path, self.tensor_parallel)
+        name = self.model
+        if name is None:
+            name = bundle.model.rsplit("/", 1)[-1]
+            shipped = {one.lower() for one in model_names()}
+            if name.lower() not in shipped and (plain := _TUNED.sub("", name)).lower() in shipped:
+                name = plain
+        model = load_model(name)
+        weights, _, cache = bundle.variant.partition("-kv")
+        dtype = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8", "fp32": "float32"}.get(weights, model.dtype)
+        return replace(
+            model, dtype=dtype, kv_dtype="fp8" if cache == "fp8" else "bfloat16" if dtype == "fp8" else dtype
+        )
+
+    def device_spec(self, bundle: Bundle) -> DeviceSpec | None:
+        """The device named here, else the bundle's where it is described."""
+        if self.device is not None:
+            return load_device(self.device)
+        try:
+            return load_device(bundle.hardware)
+        except ConfigError:
+            return None
+
+    def _link(self, device: DeviceSpec | None) -> Link | None:
+        bandwidth = None if device is None else device.attainable_link_bandwidth
+        latency = None if device is None else device.link_latency_s
+        if self.link_bandwidth_gb_s is not None:
+            bandwidth = 1e9 * self.link_bandwidth_gb_s
+        if self.link_latency_us is not None:
+            latency = 1e-6 * self.link_latency_us
+        return None if bandwidth is None or latency is None else Link(bandwidth, latency)
+
+    def _routing(self, bundle: Bundle) -> Routing:
+        gpus = self.data_parallel * self.tensor_parallel
+        ranks, cut = (gpus, 1) if self.expert_parallel else (1, gpus // bundle.experts_cut)
+        return Routing(self.expert_routing, ranks, self.expert_imbalance, cut)

@@ -1,0 +1,98 @@
+"""A calibration: what a measured run adds to a latency model's tables, and how far predictions were off where it was not fitted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.latency.hardware.catalog import read_json_file
+from vajra_py.latency.operators.bundle_files import Bundle
+
+CALIBRATION_KIND = "vajra-calibration"
+CALIBRATION_VERSION = 1
+HOST_FIGURES = ("step_base_s", "step_per_request_s", "exposed_s", "arrival_s", "first_token_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Fitted figures for one model on one GPU."""
+
+    model: str
+    hardware: str
+    tensor_parallel: int
+    host: Mapping[str, float]
+    """Host overhead, seconds, by field of `HostOverhead`."""
+    scales: Mapping[str, float]
+    """Factors on parts of a step."""
+    fitted_on: str
+    """Which measurements the figures were fitted to."""
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Relative errors of means on requests that the fit did not see, by metric."""
+    residuals: Mapping[str, float] = field(default_factory=dict)
+    """Quantiles of the relative residuals of the requests that it was fitted to."""
+
+    def check_fits(self, bundle: Bundle) -> None:
+        """Refuse another model, GPU or tensor-parallel degree than it was fitted for.
+
+        Raises:
+            ConfigError: see above.
+        """
+        mine = (self.model, self.hardware, self.tensor_parallel)
+        theirs = (bundle.model, bundle.hardware, bundle.tensor_parallel)
+        if mine != theirs:
+            described = "{} on {}, tensor_parallel {}"
+            message = f"was fitted for {described.format(*mine)}, and the bundle is of {described.format(*theirs)}"
+            raise ConfigError(Problem("calibration", message, "`vajra calibrate` makes one for it"))
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON."""
+        data = {"kind": CALIBRATION_KIND, "version": CALIBRATION_VERSION, **asdict(self)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+
+
+def read_calibration(path: str | Path) -> Calibration:
+    """The calibration of a file.
+
+    Raises:
+        ConfigError: it is missing, of another kind or version, or has figures that cannot be.
+    """
+    where = str(path)
+    data = read_json_file(Path(path))
+    if not isinstance(data, dict) or data.get("kind") != CALIBRATION_KIND:
+        raise ConfigError(Problem(where, "is not a calibration", "`vajra calibrate` writes one"))
+    if data.get("version") != CALIBRATION_VERSION:
+        message = f"is of another version ({data.get('version')!r})"
+        raise ConfigError(Problem(where, message, f"Allowed: {CALIBRATION_VERSION}"))
+    try:
+        host = {str(name): _figure(value) for name, value in data["host"].items()}
+        scales = {str(name): _figure(value) for name, value in data["scales"].items()}
+        unknown = [name for name in host if name not in HOST_FIGURES]
+        if unknown:
+            raise ValueError(f"unknown host figures: {', '.join(unknown)}")
+        if any(value == 0 for value in scales.values()):
+            raise ValueError("a scale is 0")
+        return Calibration(
+            model=str(data["model"]),
+            hardware=str(data["hardware"]),
+            tensor_parallel=int(data["tensor_parallel"]),
+            host=host,
+            scales=scales,
+            fitted_on=str(data["fitted_on"]),
+            errors={str(name): float(value) for name, value in data.get("errors", {}).items()},
+            residuals={str(name): float(value) for name, value in data.get("residuals", {}).items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        said = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(Problem(where, f"is broken ({said})", "`vajra calibrate` writes it anew")) from error
+
+
+def _figure(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
+        raise ValueError(f"not a number of 0 or more ({value!r})")
+    return float(value)

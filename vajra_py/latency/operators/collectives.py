@@ -1,0 +1,59 @@
+"""Times of the collectives of one step: what the ranks of a replica exchange in every layer, for the embedding, and for the scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vajra_py.latency.hardware.model_spec import DTYPE_BYTES, ModelSpec
+from vajra_py.latency.operators.bundle_files import Samples
+from vajra_py.latency.operators.dense_times import interpolated
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What connects the GPUs of one replica."""
+
+    bytes_per_s: float
+    """One way, as collectives reach it."""
+    latency_s: float
+    """Of one collective that carries nothing."""
+
+
+class Collectives:
+    """Collectives of `tensor` ranks that share every layer and `ranks` data-parallel ranks that share the experts.
+
+    Times come from measured all-reduces by bytes (`measured`) or from the link: latency, and what one GPU sends over the bandwidth.
+    """
+
+    def __init__(self, model: ModelSpec, tensor: int, ranks: int, link: Link | None, measured: Samples | None) -> None:
+        self._model, self._tensor, self._ranks = model, tensor, ranks
+        self._link, self._measured = link, measured
+        self._bytes_each = 2 if model.dtype == "fp8" else DTYPE_BYTES[model.dtype]
+
+    def layers_s(self, tokens: int, all_tokens: int) -> float:
+        """Seconds of all that is exchanged but for the scores, for so many tokens of the fullest rank and of all of them."""
+        state, seconds = tokens * self._model.hidden_size * self._bytes_each, 0.0
+        if self._tensor > 1:
+            # After attention and after the feed-forward part of every layer, and once for the embedding.
+            seconds += (2 * self._model.num_layers + 1) * self._reduced_s(state)
+        if self._ranks > 1 and self._model.experts is not None and self._link is not None:
+            # An all-gather before the experts and a reduce-scatter behind them: each sends those of all other ranks once.
+            others = min((self._ranks - 1) * tokens, all_tokens)
+            moved = others * self._model.hidden_size * self._bytes_each / self._link.bytes_per_s
+            seconds += 2 * self._model.experts.num_layers * (self._link.latency_s + moved)
+        return seconds
+
+    def scores_s(self, sequences: int) -> float:
+        """Seconds to gather the scores of so many sequences, of which each tensor-parallel rank computes a part of the vocabulary."""
+        if self._tensor == 1:
+            return 0.0
+        # An all-gather sends half of what an all-reduce of the same bytes does.
+        return self._reduced_s(sequences * self._model.vocab_size * self._bytes_each / 2.0)
+
+    def _reduced_s(self, size: float) -> float:
+        """One all-reduce of so many bytes over the tensor-parallel ranks."""
+        if self._measured is not None:
+            return 1e-6 * interpolated(self._measured.sizes, self._measured.times_us, size)
+        if self._link is None:
+            return 0.0
+        return self._link.latency_s + 2 * (self._tensor - 1) / self._tensor * size / self._link.bytes_per_s

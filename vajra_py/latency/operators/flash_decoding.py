@@ -1,0 +1,197 @@
+"""Model how FlashAttention 2 spreads a batch of decodes over a GPU, and what unequal contexts cost there.
+
+One thread block computes one sequence of one KV head, and a multiprocessor holds as many of them as its shared memory does. FlashAttention 2 splits contexts over several
+blocks only while sequences times KV heads fill less than 0.8 of two blocks a multiprocessor (`num_splits_heuristic` of its
+flash_api.cpp): splits are small and spread evenly, so that only the sum of the contexts counts. Without splits, blocks start in order,
+all sequences of the first KV head, then those of the next; they share the memory's bandwidth, and a block that outlasts the others draws no
+more than its own peak, so that the GPU waits for the longest context.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import exp, log, sqrt
+from statistics import NormalDist
+
+import numpy as np
+
+from vajra_py.latency.hardware.devices import DeviceSpec
+from vajra_py.latency.operators.bundle_files import Array, SkewSample
+
+FILL_WITHOUT_SPLITS = 0.8
+"""Contexts are split below this part of all block slots, which `num_splits_heuristic` counts as two a multiprocessor."""
+SLOTS_PER_SM = 2
+BLOCK_BYTES_PER_S = 32 * 1024 / 1e-6
+"""What one block draws at most, unless a bundle's own measurements say it: it has 32 KiB on their way, and a trip to memory takes 1 us."""
+MOST_SHARE = 0.3
+"""Largest share of the bandwidth that one block is supposed to draw: that of a small GPU with twenty multiprocessors."""
+BLOCK_ROWS = 64
+"""Query rows of a block of the split kernel (flash_fwd_launch_template.h)."""
+SHARED_KIB = {80: 164, 86: 100, 87: 164, 89: 100, 120: 100, 121: 100}
+"""Shared memory of a multiprocessor by compute capability (CUDA C++ programming guide, technical specifications)."""
+NUM_ORDERS = 4
+"""Orders of the sequences in the batch, which is known to the engine alone, over which times are averaged."""
+GOLDEN = 0.6180339887498949
+MOST_FITTED = 2
+"""Numbers of decodes whose measured batches the peak share is fitted to: the smallest without splits, where a long context tells most."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeKernel:
+    """FlashAttention 2 on one GPU."""
+
+    kv_heads: int
+    """Of one GPU."""
+    num_sms: int
+    peak_share: float
+    """Part of the GPU's bandwidth that one block draws at most."""
+    blocks_per_sm: int = 1
+    """Blocks that a multiprocessor holds at once."""
+
+    @classmethod
+    def of(cls, device: DeviceSpec, kv_heads: int, head_dim: int) -> DecodeKernel:
+        """The kernel on a described device, in 16 bits."""
+        share = min(1.0, BLOCK_BYTES_PER_S / device.attainable_bandwidth)
+        # A block holds its queries and one block of keys and values in shared memory.
+        held_kib = 2 * head_dim * (BLOCK_ROWS + 2 * key_block(head_dim)) / 1024
+        resident = int(SHARED_KIB.get(device.sm_version, 100) // held_kib)
+        return cls(kv_heads, device.num_sms, share, max(1, resident))
+
+    @property
+    def num_slots(self) -> int:
+        """Blocks that run at once."""
+        return self.num_sms * self.blocks_per_sm
+
+    def splits(self, num_sequences: int) -> bool:
+        """Whether contexts are split over several blocks in a batch of this (padded) size."""
+        return num_sequences * self.kv_heads < FILL_WITHOUT_SPLITS * SLOTS_PER_SM * self.num_sms
+
+    def time(self, contexts: Sequence[float]) -> float:
+        """Time of a batch in which contexts are not split, in units of what its bytes of one KV head take at the full bandwidth."""
+        total = float(sum(contexts))
+        blocks = [context / total for context in contexts] * self.kv_heads
+        # All running blocks have received as much since the last one started: `served` is the sum of those shares.
+        slots = self.num_slots
+        running = blocks[:slots]
+        heapq.heapify(running)
+        # While blocks wait, every slot has one.
+        for block in islice(blocks, slots, None):
+            heapq.heapreplace(running, running[0] + block)
+        served = running[0] if len(blocks) > slots else 0.0
+        clock = served / min(self.peak_share, 1.0 / slots)
+        left = len(running)
+        for end in sorted(running):
+            clock += (end - served) / min(self.peak_share, 1.0 / left)
+            served = end
+            left -= 1
+        return clock
+
+    def ratio(self, sample: SkewSample) -> float:
+        """How much longer a measured batch takes than one of equal contexts, its long ones being first."""
+        count, long = int(sample.num_decodes), int(sample.num_long)
+        contexts = [sample.long_over_short] * long + [1.0] * (count - long)
+        return self.time(contexts) / self.time([1.0] * count)
+
+
+class UnequalContexts:
+    """Factors on measured attention times of equal contexts, by the number of decodes.
+
+    Contexts are log-normal with the given variation (standard deviation over mean). `measured_counts` are the numbers of decodes whose
+    times were measured, ascending: between them measured times are lines, and a factor holds the difference from those, too.
+    """
+
+    def __init__(self, kernel: DecodeKernel, variation: float, measured_counts: Sequence[float]) -> None:
+        self._kernel = kernel
+        self._sigma = sqrt(log(1.0 + variation * variation))
+        self._knots = [int(count) for count in measured_counts]
+        self._at_knots: dict[int, float] = {}
+        self._factors: dict[int, float] = {}
+
+    def factor(self, num_sequences: int) -> float:
+        """The factor for a batch of this size, which is that of the CUDA graph where there is one."""
+        if self._kernel.splits(num_sequences) or not self._sigma:
+            return 1.0
+        # In a larger batch than any that was measured other blocks hide the longest context at least as well.
+        count = min(num_sequences, self._knots[-1])
+        if self._kernel.splits(count):
+            return 1.0
+        found = self._factors.get(count)
+        if found is None:
+            contexts = lognormal_quantiles(count, self._sigma)
+            times = [self._kernel.time(order) for order in spread_orders(contexts)]
+            found = self._factors[count] = max(1.0, sum(times) / len(times) * count / self._line(count))
+        return found
+
+    def _line(self, count: int) -> float:
+        """What the line through the measured numbers gives for equal contexts, in the units of `time` times the number of decodes."""
+        right = bisect_left(self._knots, count)
+        high = self._knots[right]
+        if high == count or right == 0:
+            return self._equal(high) * count / high
+        low = self._knots[right - 1]
+        part = (count - low) / (high - low)
+        return (1.0 - part) * self._equal(low) + part * self._equal(high)
+
+    def _equal(self, count: int) -> float:
+        found = self._at_knots.get(count)
+        if found is None:
+            one = float(self._kernel.kv_heads) if self._kernel.splits(count) else self._kernel.time([1.0] * count)
+            found = self._at_knots[count] = one * count
+        return found
+
+
+def lognormal_quantiles(count: int, sigma: float) -> list[float]:
+    """So many values that stand for a log-normal distribution, ascending."""
+    normal = NormalDist()
+    return [exp(sigma * normal.inv_cdf((index + 0.5) / count)) for index in range(count)]
+
+
+def spread_orders(values: Sequence[float]) -> list[list[float]]:
+    """Some orders of the values, each of which spreads small and large ones evenly; the largest takes another place in each."""
+    places = [index * GOLDEN for index in range(len(values))]
+    found = []
+    for turn in range(NUM_ORDERS):
+        keys = [(place + turn / NUM_ORDERS) % 1.0 for place in places]
+        found.append([values[index] for index in sorted(range(len(values)), key=keys.__getitem__)])
+    return found
+
+
+def key_block(head_dim: int) -> int:
+    """Keys of a block of the split kernel (`set_params_splitkv` of flash_api.cpp)."""
+    return 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
+
+
+def fitted_peak_share(samples: Array, kernel: DecodeKernel) -> float:
+    """The share at which the kernel meets a bundle's own measurements of decodes with few long contexts; the kernel's own without any.
+
+    It is looked for from what each block has when all slots are filled and share the bandwidth equally (no block can draw less and the GPU still
+    reach its bandwidth) to `MOST_SHARE`. The measured batches have their long contexts first.
+    """
+    from scipy.optimize import minimize_scalar
+
+    chosen = _few_long(samples, kernel)
+    if not chosen:
+        return kernel.peak_share
+
+    def cost(share: float) -> float:
+        trial = replace(kernel, peak_share=share)
+        return sum((trial.ratio(one) - one.ratio) ** 2 for one in chosen)
+
+    bounds = (1.0 / kernel.num_slots, MOST_SHARE)
+    return float(minimize_scalar(cost, bounds=bounds, method="bounded", options={"xatol": 5e-4}).x)
+
+
+def _few_long(samples: Array, kernel: DecodeKernel) -> list[SkewSample]:
+    """For each number of decodes that is not split, the batches with the fewest long contexts: one that has their median ratio."""
+    chosen = []
+    alone = samples[(samples[:, 1] == 0) & (samples[:, 4] < samples[:, 0])]
+    unsplit = [count for count in np.unique(alone[:, 0]) if not kernel.splits(int(count))]
+    for count in unsplit[:MOST_FITTED]:
+        batches = alone[alone[:, 0] == count]
+        alike = batches[batches[:, 4] == batches[:, 4].min()]
+        chosen.append(SkewSample(*alike[0].tolist())._replace(ratio=float(np.median(alike[:, 3]))))
+    return chosen

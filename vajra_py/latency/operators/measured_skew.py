@@ -1,0 +1,80 @@
+"""Factors by which unequal contexts of decodes lengthen attention, from the batches of them that a profile measured itself.
+
+The ratio of a batch of unequal contexts to one of equal ones is far from a constant of the GPU: it falls with the chunk beside the decodes, whose own
+attention the contexts do not change, and with the context behind that chunk, and it grows with the decodes' mean context. So measured ratios are
+looked up by all of these and by the number of decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from vajra_py.latency.operators.bundle_files import SkewSample
+
+Array = npt.NDArray[np.float64]
+
+WINDOW = 0.2
+"""Measured batches count where their contexts vary by what is asked for, to within this."""
+_PLACES = {name: index for index, name in enumerate(SkewSample._fields)}
+DECODES_ALONE = ("num_decodes", "mean_context")
+BESIDE_CHUNKS = ("num_decodes", "prefill_chunk", "prefill_context", "mean_context")
+
+
+def skew_factors(samples: Array, variation: float, axes: Sequence[Array], *, mixed: bool) -> Array | None:
+    """The factor at every point of a grid of attention times; None where no batches of this variation were measured, or none is asked for.
+
+    `axes` are those of `DECODES_ALONE` or, beside chunks (`mixed`), of `BESIDE_CHUNKS`. A factor is the median of the measured ratios of a cell, cells
+    being powers of two apart as profiles measure them; between cells it is linear in the sizes' logarithms, and sizes beyond have that of the
+    nearest cell. Unequal contexts cannot be read faster than equal ones of the same sum: a factor below 1 is noise. One decode has no other to differ from.
+    """
+    near = (samples[:, _PLACES["prefill_chunk"]] > 0) == mixed
+    decodes = samples[:, _PLACES["num_decodes"]]
+    # A few contexts drawn from many vary less around their own mean than the many do.
+    expected = variation * np.sqrt((decodes - 1.0) / decodes)
+    near &= np.abs(samples[:, _PLACES["variation"]] - expected) <= WINDOW
+    if variation <= 0 or not near.any():
+        return None
+    names = BESIDE_CHUNKS if mixed else DECODES_ALONE
+    cells = np.rint(_log2(samples[near][:, [_PLACES[name] for name in names]]))
+    knots, table = _medians(cells, samples[near][:, _PLACES["ratio"]])
+    places = [np.clip(_log2(axis), knot[0], knot[-1]) for axis, knot in zip(axes, knots, strict=True)]
+    found = np.maximum(_interpolated(knots, table, places), 1.0)
+    found[np.asarray(axes[0]) <= 1] = 1.0
+    return found
+
+
+def _log2(sizes: Array) -> Array:
+    """Logarithms in which an empty context is as far from one token as that is from two."""
+    found: Array = np.log2(np.maximum(sizes, 0.5))
+    return found
+
+
+def _medians(cells: Array, ratios: Array) -> tuple[list[Array], Array]:
+    """(the values of each coordinate, medians on their grid); a hole has the median of its nearest cell."""
+    from scipy.interpolate import NearestNDInterpolator
+
+    known, which = np.unique(cells, axis=0, return_inverse=True)
+    order = np.argsort(which.ravel(), kind="stable")
+    parts = np.split(ratios[order], np.cumsum(np.bincount(which.ravel()))[:-1])
+    medians = np.array([np.median(part) for part in parts])
+    knots = [np.unique(column) for column in known.T]
+    if len(known) == 1:
+        return knots, medians.reshape([1] * len(knots))
+    grid = np.stack(np.meshgrid(*knots, indexing="ij"), axis=-1)
+    return knots, np.asarray(NearestNDInterpolator(known, medians)(grid), dtype=np.float64)
+
+
+def _interpolated(knots: Sequence[Array], table: Array, places: Sequence[Array]) -> Array:
+    """The table at every combination of these places, linear along each axis."""
+    from scipy.interpolate import interp1d
+
+    found = table
+    for axis, (knot, at) in enumerate(zip(knots, places, strict=True)):
+        if len(knot) > 1:
+            found = interp1d(knot, found, axis=axis, copy=False, assume_sorted=True)(at)
+        else:
+            found = np.repeat(found, len(at), axis=axis)
+    return np.array(found, dtype=np.float64)

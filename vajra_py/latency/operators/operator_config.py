@@ -1,0 +1,88 @@
+"""Settings of `type: aiconfigurator`: which engine's operator tables on which GPU, for which model, precision and parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from vajra_py.errors import ConfigError
+from vajra_py.latency.hardware.catalog import load_model
+from vajra_py.latency.hardware.devices import DeviceSpec, load_device
+from vajra_py.latency.hardware.model_spec import ModelSpec
+from vajra_py.latency.operators.collectives import Link
+from vajra_py.latency.operators.operator_bundle import Precision, Split, operators
+from vajra_py.latency.operators.operator_model import OperatorTablesModel
+from vajra_py.latency.operators.operator_settings import MeasuredOperatorsConfig
+from vajra_py.latency.operators.operator_tables import OperatorTables, tables_folder
+
+DEVICES = {"a100_sxm": "a100-80gb-sxm", "rtx_pro_6000_server": "rtx-pro-6000"}
+"""Described devices whose names are not the system's with dashes."""
+
+
+class AiconfiguratorConfig(MeasuredOperatorsConfig):
+    """`type: aiconfigurator`: operator times by size, measured inside an engine, from the tables of `aiconfigurator-core`."""
+
+    type: Literal["aiconfigurator"] = "aiconfigurator"
+    path: str | None = Field(
+        None, description="Folder with the tables (aiconfigurator_core/systems); null: of the installed package."
+    )
+    system: str = Field(
+        "h100_sxm", description="GPU by the tables' name: h100_sxm, h200_sxm, b200_sxm, a100_sxm, l40s, …."
+    )
+    engine: str = Field("vllm", description="Engine inside which the operators ran: vllm, sglang, trtllm.")
+    version: str | None = Field(None, description="The engine's version; null: the newest that was measured.")
+    model: str = Field("Llama-3.1-8B", description="Name of a described model, or path of a config.json or its folder.")
+    precision: Literal["bfloat16", "fp8", "fp8_block", "nvfp4", "int4_wo"] = Field(
+        "bfloat16", description="Of the matrix products, by the tables' name."
+    )
+    moe_precision: str | None = Field(
+        None, description="Of the experts, by the tables' name; null: that of `precision`."
+    )
+    conversion: Literal["dynamic", "static", "fused"] = Field(
+        "dynamic",
+        description="Of the inputs of fp8 products: scaled as measured, by known scales, or within the operator before.",
+    )
+    fused_norms: bool = Field(False, description="Norms are computed by the all-reduce before them (TensorRT-LLM).")
+    kv_dtype: Literal["bfloat16", "fp8"] = Field("bfloat16", description="Of the KV cache.")
+    context_variation: Annotated[float, Field(ge=0, le=5)] = Field(
+        0.0, description="Standard deviation over mean of the contexts of the decodes in a step; 0: equal contexts."
+    )
+    reach: Annotated[float, Field(ge=1)] = Field(
+        2.0, description="How many times the largest measured size is still answered, along the last line."
+    )
+
+    def build(self) -> OperatorTablesModel:
+        """The latency model.
+
+        Raises:
+            ConfigError: the tables are missing, or do not hold this system, engine, model, precision or parallelism.
+        """
+        tables = OperatorTables(tables_folder(self.path), self.system, self.engine, self.version)
+        model, device = self.model_spec(), self.device_spec()
+        split = Split(self.tensor_parallel, self.data_parallel, self.expert_parallel)
+        found = operators(tables, model, split, self._precision())
+        link = None if device is None else Link(device.attainable_link_bandwidth, device.link_latency_s)
+        options = self.options(found.bundle, model, device, link)
+        return OperatorTablesModel(found, model, options, device)
+
+    def model_spec(self) -> ModelSpec:
+        """The model; weights of 4 bits count as 8 where memory is sized."""
+        dtype = "bfloat16" if self.precision == "bfloat16" else "fp8"
+        return replace(load_model(self.model), dtype=dtype, kv_dtype=self.kv_dtype)
+
+    def device_spec(self) -> DeviceSpec | None:
+        """The system's described device, for memory and link; None where it is not described."""
+        try:
+            return load_device(self.device_name)
+        except ConfigError:
+            return None
+
+    @property
+    def device_name(self) -> str:
+        """The system's described device, by its name."""
+        return DEVICES.get(self.system, self.system.replace("_", "-"))
+
+    def _precision(self) -> Precision:
+        return Precision(self.precision, self.kv_dtype, self.moe_precision, self.conversion, self.fused_norms)

@@ -1,0 +1,78 @@
+"""Predict steps from an engine's operator tables, and count how much of the time follows from rules instead of measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from vajra_py.contract.latency import BatchFeatures
+from vajra_py.latency.hardware.devices import DeviceSpec
+from vajra_py.latency.hardware.model_spec import ModelSpec
+from vajra_py.latency.operators.dense_times import interpolated, summed
+from vajra_py.latency.operators.operator_bundle import Operators
+from vajra_py.latency.operators.profile_bundle import BundleOptions, ProfileBundleModel
+
+
+class OperatorTablesModel(ProfileBundleModel):
+    """A `ProfileBundleModel` whose operator times were looked up in tables by their sizes."""
+
+    def __init__(
+        self, operators: Operators, model: ModelSpec, options: BundleOptions, device: DeviceSpec | None = None
+    ) -> None:
+        super().__init__(operators.bundle, model, options, device)
+        dense = operators.bundle.dense
+        filled = {name: dense[name] for name in operators.filled}
+        self._filled = summed(filled, model.num_layers, model.num_dense_layers)
+        self._filled_dense: dict[int, float] = {}
+        self._taken_s = 0.0
+        self._filled_time_s = 0.0
+
+    @property
+    def source(self) -> str:
+        """Where the step times come from, in a few words."""
+        return f"{super().source}, looked up by size in the tables of aiconfigurator"
+
+    @property
+    def filled_fraction(self) -> float:
+        """Share of the time of all steps taken so far that follows from rules instead of measurements; of no effect on any answer."""
+        return self._filled_time_s / self._taken_s if self._taken_s else 0.0
+
+    def taken_time_s(self, shape: BatchFeatures) -> float:
+        """Seconds of a step that is taken: it counts towards `filled_fraction`."""
+        seconds = self.batch_time_s(shape)
+        self._taken_s += seconds
+        self._filled_time_s += self._filled_s(shape, seconds)
+        return seconds
+
+    def decode_run_times_s(
+        self, num_decodes: int, first_context_tokens: int, num_steps: int
+    ) -> Sequence[float] | npt.NDArray[np.float64]:
+        """See `ProfileBundleModel`; the steps count as taken."""
+        times = super().decode_run_times_s(num_decodes, first_context_tokens, num_steps)
+        self._taken_s += float(np.sum(times))
+        self._filled_time_s += num_steps * self._dense_filled_s(num_decodes)
+        return times
+
+    def filled_s(self, shape: BatchFeatures) -> float:
+        """Seconds of a step that follow from rules: operators without a table, and all attention of chunks behind cached context."""
+        return self._filled_s(shape, self.batch_time_s(shape))
+
+    def _filled_s(self, shape: BatchFeatures, seconds: float) -> float:
+        tokens = shape.num_decodes + shape.prefill_tokens
+        filled = self._dense_filled_s(tokens)
+        if shape.prefill_context_tokens:
+            of_tokens = self._of_tokens_s.get(tokens)
+            of_sequences = self._of_sequences_s.get(shape.num_decodes + shape.num_prefills)
+            if of_tokens is not None and of_sequences is not None:
+                filled += max(0.0, seconds - of_tokens - of_sequences[0])
+        return filled
+
+    def _dense_filled_s(self, tokens: int) -> float:
+        known = self._filled_dense.get(tokens)
+        if known is None:
+            curve, padded = self._filled, self._padded(self._per_rank(tokens))
+            known = 1e-6 * interpolated(curve.sizes, curve.times_us, padded) * self._scale["dense"]
+            self._filled_dense[tokens] = known
+        return known

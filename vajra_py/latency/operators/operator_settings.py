@@ -1,0 +1,135 @@
+"""Settings that latency models of measured operators share: parallelism, host overhead, CUDA graphs, reach and fallback."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.latency.config import SettingsModel, complain_as_value_error, resolved_path
+from vajra_py.latency.hardware.deployment import Parallelism
+from vajra_py.latency.hardware.devices import DeviceSpec
+from vajra_py.latency.hardware.host_overhead import HOST_OVERHEADS, HostOverhead, host_overhead
+from vajra_py.latency.hardware.model_spec import ModelSpec
+from vajra_py.latency.models.roofline import RooflineModel
+from vajra_py.latency.operators.bundle_files import Bundle
+from vajra_py.latency.operators.calibration_file import Calibration, read_calibration
+from vajra_py.latency.operators.collectives import Link
+from vajra_py.latency.operators.expert_times import Routing
+from vajra_py.latency.operators.profile_bundle import CAPTURE_LIMIT, BundleOptions
+
+Micros = Annotated[float, Field(ge=0)]
+Degree = Annotated[int, Field(ge=1)]
+
+
+class MeasuredOperatorsConfig(SettingsModel):
+    """Base of the settings of models whose operator times were measured inside an engine."""
+
+    type: str
+    path: str | None = Field(None, description="Folder with the measured times.")
+    tensor_parallel: Degree = Field(1, description="GPUs that share every layer.")
+    data_parallel: Degree = Field(
+        1, description="Ranks that step together and share the experts; the replica is all of them."
+    )
+    expert_parallel: bool = Field(False, description="Experts are spread over the ranks instead of being split.")
+    host: str = Field("vllm-0.19-async", description=f"Host overhead by name: {', '.join(HOST_OVERHEADS)}.")
+    host_step_us: Micros | None = Field(
+        None, description="Host time of every step, microseconds; null: as `host` says."
+    )
+    host_per_request_us: Micros | None = Field(
+        None, description="Host time for each request of a step, microseconds; null: as `host` says."
+    )
+    host_exposed_us: Micros | None = Field(
+        None,
+        description="Idle GPU time of every step with asynchronous scheduling, microseconds; null: as `host` says.",
+    )
+    arrival_us: Micros | None = Field(
+        None, description="From arrival to the scheduler's queue, microseconds; null: as `host` says."
+    )
+    first_token_us: Micros | None = Field(
+        None, description="From a step's end to the client, microseconds; null: as `host` says."
+    )
+    cuda_graphs: bool = Field(True, description="Small batches are padded to the sizes of captured CUDA graphs.")
+    capture_limit: Annotated[int, Field(ge=1)] = Field(CAPTURE_LIMIT, description="Largest captured batch, tokens.")
+    context_variation: Annotated[float, Field(ge=0, le=5)] = Field(
+        description="Standard deviation over mean of the contexts of the decodes in a step; 0: equal contexts."
+    )
+    reach: Annotated[float, Field(ge=1)] = Field(
+        description="How many times the largest measured size is still answered, along the last line."
+    )
+    fallback: Literal["roofline"] | None = Field(
+        None, description="What answers beyond the reach; null: such a step is an error."
+    )
+    calibration: str | None = Field(None, description="Calibration that `vajra calibrate` wrote for these times.")
+
+    @field_validator("path", "model", "calibration", check_fields=False)
+    @classmethod
+    def _resolve(cls, value: str | None, info: ValidationInfo) -> str | None:
+        return None if value is None else resolved_path(value, info)
+
+    @field_validator("host")
+    @classmethod
+    def _known_host(cls, value: str) -> str:
+        complain_as_value_error(lambda: host_overhead(value), "host")
+        return value
+
+    def replica_devices(self) -> tuple[str | None, int]:
+        """Name of the device and how many a replica has."""
+        return self.device_name, self.tensor_parallel * self.data_parallel
+
+    @property
+    def device_name(self) -> str | None:
+        """Name of the device on which the operators ran."""
+        raise NotImplementedError
+
+    def options(
+        self,
+        bundle: Bundle,
+        model: ModelSpec,
+        device: DeviceSpec | None,
+        link: Link | None,
+        routing: Routing | None = None,
+    ) -> BundleOptions:
+        """What the model is built with besides the operator times. Raises `ConfigError` where something of it is missing."""
+        calibration = read_calibration(self.calibration) if self.calibration else None
+        if calibration is not None:
+            calibration.check_fits(bundle)
+        return BundleOptions(
+            link=link,
+            host=self._host_overhead(calibration),
+            context_variation=self.context_variation,
+            cuda_graphs=self.cuda_graphs,
+            capture_limit=self.capture_limit,
+            reach=self.reach,
+            data_parallel=self.data_parallel,
+            routing=routing or Routing(),
+            scales=dict(calibration.scales) if calibration else {},
+            fallback=self._roofline(model, device),
+            calibration=calibration,
+        )
+
+    def _host_overhead(self, calibration: Calibration | None) -> HostOverhead:
+        """Host overhead by name, changed by calibrated figures, and these by the given ones."""
+        figures = dict(calibration.host) if calibration else {}
+        given = {
+            "step_base_s": self.host_step_us,
+            "step_per_request_s": self.host_per_request_us,
+            "exposed_s": self.host_exposed_us,
+            "arrival_s": self.arrival_us,
+            "first_token_s": self.first_token_us,
+        }
+        figures.update({name: 1e-6 * value for name, value in given.items() if value is not None})
+        return host_overhead(self.host, **figures)
+
+    def _roofline(self, model: ModelSpec, device: DeviceSpec | None) -> RooflineModel | None:
+        """What answers beyond the reach. Raises `ConfigError` where nothing describes the device."""
+        if self.fallback is None:
+            return None
+        if device is None:
+            message = f"needs a described device, and {self.device_name} is not one"
+            raise ConfigError(Problem("fallback", message, "Allowed: null"))
+        if self.data_parallel > 1:
+            message = f"the roofline has no data-parallel ranks that share experts (data_parallel {self.data_parallel})"
+            raise ConfigError(Problem("fallback", message, "Allowed: null"))
+        return RooflineModel(model, device, Parallelism(tensor=self.tensor_parallel))

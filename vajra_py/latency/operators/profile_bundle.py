@@ -1,0 +1,430 @@
+"""Predict steps from operator times that were measured on the same GPU and model, inside an engine.
+
+A step is the sum of its operators: dense layers by the tokens that the engine computes (those of decode batches padded to the sizes of
+its CUDA graphs), attention by chunk, contexts and decodes, experts by tokens and experts that they reach, the head by sequences,
+all-reduces by a model of the link, and the host's overhead. Tables, rules at their rim and figures: docs/latency-models.md.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import sqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from vajra_py.contract.latency import BatchFeatures
+from vajra_py.errors import ConfigError, ExecutorError, Problem
+from vajra_py.latency.hardware.deployment import Deployment, Parallelism
+from vajra_py.latency.hardware.devices import DeviceSpec
+from vajra_py.latency.hardware.host_overhead import HostOverhead
+from vajra_py.latency.hardware.model_spec import ModelSpec
+from vajra_py.latency.models.roofline import RooflineModel
+from vajra_py.latency.operators.attention_grid import AttentionGrid, DecodeRow
+from vajra_py.latency.operators.bundle_files import MLP_LAYERS, Array, Bundle
+from vajra_py.latency.operators.calibration_file import Calibration
+from vajra_py.latency.operators.collectives import Collectives, Link
+from vajra_py.latency.operators.dense_times import DenseTimes, interpolated, summed
+from vajra_py.latency.operators.expert_times import ExpertTimes, Routing
+from vajra_py.latency.operators.flash_decoding import DecodeKernel, UnequalContexts, fitted_peak_share
+from vajra_py.latency.operators.measured_skew import skew_factors
+
+CAPTURE_LIMIT = 512
+"""Largest batch for which vLLM captures a CUDA graph, in tokens."""
+FEW_STEPS = 48
+"""Up to here plain numbers are faster than arrays."""
+
+SCALES = ("dense", "decode_attention", "mixed_attention", "experts", "head", "all_reduce")
+"""Parts of a step that a calibration may scale; `mixed_attention` is that of steps with prompts."""
+
+
+NO_OVERHEAD = HostOverhead()
+UNIFORM = Routing()
+
+
+@dataclass(frozen=True, slots=True)
+class BundleOptions:
+    """What the tables do not say."""
+
+    link: Link | None = None
+    """Needed with more than one GPU."""
+    host: HostOverhead = NO_OVERHEAD
+    context_variation: float = 0.0
+    """Standard deviation of the contexts of a batch's decodes over their mean."""
+    cuda_graphs: bool = True
+    capture_limit: int = CAPTURE_LIMIT
+    reach: float = 4.0
+    """How many times the largest measured size is still answered."""
+    data_parallel: int = 1
+    """Data-parallel ranks that step together and share the experts (vLLM's data and expert parallelism); the replica is all of them."""
+    routing: Routing = UNIFORM
+    scales: dict[str, float] = field(default_factory=dict)
+    """Factors on the parts of a step, by name of `SCALES`; a part that is not named has 1."""
+    fallback: RooflineModel | None = None
+    """Answers where the tables do not reach; None: such a step is an error."""
+    calibration: Calibration | None = None
+    """Where `scales` and `host` were fitted."""
+
+
+def capture_sizes(limit: int) -> tuple[int, ...]:
+    """Batch sizes for which vLLM captures CUDA graphs: 1, 2, 4, then every 8 up to 256 and every 16 up to `limit`."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, limit + 1, 16)]
+    return tuple(size for size in sizes if size <= limit)
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeBatch:
+    """What is known of steps with one number of decodes and nothing else."""
+
+    fixed_s: float
+    least_s: float
+    """The host's time where it overlaps the GPU's: the step lasts no less."""
+    per_us_s: float
+    """Seconds of the step for each microsecond of one layer's attention."""
+    row: DecodeRow
+    longest_context: float
+
+    def time_s(self, mean_context: float) -> float:
+        return max(self.fixed_s + self.per_us_s * self.row.at(mean_context), self.least_s)
+
+    def run_times_s(self, contexts: range, num_decodes: int) -> list[float]:
+        """The same for each of some ascending sums of contexts, bit for bit."""
+        row, fixed, scale, least = self.row, self.fixed_s, self.per_us_s, self.least_s
+        knots, values, slopes, last = row.knots, row.values, row.slopes, len(row.slopes) - 1
+        index = min(bisect_right(knots, contexts[0] / num_decodes), last + 1) - 1 if contexts[0] else 0
+        index, times = max(index, 0), []
+        for context in contexts:
+            mean = max(context / num_decodes, knots[0])
+            while index < last and mean >= knots[index + 1]:
+                index += 1
+            time = fixed + scale * (values[index] + slopes[index] * (mean - knots[index]))
+            times.append(time if time > least else least)
+        return times
+
+    def times_s(self, mean_contexts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The same for many, bit for bit."""
+        times: npt.NDArray[np.float64] = self.fixed_s + self.per_us_s * self.row.at_each(mean_contexts)
+        return np.maximum(times, self.least_s)
+
+
+class ProfileBundleModel:
+    """A `LatencyModel` of one replica from a profile bundle; also answers `breakdown_s` and runs of decodes.
+
+    Raises:
+        ConfigError: several GPUs without a link, an unknown scale, or a bundle of another model than `model`.
+    """
+
+    num_stages = 1
+
+    def __init__(
+        self, bundle: Bundle, model: ModelSpec, options: BundleOptions | None = None, device: DeviceSpec | None = None
+    ) -> None:
+        options = options or BundleOptions()
+        _check(bundle, model, options)
+        self.bundle = bundle
+        self.model = model
+        self.num_fallback = 0
+        """Questions that the fallback answered; of no effect on any answer."""
+        self.options = options
+        self.device = device
+        self._scale = {name: options.scales.get(name, 1.0) for name in SCALES}
+        self._attention = self._attention_grid()
+        self._unequal = self._unequal_contexts()
+        self._mixed_us_s = 1e-6 * model.num_layers * self._scale["mixed_attention"]
+        """Seconds of a step with prompts for each microsecond of one layer's attention."""
+        self._experts = None if bundle.experts is None else ExpertTimes(bundle.experts, model, options.routing)
+        limit = options.capture_limit if options.cuda_graphs else 0
+        self._captured = capture_sizes(limit)
+        self._ranks = options.data_parallel
+        self._decode_batches: dict[int, _DecodeBatch] = {}
+        self._dense = DenseTimes(bundle.dense, model.num_layers, model.num_dense_layers)
+        self._collectives = Collectives(
+            model, bundle.tensor_parallel, options.data_parallel, options.link, bundle.all_reduce
+        )
+        self._head = summed(bundle.per_sequence, 1)
+        self._of_tokens_s: dict[int, float] = {}
+        """Seconds of everything but attention, head and host, by tokens."""
+        self._of_sequences_s: dict[int, tuple[float, float]] = {}
+        """(seconds of head and host, least seconds of the step), by sequences."""
+        self._largest_tokens = min(float(one.sizes[-1]) for one in bundle.dense.values())
+
+    @property
+    def source(self) -> str:
+        """Where the step times come from, in a few words."""
+        degree = f", TP {self.bundle.tensor_parallel}" if self.bundle.tensor_parallel > 1 else ""
+        measured = f"operators measured on {self.bundle.gpu} inside {self.bundle.engine} ({self.bundle.model}{degree})"
+        cut = self.options.routing.cut
+        return (
+            measured
+            if cut == 1
+            else f"{measured}; experts were not measured in this split, 1/{cut} of what was is assumed"
+        )
+
+    @property
+    def host(self) -> HostOverhead:
+        """What the engine's host adds to steps and requests."""
+        return self.options.host
+
+    def batch_time_s(self, shape: BatchFeatures) -> float:
+        """Seconds of the step; 0 for an empty batch.
+
+        Raises:
+            ExecutorError: a size is beyond the reach of the tables, and there is no fallback.
+        """
+        num_decodes = shape.num_decodes
+        if shape.prefill_tokens or shape.swap_bytes:
+            return self._mixed_s(shape) if self.covers(shape) else self._beyond(shape)
+        if not num_decodes:
+            return 0.0
+        mean, batch = shape.decode_context_tokens / num_decodes, self._decodes(num_decodes)
+        return batch.time_s(mean) if mean <= batch.longest_context else self._beyond(shape)
+
+    def stage_time_s(self, shape: BatchFeatures) -> float:
+        """Seconds of the step: there is one stage."""
+        return self.batch_time_s(shape)
+
+    def decode_run_times_s(
+        self, num_decodes: int, first_context_tokens: int, num_steps: int
+    ) -> Sequence[float] | npt.NDArray[np.float64]:
+        """Seconds of each step of a run of decodes; see `PredictsDecodeRuns`."""
+        last = first_context_tokens + num_decodes * (num_steps - 1)
+        if not num_decodes:
+            return [0.0] * num_steps
+        batch, contexts = self._decodes(num_decodes), range(first_context_tokens, last + 1, num_decodes)
+        if last / num_decodes > batch.longest_context:
+            return [self.batch_time_s(BatchFeatures(num_decodes, context)) for context in contexts]
+        if num_steps <= FEW_STEPS:
+            return batch.run_times_s(contexts, num_decodes)
+        return batch.times_s(np.array(contexts, dtype=np.float64) / num_decodes)
+
+    def breakdown_s(self, shape: BatchFeatures) -> dict[str, float]:
+        """Seconds of a step by what they are spent on; they add up to `batch_time_s` but for rounding."""
+        if not shape.num_tokens:
+            return {"swap": self.batch_time_s(shape)}
+        if not self.covers(shape):
+            return {"fallback": self._beyond(shape)}
+        parts = self._parts(shape)
+        gpu, (added, least) = sum(parts.values()), self._host_s(shape.num_requests)
+        return {**parts, "host": max(gpu + added, least) - gpu}
+
+    def covers(self, shape: BatchFeatures) -> bool:
+        """Whether every size of the step is within `reach` times the largest that was measured."""
+        reach, largest = self.options.reach, self._attention.largest
+        mean = shape.decode_context_tokens / max(1, shape.num_decodes)
+        prefill = shape.prefill_context_tokens / max(1, shape.num_prefills)
+        return (
+            shape.num_tokens <= reach * self._ranks * self._largest_tokens
+            and prefill <= reach * largest["kv_prefill"]
+            and mean <= reach * largest["kv_decode"]
+            and shape.num_decodes <= reach * self._ranks * largest["n_decode"]
+        )
+
+    def kv_blocks(self, block_size: int, memory_fraction: float = 0.9) -> int:
+        """KV blocks that the replica's GPUs hold beside the weights.
+
+        Raises:
+            ConfigError: no device is known.
+        """
+        if self.device is None:
+            message = "cannot be worked out: nothing says how much memory the GPU has"
+            raise ConfigError(Problem("replica.memory.num_blocks", message, "Give it, or name a device"))
+        split = Parallelism(tensor=self.bundle.tensor_parallel, data=self._ranks)
+        return self._ranks * Deployment(self.model, self.device, split).kv_blocks(block_size, memory_fraction)
+
+    # Parts
+
+    def _beyond(self, shape: BatchFeatures) -> float:
+        if self.options.fallback is not None:
+            self.num_fallback += 1
+            return self.options.fallback.batch_time_s(shape)
+        largest = {name: int(size) for name, size in self._attention.largest.items()}
+        raise ExecutorError(
+            f"profile_bundle: {self.bundle.folder} does not reach a step of {shape.num_decodes} decodes with a mean context of "
+            f"{shape.decode_context_tokens // max(1, shape.num_decodes)} and {shape.prefill_tokens} prompt tokens. "
+            f"Measured up to {largest}, {int(self._largest_tokens)} tokens a step; answered up to {self.options.reach:g} times "
+            "that (`reach`), or by the roofline with `fallback: roofline`."
+        )
+
+    def _host_s(self, num_requests: int) -> tuple[float, float]:
+        """(seconds that the host adds to a step, least seconds of the step)."""
+        host = self.options.host
+        busy = host.step_base_s + host.step_per_request_s * self._per_rank(num_requests)
+        return (host.exposed_s, busy) if host.asynchronous else (busy, 0.0)
+
+    def _per_rank(self, number: int) -> int:
+        """How many of these the fullest data-parallel rank has."""
+        return -(-number // self._ranks)
+
+    def _decodes(self, num_decodes: int) -> _DecodeBatch:
+        batch = self._decode_batches.get(num_decodes)
+        if batch is None:
+            rank, reach, largest = self._per_rank(num_decodes), self.options.reach, self._attention.largest
+            parts = self._token_parts(rank, num_decodes)
+            added, least = self._host_s(num_decodes)
+            skew = 1.0 if self._unequal is None else self._unequal.factor(self._padded(rank))
+            scale = self._scale["decode_attention"] * skew
+            batch = self._decode_batches[num_decodes] = _DecodeBatch(
+                fixed_s=sum(parts.values()) + self._head_s(rank) + self._gathered_s(rank) + added,
+                least_s=least,
+                per_us_s=1e-6 * self.model.num_layers * scale,
+                row=self._attention.decodes(rank),
+                longest_context=reach * largest["kv_decode"] if rank <= reach * largest["n_decode"] else -1.0,
+            )
+        return batch
+
+    def _mixed_s(self, shape: BatchFeatures) -> float:
+        """Seconds of a step with prompts, or with KV blocks to swap."""
+        decodes, context, prefills, tokens, _, _, _, pairs, merged, swap_bytes = shape
+        if merged or swap_bytes or self._ranks > 1 or tokens > self._attention.largest["prefill_chunk"]:
+            gpu, (added, least) = sum(self._parts(shape).values()), self._host_s(shape.num_requests)
+            return max(gpu + added, least)
+        of_tokens = self._of_tokens_s.get(decodes + tokens)
+        if of_tokens is None:
+            of_tokens = sum(self._token_parts(decodes + tokens, decodes + tokens).values())
+            self._of_tokens_s[decodes + tokens] = of_tokens
+        of_sequences, least = self._of_sequences_s.get(decodes + prefills) or self._of_sequences(decodes + prefills)
+        chunk, behind = one_chunk(tokens, pairs)
+        if decodes:
+            microseconds = self._attention.mixed(decodes).at(chunk, behind, context / decodes)
+        else:
+            microseconds = self._attention.prefill_us(chunk, behind)
+        return max(self._mixed_us_s * microseconds + of_tokens + of_sequences, least)
+
+    def _of_sequences(self, sequences: int) -> tuple[float, float]:
+        """(seconds of the head and the host, least seconds of the step)."""
+        added, least = self._host_s(sequences)
+        added += self._head_s(sequences) + self._gathered_s(sequences)
+        found = self._of_sequences_s[sequences] = (added, least)
+        return found
+
+    def _parts(self, shape: BatchFeatures) -> dict[str, float]:
+        """Seconds of the GPU's work, by part."""
+        if shape.num_merged_tokens:
+            raise ExecutorError(
+                "profile_bundle: the tables have no times for attention merged over KV-parallel groups. Allowed: kv_parallel 1."
+            )
+        decodes, decode_context, prefills, tokens = shape[:4]
+        rank_decodes, rank_prefills = self._per_rank(decodes), self._per_rank(prefills)
+        # Prompts are not cut over ranks: one prompt alone is all on one of them.
+        rank_tokens = tokens * rank_prefills / prefills if prefills else 0
+        parts = self._token_parts(rank_decodes + round(rank_tokens), decodes + tokens)
+        parts["head"] = self._head_s(rank_decodes + rank_prefills)
+        gathered = self._gathered_s(rank_decodes + rank_prefills)
+        if gathered:
+            parts["all_reduce"] += gathered
+        mean = decode_context / decodes if decodes else 0.0
+        if tokens:
+            chunk, context = one_chunk(rank_tokens, shape.prefill_attention_pairs * rank_tokens / tokens)
+            alone, both = self._chunk_us(chunk, context, rank_decodes, mean)
+            parts["prefill_attention"] = self._mixed_us_s * min(alone, both)
+            if decodes:
+                parts["decode_attention"] = self._mixed_us_s * max(0.0, both - alone)
+        elif decodes:
+            batch = self._decodes(decodes)
+            parts["decode_attention"] = batch.per_us_s * batch.row.at(mean)
+        if shape.swap_bytes:
+            if self.device is None:
+                raise ExecutorError("profile_bundle: nothing says how fast KV blocks are swapped. Name a device.")
+            parts["swap"] = shape.swap_bytes / (self.device.host_link_bandwidth * self.bundle.tensor_parallel)
+        return parts
+
+    def _chunk_us(self, chunk: float, context: float, decodes: int, mean: float) -> tuple[float, float]:
+        """Attention of one layer in microseconds: (the chunk alone, the chunk beside the decodes)."""
+        # A chunk longer than any that was measured is as many equal ones, each behind what was computed before.
+        number = max(1, -(-int(chunk) // int(self._attention.largest["prefill_chunk"])))
+        part, middle = chunk / number, context + (chunk - chunk / number) / 2.0
+        one = self._attention.prefill_us(part, middle)
+        if not decodes:
+            return number * one, number * one
+        return number * one, (number - 1) * one + self._attention.mixed(decodes).at(part, middle, mean)
+
+    def _token_parts(self, rank_tokens: int, all_tokens: int) -> dict[str, float]:
+        """Seconds of everything but attention and head, for so many tokens on the fullest rank and on all of them."""
+        padded = self._padded(rank_tokens)
+        parts = {"dense": 1e-6 * self._dense.at(padded) * self._scale["dense"]}
+        # Ranks replay one CUDA graph, or each computes what it has.
+        is_captured = bool(self._captured) and rank_tokens <= self._captured[-1]
+        tokens = padded * self._ranks if is_captured else all_tokens
+        if self._experts is not None:
+            parts["experts"] = 1e-6 * self._experts.num_layers * self._experts.layer_us(tokens) * self._scale["experts"]
+        exchanged = self._collectives.layers_s(padded, tokens)
+        if exchanged:
+            parts["all_reduce"] = exchanged * self._scale["all_reduce"]
+        return parts
+
+    def _head_s(self, sequences: int) -> float:
+        microseconds = interpolated(self._head.sizes, self._head.times_us, max(1, sequences))
+        return 1e-6 * microseconds * self._scale["head"]
+
+    def _gathered_s(self, sequences: int) -> float:
+        return self._collectives.scores_s(sequences) * self._scale["all_reduce"]
+
+    def _attention_grid(self) -> AttentionGrid:
+        """Attention times of batches whose contexts vary as the options say."""
+
+        def factors(axes: tuple[Array, ...], *, mixed: bool) -> Array | None:
+            return skew_factors(self.bundle.skew, self.options.context_variation, axes, mixed=mixed)
+
+        rows, beside_chunks = self.bundle.attention, partial(factors, mixed=True)
+        if self._has_flash_attention_2:
+            return AttentionGrid(rows, mixed_factor=beside_chunks)
+        return AttentionGrid(rows, partial(factors, mixed=False), beside_chunks)
+
+    @property
+    def _has_flash_attention_2(self) -> bool:
+        return self.device is not None and self.device.uses_flash_attention_2 and self.model.latent is None
+
+    def _unequal_contexts(self) -> UnequalContexts | None:
+        """How the kernel spreads decodes of unequal contexts; None: as the bundle's own batches of them say, where it has any."""
+        device = self.device
+        if device is None or not self._has_flash_attention_2:
+            return None
+        kv_heads = max(1, self.model.num_kv_heads // self.bundle.tensor_parallel)
+        kernel = DecodeKernel.of(device, kv_heads, self.model.head_dim)
+        kernel = replace(kernel, peak_share=fitted_peak_share(self.bundle.skew, kernel))
+        return UnequalContexts(kernel, self.options.context_variation, self._attention.decode_counts.tolist())
+
+    def _padded(self, tokens: int) -> int:
+        """Tokens that are computed for so many that are asked for."""
+        captured = self._captured
+        if not captured or tokens > captured[-1]:
+            return tokens
+        return captured[bisect_left(captured, tokens)]
+
+
+def one_chunk(tokens: float, pairs: float) -> tuple[float, float]:
+    """The chunk and its context with as many query-key pairs as a step's chunks have together.
+
+    It has all their tokens where they have context enough; short chunks side by side have the pairs of one shorter chunk.
+    """
+    context = pairs / tokens - (tokens + 1.0) / 2.0
+    if context >= 0.0:
+        return tokens, context
+    return (sqrt(8.0 * pairs + 1.0) - 1.0) / 2.0, 0.0
+
+
+def _check(bundle: Bundle, model: ModelSpec, options: BundleOptions) -> None:
+    problems = []
+    several = (1 if bundle.all_reduce is not None else bundle.tensor_parallel) * options.data_parallel
+    if several > 1 and options.link is None:
+        message = f"is needed for the collectives of {several} GPUs"
+        problems.append(Problem("link", message, "Name a device, or give link_bandwidth_gb_s and link_latency_us"))
+    unknown = [name for name in options.scales if name not in SCALES]
+    if unknown:
+        problems.append(Problem("scales", f"are not known ({', '.join(unknown)})", f"Allowed: {', '.join(SCALES)}"))
+    if (bundle.experts is not None) != (model.experts is not None):
+        has = "has" if bundle.experts is not None else "has no"
+        message = f"{bundle.folder} {has} times of experts, which does not fit the model {model.name}"
+        problems.append(Problem("model", message))
+    missing = [name for name in MLP_LAYERS if name not in bundle.dense]
+    if bundle.experts is not None and model.num_dense_layers and missing:
+        message = f"has no times of {', '.join(missing)}, and {model.name} has {model.num_dense_layers} layers without experts"
+        problems.append(Problem(f"{bundle.folder}/dense.csv", message))
+    if options.data_parallel > 1 and model.experts is None:
+        message = f"ranks share experts, and {model.name} has none (got {options.data_parallel})"
+        problems.append(Problem("data_parallel", message, "Allowed: 1; simulate replicas instead (num_replicas)"))
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,1 @@
+"""Services of policies: output-length predictors and prefill times."""

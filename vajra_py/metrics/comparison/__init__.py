@@ -1,0 +1,1 @@
+"""Comparison of settings: metrics, intervals, significance, tables in every form."""

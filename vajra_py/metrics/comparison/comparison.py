@@ -1,0 +1,378 @@
+"""Puts the numbers of runs side by side: one column per setting, the mean of its replications where it has several.
+
+The scopes are all requests, each SLO class and each tenant. Settings are better or worse under the same load only, and where they kept up with it. With replications, "better" is tested
+in the primary metrics (`vajra_py.metrics.comparison.significance`); without them a mark says only which value is lowest or highest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+from vajra_py.errors import RunError, did_you_mean
+from vajra_py.metrics.comparison.intervals import Interval, floats, positive_interval, proportion_interval
+from vajra_py.metrics.comparison.metrics import BY_KEY, DEFAULT_PRIMARY, METRICS, Metric, metric_text, named_metrics
+from vajra_py.metrics.comparison.significance import OVERLOADED, Field, Samples, Versus, adjust, groups, versus
+from vajra_py.metrics.comparison.table_model import BEST, HIGHEST, LOWEST, WORSE
+from vajra_py.metrics.runs.differences import natural
+from vajra_py.metrics.runs.replications import Setting, group_replications, load_labels, workload_differences
+from vajra_py.metrics.runs.run_data import RunData
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from vajra_py.metrics.comparison.table_renderers import TerminalTable
+
+OVERALL = "overall"
+_QUIET_ZEROS = ("num_unfinished", "num_rejected", "num_expired", "num_aborted", "num_failed")
+_LABELS = ("stable", "unknown", "backlogged", OVERLOADED)
+"""From the least to the most serious."""
+
+Row = tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The numbers of several settings side by side."""
+
+    names: tuple[str, ...]
+    stability: tuple[str, ...]
+    """The most serious label among each setting's replications."""
+    values: Mapping[str, Mapping[str, Row]]
+    """By scope (`overall`, `slo_class gold`, `tenant a`), then by metric key: a raw value per setting (the mean of its replications), None where it has none."""
+    loads: tuple[str, ...]
+    """What each setting's workload has of its own, as text; empty for all when they share one."""
+    samples: Mapping[str, Mapping[str, tuple[Samples, ...]]] = field(default_factory=dict)
+    """The same, by seed; only of settings with several replications."""
+    replications: tuple[int, ...] = ()
+    """Runs of each setting."""
+    copied: tuple[int, ...] = ()
+    """Of each setting whose several seeds all give one run, their number; 0 for others. Nothing is tested of such a setting, and it has no interval."""
+    step_times: tuple[str, ...] = ()
+    """Where each setting's step times come from, in a sentence without its stop; empty for runs that do not say. No entries: none says."""
+    primary: tuple[str, ...] = DEFAULT_PRIMARY
+    """Keys of the metrics that are tested."""
+    one_sample: tuple[str, ...] = ()
+    """Of each setting, the reason why its runs count as one observation; empty where each run is a replication. No entries: each is."""
+    workloads: str = ""
+    """Sentence without its stop on settings whose workloads differ in more than their rate; empty where they do not."""
+    _adjusted: dict[str, dict[tuple[str, int, int], float]] = field(default_factory=dict, repr=False, compare=False)
+    """Adjusted p-values by scope, computed once."""
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        """All requests first, then each class, then each tenant."""
+        return tuple(self.values)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether some setting was run with several seeds."""
+        return any(count > 1 for count in self.replications)
+
+    def scope(self, given: str) -> str:
+        """The scope of that name; a class or tenant needs no `slo_class` or `tenant` in front where that is not ambiguous. Raises `RunError`."""
+        if given in self.values:
+            return given
+        found = [scope for scope in self.values if scope.partition(" ")[2] == given]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise RunError(f"--scope: is the name of several ({given!r}). Allowed: {', '.join(found)}.")
+        names = [*self.values, *(scope.partition(" ")[2] for scope in self.scopes[1:])]
+        raise RunError(f"--scope: nothing has that name ({given!r}). {did_you_mean(given, names)}")
+
+    def position(self, name: str) -> int:
+        """The setting of that name. Raises `RunError`."""
+        if name in self.names:
+            return self.names.index(name)
+        raise RunError(f"--baseline: no setting has that name ({name!r}). {did_you_mean(name, self.names)}")
+
+    def interval(self, key: str, position: int, scope: str = OVERALL) -> Interval | None:
+        """The 95 % interval of a mean over replications; None of one run, and where the replications are all equal."""
+        samples = self._samples(key, scope)
+        if not samples:
+            return None
+        make = proportion_interval if BY_KEY[key].is_proportion else positive_interval
+        return make(list(samples[position].values()))
+
+    def is_copied(self, position: int) -> bool:
+        """Whether a setting is one run for several seeds, since all of them give the same."""
+        return bool(self.copied) and self.copied[position] > 0
+
+    def best(self, key: str, scope: str = OVERALL) -> frozenset[int]:
+        """Positions of the settings with the best value among those of the same load that kept up with it.
+
+        Of settings of one run, all whose values read the same as the best one. Nothing is best among equal values, in a single one, or in a metric without a direction.
+        """
+        row = self.values[scope][key]
+        found: set[int] = set()
+        for members in groups(self.loads):
+            known = {i: value for i in members if self.stability[i] != OVERLOADED and (value := row[i]) is not None}
+            found |= _best_of(BY_KEY[key], known, as_read=not self._is_tested(members))
+        return frozenset(found)
+
+    def best_of(self, key: str, position: int, scope: str = OVERALL) -> int | None:
+        """The first setting with the best value of the load of this one; None where nothing is best."""
+        return min(self.best(key, scope) & set(self.of_load(position)), default=None)
+
+    def marks(self, key: str, scope: str = OVERALL) -> dict[int, str]:
+        """Marks by position, as explained in `vajra_py.metrics.comparison.tables.value_notes`.
+
+        Settings with replications are marked in primary metrics only. The best value of a load is starred where it is significantly better than every other one, and has an arrow
+        otherwise; values that are significantly worse than it are marked too. No mark means that nothing is claimed.
+        """
+        arrow = LOWEST if BY_KEY[key].lower_is_better else HIGHEST
+        best = self.best(key, scope)
+        found: dict[int, str] = {}
+        for members in groups(self.loads):
+            own = sorted(best & set(members))
+            if self.one_sample and any(self.one_sample[i] for i in members):
+                continue  # nothing is known of chance, which a mark would seem to speak of
+            if not self._is_tested(members):
+                found |= dict.fromkeys(own, arrow)
+            elif own and key in self.primary:
+                others = [i for i in members if i not in own and self.stability[i] != OVERLOADED]
+                worse = [i for i in others if self.versus(i, own[0], key, scope).is_significant]
+                is_alone = len(own) == 1 and len(worse) == len(others)
+                found |= dict.fromkeys(own, BEST if is_alone else arrow) | dict.fromkeys(worse, WORSE)
+        return found
+
+    def versus(self, position: int, baseline: int, key: str, scope: str = OVERALL) -> Versus:
+        """One setting against another in one metric: difference, p-values and verdict, the same wherever they are shown."""
+        own = self._field(scope)
+        if scope not in self._adjusted:
+            self._adjusted[scope] = adjust(own)
+        return versus(own, self._adjusted[scope], (baseline, position), key)
+
+    def against(self, baseline: int, keys: Sequence[str], scope: str = OVERALL) -> list[Versus]:
+        """Every other setting of the baseline's load against it in these metrics, those that could be tested."""
+        found = [self.versus(i, baseline, key, scope) for _, i in self.pairs(baseline) for key in keys]
+        return [one for one in found if not one.untested]
+
+    def pairs(self, baseline: int | None = None) -> list[tuple[int, int]]:
+        """Pairs of settings under one load, the loads in natural order; with a baseline those of it and another one."""
+        if baseline is not None:
+            return [(baseline, i) for i in self.of_load(baseline) if i != baseline]
+        starts = [i for i in self.by_load() if i in self.load_starts()]
+        return [pair for start in starts for pair in combinations(self.of_load(start), 2)]
+
+    def family_words(self, scope: str = OVERALL) -> str:
+        """A sentence without its stop on the comparisons that are adjusted together; empty where nothing is tested."""
+        self.versus(0, 0, METRICS[0].key, scope)
+        tested = self._adjusted[scope]
+        if not tested:
+            return ""
+        keys = [key for key in self.primary if any(key == own for own, *_ in tested)]
+        counts = sorted({len([1 for _, i, _ in tested if i in members]) for members in groups(self.loads)} - {0})
+        count = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        each = " under each load" if len(groups(self.loads)) > 1 else ""
+        names = ", ".join(BY_KEY[key].label for key in keys)
+        return f"Significance at 5 % after Holm's correction for {count} comparisons{each}: {names}, between all pairs of settings"
+
+    def one_sample_notes(self) -> dict[str, list[str]]:
+        """Reasons why runs of settings count as one observation, with the settings' names."""
+        found: dict[str, list[str]] = {}
+        for name, reason in zip(self.names, self.one_sample, strict=False):
+            if reason:
+                found.setdefault(reason, []).append(name)
+        return found
+
+    def of_load(self, position: int) -> list[int]:
+        """The settings under the same load as this one."""
+        return [i for i, load in enumerate(self.loads) if load == self.loads[position]]
+
+    def by_load(self) -> list[int]:
+        """Positions of the settings, those of one load together, in natural order of the loads."""
+        return sorted(range(len(self.names)), key=lambda i: (natural(self.loads[i]), i))
+
+    def load_starts(self) -> frozenset[int]:
+        """The first setting of each load, in that order."""
+        order = self.by_load()
+        return frozenset(
+            i
+            for before, i in zip([None, *order], order, strict=False)
+            if before is None or self.loads[i] != self.loads[before]
+        )
+
+    def shown(self, scope: str = OVERALL, level: int = 1) -> list[Metric]:
+        """Metrics up to this level that are worth a row: those with a value, without counts of what never happened."""
+        rows = self.values[scope]
+        return [
+            metric
+            for metric in METRICS
+            if metric.level <= level
+            and any(value is not None for value in rows[metric.key])
+            and not (metric.key in _QUIET_ZEROS and not any(rows[metric.key]))
+        ]
+
+    def frame(self, scope: str | None = None) -> pd.DataFrame:
+        """One row per scope and setting, one column per metric, raw values (seconds, fractions), with the ends of its interval (`_low`, `_high`) and the p-values of its difference
+        from the best setting of the load (`_p_value`, `_p_adjusted`).
+        """
+        import pandas as pd
+
+        from vajra_py.metrics.comparison.tables import records
+
+        return pd.DataFrame(records(self, scope))
+
+    def difference_frame(self, scope: str | None = None, baseline: str | None = None) -> pd.DataFrame:
+        """One row per scope, pair of settings of one load (or those with this baseline) and metric: values, difference, ends of their intervals, p-values and verdict."""
+        import pandas as pd
+
+        from vajra_py.metrics.comparison.tables import DIFFERENCE_COLUMNS, difference_records
+
+        position = None if baseline is None else self.position(baseline)
+        return pd.DataFrame(difference_records(self, scope, position), columns=list(DIFFERENCE_COLUMNS))
+
+    def to_csv(self, scope: str | None = None) -> str:
+        """The same rows as `frame` as CSV text, of one scope or of all; no value is an empty field."""
+        from vajra_py.metrics.comparison.tables import value_csv
+
+        return value_csv(self, scope)
+
+    def to_json(self, scope: str | None = None) -> str:
+        """Settings, the family of comparisons, values and all differences as JSON text."""
+        from vajra_py.metrics.comparison.tables import json_text
+
+        return json_text(self, scope)
+
+    def to_markdown(self, scope: str = OVERALL) -> str:
+        """A Markdown table, one row per metric, the best value of each in bold."""
+        from vajra_py.metrics.comparison.table_renderers import markdown
+        from vajra_py.metrics.comparison.tables import origins, value_table
+
+        table = value_table(self, scope, self.shown(scope), by_setting=False)
+        return markdown(replace(table, notes=(*table.notes, *origins(self))))
+
+    def to_latex(self, scope: str = OVERALL, columns: Sequence[str] = ()) -> str:
+        """A LaTeX table (package booktabs) that fits a page, its legend in the caption.
+
+        A few settings are columns. More are rows, with a rule between loads, and the primary metrics are columns; so are the metrics that `columns` names, in that order.
+        """
+        from vajra_py.metrics.comparison.table_renderers import latex
+        from vajra_py.metrics.comparison.tables import WIDE, origins, value_table
+
+        metrics = named_metrics(columns, "--columns") if columns else None
+        if metrics is None and len(self.names) > WIDE:
+            metrics = [metric for metric in self.shown(scope, 2) if metric.key in self.primary]
+        table = value_table(self, scope, metrics, by_setting=True if columns else None)
+        return latex(replace(table, notes=(*table.notes, *origins(self))))
+
+    def render(self, scope: str = OVERALL, columns: Sequence[str] = ()) -> TerminalTable:
+        """Table for a terminal, to print with rich; the best value of each metric is bold and marked.
+
+        A few settings are columns. More are rows; metrics that the terminal has no room for go to a second table, and a third. The metrics that `columns` names are columns.
+        """
+        from vajra_py.metrics.comparison.table_renderers import TerminalTable
+        from vajra_py.metrics.comparison.tables import value_table
+
+        metrics = named_metrics(columns, "--columns") if columns else None
+        return TerminalTable(value_table(self, scope, metrics, by_setting=True if columns else None))
+
+    def _samples(self, key: str, scope: str) -> tuple[Samples, ...]:
+        return self.samples.get(scope, {}).get(key, ())
+
+    def _field(self, scope: str) -> Field:
+        return Field(self.names, self.loads, self.stability, self.primary, self.samples.get(scope, {}), self.one_sample)
+
+    def _is_tested(self, members: Sequence[int]) -> bool:
+        """Some of these settings have replications."""
+        return any(self.replications[i] > 1 for i in members) if self.replications else False
+
+
+def _best_of(metric: Metric, known: Mapping[int, float], *, as_read: bool) -> set[int]:
+    """Positions of the best value; `as_read`: of all that read the same."""
+    if metric.lower_is_better is None or len(known) < 2:
+        return set()
+    target = min(known.values()) if metric.lower_is_better else max(known.values())
+    text = metric_text(metric, target)
+    best = {i for i, value in known.items() if value == target or (as_read and metric_text(metric, value) == text)}
+    return set() if len(best) == len(known) else best
+
+
+def compare(runs: Sequence[RunData], *, each_run: bool = False, metrics: Sequence[str] = ()) -> Comparison:
+    """Set the summaries of these runs side by side; RunError when there is no run, or no metric of a name.
+
+    Runs that differ in their seed only are one setting, unless `each_run`. `metrics` names the primary ones, which are tested; by default P99 TTFT, P99 TBT and SLO attainment.
+    """
+    if not runs:
+        raise RunError("compare: no run was given. Name at least one run folder.")
+    settings = group_replications(runs, each_run=each_run)
+    scopes: dict[str, tuple[str, str | None]] = {OVERALL: (OVERALL, None)}
+    for section, noun in (("by_slo_class", "slo_class"), ("by_tenant", "tenant")):
+        names = dict.fromkeys(name for run in runs for name in run.summary.value(section) or {})
+        scopes |= {f"{noun} {name}": (section, name) for name in sorted(names)}
+    samples = {
+        scope: {metric.key: tuple(_sampled(setting, place, metric) for setting in settings) for metric in METRICS}
+        for scope, place in scopes.items()
+    }
+    values = {scope: {key: tuple(map(_mean, own)) for key, own in by_key.items()} for scope, by_key in samples.items()}
+    firsts = [setting.first for setting in settings]
+    return Comparison(
+        names=tuple(setting.name for setting in settings),
+        stability=tuple(_label(setting) for setting in settings),
+        values=values,
+        loads=load_labels(firsts),
+        samples=samples if any(len(setting.runs) > 1 for setting in settings) else {},
+        replications=tuple(len(setting.runs) for setting in settings),
+        copied=tuple(setting.num_seeds if setting.is_copied else 0 for setting in settings),
+        step_times=tuple(map(_step_times, settings)),
+        primary=_primary(metrics, values[OVERALL]),
+        one_sample=tuple(setting.one_sample for setting in settings),
+        workloads=workload_differences(firsts),
+    )
+
+
+def _primary(given: Sequence[str], values: Mapping[str, Row]) -> tuple[str, ...]:
+    if given:
+        return tuple(metric.key for metric in named_metrics(given))
+    return tuple(key for key in DEFAULT_PRIMARY if any(value is not None for value in values[key]))
+
+
+def _sampled(setting: Setting, place: tuple[str, str | None], metric: Metric) -> Samples:
+    values = {seed: _value(run, place, metric) for seed, run in zip(setting.seeds, setting.runs, strict=False)}
+    return {seed: value for seed, value in values.items() if value is not None}
+
+
+def _mean(samples: Samples) -> float | None:
+    if len(samples) == 1:
+        return next(iter(samples.values()))
+    return float(floats(list(samples.values())).mean()) if samples else None
+
+
+def _step_times(setting: Setting) -> str:
+    sentences = (str(run.summary.value("step_times.sentence") or "") for run in setting.runs)
+    return " or ".join(dict.fromkeys(filter(None, sentences)))
+
+
+def _label(setting: Setting) -> str:
+    labels = [str(run.summary.value("stability.label") or "unknown") for run in setting.runs]
+    return max(labels, key=lambda label: _LABELS.index(label) if label in _LABELS else 0)
+
+
+def _value(run: RunData, place: tuple[str, str | None], metric: Metric) -> float | None:
+    section, name = place
+    if metric.path.startswith("."):
+        found = run.summary.value(metric.path[1:]) if name is None else None
+    else:
+        # A tenant's name may hold dots: its section is fetched by key, not by path.
+        group = run.summary.value(section) or {}
+        found = _dig(group if name is None else group.get(name, {}), metric.path)
+    return None if found is None else float(found)
+
+
+def _dig(group: Any, path: str) -> Any:
+    for key in path.split("."):
+        if not isinstance(group, Mapping):
+            return None
+        group = group.get(key)
+    return group
+
+
+def scope_title(scope: str) -> str:
+    """How a scope is called in a heading."""
+    if scope == OVERALL:
+        return "All requests"
+    return scope.replace("slo_class ", "SLO class ", 1)

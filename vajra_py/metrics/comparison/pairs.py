@@ -1,0 +1,81 @@
+"""Compares settings by their replications: differences with intervals, the chance to be better, corrected significance.
+
+Under one seed two policies meet the same requests (common random numbers), so replications are compared in pairs of one seed: what the seed does to both
+cancels out, and few replications tell small differences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval
+from vajra_py.metrics.definitions import Floats
+
+SIGNIFICANT_P = 1 - CONFIDENCE
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far the first of two settings is above the second."""
+
+    mean: float
+    interval: Interval | None
+    """Interval of the mean difference, for this comparison alone; None where `p_value` is."""
+    above_fraction: float
+    """Probability that a replication of the first is above one of the second; equal ones count half."""
+    p_value: float | None
+    """Two-sided, of no difference, not adjusted for the number of comparisons; None where the difference is the same in every pair, which leaves a t test without a variance."""
+    is_paired: bool
+    """By common seeds; otherwise the settings have no two seeds in common and are compared as independent samples."""
+
+
+def difference(first: Mapping[str, float], second: Mapping[str, float]) -> Difference | None:
+    """Compare two settings by their values by seed; None when either has fewer than two replications."""
+    common = [seed for seed in first if seed in second]
+    if len(common) >= 2:
+        gaps = np.array([first[seed] - second[seed] for seed in common])
+        mean, above = float(gaps.mean()), float((np.sign(gaps) + 1).mean() / 2)
+        return Difference(mean, *_t_test(mean, _standard_error(gaps), len(gaps) - 1, above), is_paired=True)
+    if len(first) < 2 or len(second) < 2:
+        return None
+    ours, theirs = np.array(list(first.values())), np.array(list(second.values()))
+    mean = float(ours.mean() - theirs.mean())
+    errors = _standard_error(ours), _standard_error(theirs)
+    above = float((np.sign(ours[:, None] - theirs[None, :]) + 1).mean() / 2)
+    freedom = _welch_freedom(errors, (len(ours), len(theirs)))
+    return Difference(mean, *_t_test(mean, math.hypot(*errors), freedom, above), is_paired=False)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """The p-values corrected for their number: S. Holm, "A simple sequentially rejective multiple test procedure" (1979)."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    corrected = [1.0] * len(p_values)
+    largest = 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        corrected[i] = largest
+    return corrected
+
+
+def _standard_error(values: Floats) -> float:
+    return float(values.std(ddof=1)) / math.sqrt(len(values))
+
+
+def _t_test(mean: float, error: float, freedom: float, above: float) -> tuple[Interval | None, float, float | None]:
+    """The interval of the mean difference, `above` as it came, and the two-sided p-value."""
+    if not error > abs(mean) * 1e-12:  # the same in every replication
+        return (None, above, None) if mean else (Interval(0.0, 0.0), above, 1.0)
+    from scipy import stats
+
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
+    return Interval(mean - half, mean + half), above, float(2 * stats.t.sf(abs(mean) / error, freedom))
+
+
+def _welch_freedom(errors: tuple[float, float], counts: tuple[int, int]) -> float:
+    """Degrees of freedom of samples with different variances (Welch and Satterthwaite)."""
+    parts = sum(error**4 / (count - 1) for error, count in zip(errors, counts, strict=True))
+    return (errors[0] ** 2 + errors[1] ** 2) ** 2 / parts if parts > 0 else float(sum(counts) - 2)

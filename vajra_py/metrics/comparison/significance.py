@@ -1,0 +1,127 @@
+"""Tests of differences between settings: the only place that decides what is significant.
+
+A *family* is the primary metrics times the pairs of settings under one load, in one scope (all requests, a class, a tenant). Its p-values are adjusted together by Holm's method.
+Every table, report and file reads its answer from here, so that one pair has one adjusted p-value in one metric wherever it is shown. Other metrics are secondary: they have a
+p-value that is not adjusted, and no verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from vajra_py.metrics.comparison.metrics import BY_KEY
+from vajra_py.metrics.comparison.pairs import SIGNIFICANT_P, Difference, difference, holm
+
+OVERLOADED = "overloaded"
+CONSTANT = "the difference is the same under every seed"
+ONE_REPLICATION = "fewer than two replications"
+
+Samples = Mapping[str, float]
+"""Values by seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Versus:
+    """One setting against another in one metric."""
+
+    position: int
+    baseline: int
+    key: str
+    is_primary: bool
+    difference: Difference | None
+    """Of the setting from the baseline; None where either has fewer than two replications."""
+    p_adjusted: float | None
+    """Adjusted for the family; None for secondary metrics and where nothing is tested."""
+    untested: str
+    """Reason why no test was made; empty where one was."""
+
+    @property
+    def p_value(self) -> float | None:
+        """Two-sided, of no difference, not adjusted; None where nothing is tested."""
+        return None if self.difference is None or self.untested else self.difference.p_value
+
+    @property
+    def is_significant(self) -> bool | None:
+        """Adjusted p-value below 5 %; None for secondary metrics and where nothing is tested."""
+        return None if self.p_adjusted is None else self.p_adjusted < SIGNIFICANT_P
+
+    @property
+    def better_fraction(self) -> float | None:
+        """Probability that a replication of the setting is better than one of the baseline; None in a metric without a direction."""
+        lower_is_better = BY_KEY[self.key].lower_is_better
+        if lower_is_better is None or self.difference is None:
+            return None
+        above = self.difference.above_fraction
+        return 1 - above if lower_is_better else above
+
+    @property
+    def verdict(self) -> str:
+        """`better`, `worse` or `differs` where significant, `no` where not, `not tested: …` or `secondary` otherwise."""
+        if self.untested:
+            return f"not tested: {self.untested}"
+        if self.is_significant is None:
+            return "secondary"
+        if not self.is_significant or self.difference is None:
+            return "no"
+        lower_is_better = BY_KEY[self.key].lower_is_better
+        if lower_is_better is None:
+            return "differs"
+        return "better" if (self.difference.mean < 0) == lower_is_better else "worse"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Settings that may be tested against each other in one scope."""
+
+    names: tuple[str, ...]
+    loads: tuple[str, ...]
+    stability: tuple[str, ...]
+    primary: tuple[str, ...]
+    samples: Mapping[str, tuple[Samples, ...]]
+    """By metric, for each setting; empty where no setting has replications."""
+    one_sample: tuple[str, ...] = ()
+    """Of each setting, the reason why its runs count as one observation; empty where each run is a replication."""
+
+    def untested(self, position: int, baseline: int) -> str:
+        """Reason why these two are not tested in any metric; empty where they may be."""
+        if self.loads[position] != self.loads[baseline]:
+            return "their loads differ"
+        unstable = [self.names[i] for i in (baseline, position) if self.stability[i] == OVERLOADED]
+        if unstable:
+            return f"{OVERLOADED}: {', '.join(unstable)}"
+        copies = dict.fromkeys(self.one_sample[i] for i in (baseline, position) if self.one_sample)
+        return "; ".join(filter(None, copies))
+
+
+def versus(field: Field, adjusted: Mapping[tuple[str, int, int], float], pair: tuple[int, int], key: str) -> Versus:
+    """The second of the pair against the first; `adjusted` are the p-values of `adjust`."""
+    baseline, position = pair
+    samples = field.samples.get(key, ())
+    found = difference(samples[position], samples[baseline]) if samples else None
+    untested = field.untested(position, baseline)
+    if not untested:
+        untested = ONE_REPLICATION if found is None else CONSTANT if found.p_value is None else ""
+    low, high = sorted(pair)
+    p_adjusted = None if untested else adjusted.get((key, low, high))
+    return Versus(position, baseline, key, key in field.primary, found, p_adjusted, untested)
+
+
+def adjust(field: Field) -> dict[tuple[str, int, int], float]:
+    """The adjusted p-value of each primary metric and pair (the lower position first) that can be tested, each load a family of its own."""
+    found: dict[tuple[str, int, int], float] = {}
+    for members in groups(field.loads):
+        tested: dict[tuple[str, int, int], float] = {}
+        for key in field.primary:
+            for pair in combinations(members, 2):
+                p_value = versus(field, {}, pair, key).p_value
+                if p_value is not None:
+                    tested[key, *pair] = p_value
+        found |= zip(tested, holm(list(tested.values())), strict=True)
+    return found
+
+
+def groups(loads: Sequence[str]) -> list[list[int]]:
+    """Positions of the settings under one load, a list for each load."""
+    return [[i for i, own in enumerate(loads) if own == load] for load in dict.fromkeys(loads)]

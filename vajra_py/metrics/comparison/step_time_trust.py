@@ -1,0 +1,84 @@
+"""Origins of runs' step times, prices and power, and whether differences between settings exceed what their step times are known to be off by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vajra_py.latency.hardware.device_costs import POWER_FIELDS
+from vajra_py.metrics.comparison.comparison import OVERALL, Comparison
+from vajra_py.metrics.comparison.metrics import BY_KEY
+from vajra_py.metrics.runs.run_data import RunData
+
+_JUDGED = {"ttft_mean_s": "ttft_s", "tpot_mean_s": "tpot_s", "e2e_mean_s": "e2e_s"}
+"""Metric of a comparison to the error that a summary's step times are known by."""
+
+
+def step_time_origins(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
+    """Each origin as one sentence without its stop, with the runs that it is of (none: all); nothing for runs that do not say."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        sentence = run.summary.value("step_times.sentence")
+        if sentence:
+            found.setdefault(str(sentence), []).append(run.name)
+    return [(sentence, names if len(names) < len(runs) else []) for sentence, names in found.items()]
+
+
+def cost_origins(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
+    """Each device's price and power with their sources as one sentence without its stop, with the runs that it is of (none: all)."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        devices = (run.summary.value("cost.devices") or {}).values()
+        for sentence in dict.fromkeys(_cost_origin(one) for one in devices if one["sources"]):
+            found.setdefault(sentence, []).append(run.name)
+    return [(sentence, names if len(names) < len(runs) else []) for sentence, names in found.items()]
+
+
+def _cost_origin(device: Mapping[str, Any]) -> str:
+    sources, parts = device["sources"], []
+    if device["price_per_hour"] is not None:
+        parts.append(f"${device['price_per_hour']:g} an hour ({sources['price_per_hour']})")
+    if device["power_w"] is not None:
+        idle, decode, prefill = device["power_w"]
+        said = "; ".join(dict.fromkeys(sources[name] for name in POWER_FIELDS))
+        parts.append(f"{idle:g} W idle, {decode:g} W decoding one sequence, {prefill:g} W prefilling ({said})")
+    return f"Cost and energy of {device['device']}: {', '.join(parts)}"
+
+
+def judged_differences(runs: Sequence[RunData], comparison: Comparison) -> list[str]:
+    """Sentences without their stop: whether settings differ by more than their step times are known to be off.
+
+    Of settings under one load, mean TTFT, TPOT and E2E. Nothing where the errors are not known, or there is nothing to compare.
+    """
+    errors: dict[str, float] = {}
+    for run in runs:
+        known = run.summary.value("step_times.errors") or {}
+        if run.summary.value("step_times.kind") == "real":
+            continue
+        for key, name in _JUDGED.items():
+            error = known.get(name, known.get("step"))
+            if error is None:
+                return []
+            errors[key] = max(errors.get(key, 0.0), float(error))
+    sentences = []
+    for positions in _by_load(comparison):
+        sentences += [text for key, error in errors.items() if (text := _judged(comparison, key, error, positions))]
+    return sentences
+
+
+def _by_load(comparison: Comparison) -> list[list[int]]:
+    groups: dict[str, list[int]] = {}
+    for position, load in enumerate(comparison.loads):
+        groups.setdefault(load, []).append(position)
+    return [positions for positions in groups.values() if len(positions) > 1]
+
+
+def _judged(comparison: Comparison, key: str, error: float, positions: Sequence[int]) -> str | None:
+    row = comparison.values[OVERALL].get(key)
+    values = [value for position in positions if row is not None and (value := row[position])]
+    if len(values) < 2:
+        return None
+    spread = max(values) / min(values) - 1.0
+    load = f" at {comparison.loads[positions[0]]}" if comparison.loads[positions[0]] else ""
+    verdict = "more than" if spread > error else "no more than"
+    return f"{BY_KEY[key].label}{load}: settings differ by up to {spread:.1%}, {verdict} the step times' known error of {error:.1%}"

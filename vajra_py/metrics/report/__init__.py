@@ -1,0 +1,1 @@
+"""HTML reports, figures in files and timelines."""

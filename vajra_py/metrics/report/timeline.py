@@ -1,0 +1,363 @@
+"""Export replicas and requests over time in the trace-event format of ui.perfetto.dev.
+
+Tracks, from the tables and the decision log of a run:
+
+* per replica the steps, what they computed as arguments; steps in flight at once (pipeline stages) lie on lanes of their own;
+* per replica counters: waiting and running requests, KV blocks in use, decode and prefill tokens;
+* marks where a policy was swapped, a replica was lost or came back, or a replicaset went out of service;
+* per request one line: the request as a whole, and inside it the time in the queue, each prefill chunk, each unbroken run of decode steps, and
+  each time spent preempted.
+
+Times are microseconds from the run's zero with nanosecond precision. Spans of one track nest: none ends after the span that it lies in. A run without a decision log
+gets its steps, counters and, per request, queue, prefill and decode as the requests table knows them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+from vajra_py.errors import RunError
+from vajra_py.metrics.runs.run_data import RunData
+
+Event: TypeAlias = dict[str, Any]
+_ReplicaKey: TypeAlias = tuple[str, int]
+
+_REQUEST_COLUMNS = (
+    "request_id",
+    "index",
+    "replicaset",
+    "replica_id",
+    "tenant",
+    "slo_class",
+    "num_prompt_tokens",
+    "num_output_tokens",
+    "num_cached_tokens",
+    "num_preemptions",
+    "arrived_at",
+    "admitted_at",
+    "first_token_at",
+    "ended_at",
+    "reason",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineOptions:
+    """Which part of a run is written."""
+
+    start_at: float = -math.inf
+    end_at: float = math.inf
+    """Only what overlaps this stretch, seconds on the run's clock."""
+    max_requests: int = 5000
+    """Lines of requests, in order of arrival; viewers grow slow beyond some thousands. 0 leaves requests out."""
+
+    def __post_init__(self) -> None:
+        if not self.start_at < self.end_at:
+            raise RunError(
+                f"timeline: an empty stretch of time ([{self.start_at}, {self.end_at}]). Its start must lie before its end."
+            )
+        if self.max_requests < 0:
+            raise RunError(f"timeline: a negative number of requests ({self.max_requests}). Allowed: 0 or more.")
+
+
+def write_timeline(run: RunData, path: str | Path, options: TimelineOptions | None = None) -> int:
+    """Write a run's timeline and return the number of its events; gzipped when the name ends in `.gz`, which viewers open too.
+
+    Equal runs give equal bytes. Events are written as they are made; memory goes with the requests written, not with the steps.
+    """
+    count = 0
+    with _open(Path(path)) as out:
+        out.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for event in timeline_events(run, options):
+            out.write(",\n" if count else "")
+            out.write(json.dumps(event, separators=(",", ":"), allow_nan=False))
+            count += 1
+        out.write("\n]}\n")
+    return count
+
+
+def timeline_events(run: RunData, options: TimelineOptions | None = None) -> Iterator[Event]:
+    """The events of `write_timeline`, one by one."""
+    chosen = options or TimelineOptions()
+    requests = _requests(run, chosen)
+    replicas = _replicas(run, requests)
+    processes = {key: 2 * i + 1 for i, key in enumerate(replicas)}
+    yield from _process_names(run, processes)
+    yield from _step_events(run, processes, chosen)
+    yield from _marks(run, processes, chosen)
+    if not requests:
+        return
+    lines = {request_id: _Line(facts, processes) for request_id, facts in requests.items()}
+    for line in lines.values():
+        yield from line.opening()
+    until = _run_end(run)
+    if run.has_decisions:
+        for record in run.decisions():
+            yield from _decided(record, lines, until)
+        for line in lines.values():
+            yield from line.closing(until)
+    else:
+        for line in lines.values():
+            yield from line.from_table(until)
+
+
+@dataclass(slots=True)
+class _Line:
+    """The spans of one request, made as its steps come by; `facts` is its row of the requests table."""
+
+    facts: Mapping[str, Any]
+    processes: Mapping[_ReplicaKey, int]
+    decode: list[int] | None = None
+    """[start, end, steps] of the unbroken run of decode steps so far."""
+    preempted: tuple[int, str] | None = None
+    """Since when, and how; None while it is not preempted."""
+    is_admitted: bool = False
+    ended_ns: int | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        ended_at = self.facts["ended_at"]
+        self.ended_ns = _ns(ended_at) if math.isfinite(ended_at) else None
+
+    @property
+    def pid(self) -> int:
+        """Process of the requests of its replica; those that never got to one share a process of their own."""
+        key = (self.facts["replicaset"], self.facts["replica_id"])
+        return self.processes.get(key, -1) + 1
+
+    def opening(self) -> Iterator[Event]:
+        """Name of the line."""
+        tid = self.facts["index"] + 1
+        yield _meta("thread_name", self.pid, tid, {"name": str(self.facts["request_id"])})
+        yield _meta("thread_sort_index", self.pid, tid, {"sort_index": tid})
+
+    def chunk(self, step: tuple[int, int, int], num_tokens: int, computed_before: int) -> Iterator[Event]:
+        """A step (start, end, index) computed this many tokens of it."""
+        start, end, step_index = step
+        if not self.is_admitted:
+            self.is_admitted = True
+            yield from self._queue(start)
+        if self.preempted is not None:
+            since, mode = self.preempted
+            self.preempted = None
+            yield self._span(f"preempted ({mode})", since, start, {})
+        if num_tokens == 1 and computed_before >= self.facts["num_prompt_tokens"]:
+            if self.decode is None:
+                self.decode = [start, end, 0]
+            self.decode[1] = max(self.decode[1], end)
+            self.decode[2] += 1
+            return
+        yield from self._flush_decode()
+        arguments = {"tokens": num_tokens, "computed before": computed_before, "step": step_index}
+        yield self._span(f"prefill {num_tokens}", start, end, arguments)
+
+    def preempt(self, at: int, mode: str) -> Iterator[Event]:
+        """It lost its memory."""
+        yield from self._flush_decode(at)
+        self.preempted = (at, mode)
+
+    def closing(self, until: int) -> Iterator[Event]:
+        """What is still open ends with the request, or with the run; then the span of the whole request."""
+        end = self.ended_ns if self.ended_ns is not None else max(until, self._arrived())
+        if not self.is_admitted:
+            yield from self._queue(end)
+        if self.preempted is not None:
+            yield self._span(f"preempted ({self.preempted[1]})", self.preempted[0], end, {})
+        yield from self._flush_decode()
+        yield self._whole(end)
+
+    def from_table(self, until: int) -> Iterator[Event]:
+        """The coarse spans that the requests table alone tells of."""
+        end = self.ended_ns if self.ended_ns is not None else max(until, self._arrived())
+        admitted, first = self.facts["admitted_at"], self.facts["first_token_at"]
+        admitted_ns = _ns(admitted) if math.isfinite(admitted) else end
+        first_ns = _ns(first) if math.isfinite(first) else end
+        yield from self._queue(admitted_ns)
+        if admitted_ns < first_ns:
+            yield self._span("prefill", admitted_ns, first_ns, {"tokens": self.facts["num_prompt_tokens"]})
+        if first_ns < end:
+            yield self._span("decode", first_ns, end, {"tokens": self.facts["num_output_tokens"]})
+        yield self._whole(end)
+
+    def _queue(self, until: int) -> Iterator[Event]:
+        if until > self._arrived():
+            yield self._span("queue", self._arrived(), until, {})
+
+    def _flush_decode(self, before: int | None = None) -> Iterator[Event]:
+        if self.decode is not None:
+            start, end, steps = self.decode
+            self.decode = None
+            yield self._span("decode", start, end if before is None else min(end, before), {"steps": steps})
+
+    def _whole(self, end: int) -> Event:
+        names = (
+            "tenant",
+            "slo_class",
+            "num_prompt_tokens",
+            "num_output_tokens",
+            "num_cached_tokens",
+            "num_preemptions",
+            "reason",
+        )
+        return self._span(
+            str(self.facts["request_id"]), self._arrived(), end, {name: self.facts[name] for name in names}
+        )
+
+    def _span(self, name: str, start: int, end: int, arguments: Event) -> Event:
+        return _span(name, (self.pid, self.facts["index"] + 1), start, end, arguments)
+
+    def _arrived(self) -> int:
+        return _ns(self.facts["arrived_at"])
+
+
+def _decided(record: Mapping[str, Any], lines: Mapping[str, _Line], until: int) -> Iterator[Event]:
+    """Spans that end with one record of the decision log; a step that never came back lasts until the run's end."""
+    ended_at = record["ended_at"]
+    step = (_ns(record["formed_at"]), until if ended_at is None else _ns(ended_at), int(record["step"]))
+    for request_id, mode in record["preempted"]:
+        line = lines.get(request_id)
+        if line is not None:
+            yield from line.preempt(step[0], mode)
+    for request_id, tokens, before, _ in record["chunks"]:
+        line = lines.get(request_id)
+        if line is not None:
+            yield from line.chunk(step, tokens, before)
+
+
+def _requests(run: RunData, options: TimelineOptions) -> dict[str, Mapping[str, Any]]:
+    """Rows of the requests that are written, by id, in order of arrival."""
+    if not options.max_requests:
+        return {}
+    table = run.requests(*_REQUEST_COLUMNS)
+    arrived_at, ended_at = (table.column(name).to_numpy() for name in ("arrived_at", "ended_at"))
+    inside = (arrived_at <= options.end_at) & ~(ended_at < options.start_at)
+    chosen = inside.nonzero()[0][: options.max_requests]
+    return {str(facts["request_id"]): facts for facts in table.take(chosen).to_pylist()}
+
+
+def _replicas(run: RunData, requests: Mapping[str, Mapping[str, Any]]) -> list[_ReplicaKey]:
+    table = run.steps("replicaset", "replica_id").group_by(["replicaset", "replica_id"]).aggregate([])
+    found = {(row["replicaset"], row["replica_id"]) for row in table.to_pylist()}
+    found |= {(row["replicaset"], row["replica_id"]) for row in requests.values() if row["replica_id"] >= 0}
+    return sorted(found)
+
+
+def _process_names(run: RunData, processes: Mapping[_ReplicaKey, int]) -> Iterator[Event]:
+    yield _meta("process_name", 0, 0, {"name": f"{run.name}: requests that reached no replica"})
+    yield _meta("process_sort_index", 0, 0, {"sort_index": 2 * len(processes) + 2})
+    for (replicaset, replica_id), pid in processes.items():
+        for own, what in ((pid, "steps"), (pid + 1, "requests")):
+            yield _meta("process_name", own, 0, {"name": f"{replicaset} replica {replica_id}: {what}"})
+            yield _meta("process_sort_index", own, 0, {"sort_index": own})
+
+
+def _step_events(run: RunData, processes: Mapping[_ReplicaKey, int], options: TimelineOptions) -> Iterator[Event]:
+    """Steps and counters, in the order of the steps table."""
+    lanes: dict[int, list[int]] = {}
+    for batch in run.steps().to_batches(max_chunksize=8192):
+        for row in batch.to_pylist():
+            start, end = row["formed_at"], row["formed_at"] + row["duration_s"]
+            if end < options.start_at or start > options.end_at:
+                continue
+            pid = processes[row["replicaset"], row["replica_id"]]
+            own = lanes.setdefault(pid, [])
+            lane = _free_lane(own, _ns(start))
+            if lane == len(own):
+                own.append(0)
+                yield _meta("thread_name", pid, lane + 1, {"name": "steps" if not lane else f"steps, lane {lane + 1}"})
+            own[lane] = _ns(end)
+            names = ("step_index", "num_decodes", "num_prefills", "prefill_tokens", "num_preempted", "num_finished")
+            yield _span(_step_name(row), (pid, lane + 1), _ns(start), _ns(end), {name: row[name] for name in names})
+            yield from _counters(row, pid)
+
+
+def _marks(run: RunData, processes: Mapping[_ReplicaKey, int], options: TimelineOptions) -> Iterator[Event]:
+    """What the manifest says was changed while the run went on, on the steps of the replicas that it concerns."""
+    for row in run.manifest.get("changes", ()):
+        at_s, replicaset = row["at_s"], row["replicaset"]
+        if not options.start_at <= at_s <= options.end_at:
+            continue
+        name, replica_id = row["what"], row.get("replica_id")
+        if name == "policy":
+            name = f"{row['layer']}: {row['was']['policy']} → {row['now']['policy']}"
+        arguments = {key: value for key, value in row.items() if key not in ("at_s", "what")}
+        for key, pid in processes.items():
+            if key[0] == replicaset and replica_id in (None, key[1]):
+                mark = {"ph": "i", "s": "p", "name": name, "pid": pid, "tid": 0, "ts": _ns(at_s) / 1000}
+                yield {**mark, "args": arguments}
+
+
+def _free_lane(ends: list[int], start: int) -> int:
+    """The first lane on which nothing runs any more; a new one when all are taken."""
+    return next((lane for lane, end in enumerate(ends) if end <= start), len(ends))
+
+
+def _counters(row: Mapping[str, Any], pid: int) -> Iterator[Event]:
+    at = _ns(row["formed_at"]) / 1000
+    values: Mapping[str, Event] = {
+        "requests": {"waiting": row["num_waiting"], "running": row["num_running"]},
+        "KV blocks in use (%)": {"used": round(100 * row["used_fraction"], 3)},
+        "tokens of the step": {"decode": row["decode_tokens"], "prefill": row["prefill_tokens"]},
+    }
+    for name, arguments in values.items():
+        yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": at, "args": arguments}
+
+
+def _step_name(row: Mapping[str, Any]) -> str:
+    parts = []
+    if row["num_decodes"]:
+        parts.append(f"{row['num_decodes']} decodes")
+    if row["num_prefills"]:
+        parts.append(f"{row['prefill_tokens']} prefill tokens")
+    return " + ".join(parts) or "empty"
+
+
+def _run_end(run: RunData) -> int:
+    """The last thing that happened, nanoseconds."""
+    table = run.steps("formed_at", "duration_s")
+    ends = table.column("formed_at").to_numpy() + table.column("duration_s").to_numpy()
+    return _ns(max(float(ends.max()) if len(ends) else 0.0, run.window.end_at))
+
+
+def _span(name: str, track: tuple[int, int], start: int, end: int, arguments: Event) -> Event:
+    """A complete event; nanoseconds become microseconds."""
+    pid, tid = track
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": pid,
+        "tid": tid,
+        "ts": start / 1000,
+        "dur": max(end - start, 0) / 1000,
+        "args": arguments,
+    }
+
+
+def _meta(kind: str, pid: int, tid: int, arguments: Event) -> Event:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[IO[str]]:
+    if path.suffix != ".gz":
+        with path.open("w", encoding="utf-8") as plain:
+            yield plain
+        return
+    # No name and no time in the header: the same run gives the same bytes.
+    with (
+        path.open("wb") as raw,
+        gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) as binary,
+        io.TextIOWrapper(binary, encoding="utf-8") as text,
+    ):
+        yield text

@@ -1,0 +1,118 @@
+"""Recognises runs that repeat another one: seeds that decide nothing give copies, which are no replications.
+
+Seeds of a setting that were not run because they would have repeated another one are named in the summary of the run that stands for them (`SECTION`); runs that lie there, such as
+those of an earlier version, are compared by what came of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vajra_py.errors import RunError
+from vajra_py.metrics.runs.run_data import REQUESTS_FILE, RunData
+
+SECTION = "replications"
+"""Of a summary: `asked` (seeds of the setting), `run` (those that differ), `why` (a sentence)."""
+COPIED = "All seeds give equal requests and nothing else is random: one run, no interval, nothing tested"
+"""Why a setting of several seeds counts as one observation, without its stop."""
+HOW = "In `workload`, `window: random`, `bootstrap` and `thin` draw replications from a trace."
+MEASURED = "measured times"
+"""Name of the variation between runs on a device."""
+_TIMES = ("arrived_at", "first_token_at", "ended_at")
+_LOAD = ("num_prompt_tokens", "num_output_tokens", "tenant", "slo_class")
+
+
+def copies_sentence(num_seeds: int, num_runs: int) -> str:
+    """Why a setting of so many seeds has fewer runs."""
+    if num_runs == 1:
+        return (
+            f"Its {num_seeds} seeds give equal requests, and nothing else in it is random: it is one run, without interval, test or mark, since copies "
+            f"are no replications. {HOW}"
+        )
+    left = num_seeds - num_runs
+    return f"Of its {num_seeds} seeds {left} give{'s' if left == 1 else ''} the run of another one and {'is' if left == 1 else 'are'} left out: copies are no replications."
+
+
+def same_load_sentence(drawn: Sequence[str]) -> str:
+    """What varies between runs of equal requests, by the names of what is drawn."""
+    return f"Its seeds give equal requests: its runs differ by {' and '.join(drawn) or 'something else'} alone, and intervals leave out how requests vary. {HOW}"
+
+
+def drawn_beside_workload(runs: Sequence[RunData]) -> list[str]:
+    """What runs drew by their seeds beside requests; what was measured is not drawn, but varies too. Empty where the runs do not tell."""
+    drawn = {name for run in runs for name in run.manifest.get("drawn_beside_workload") or []}
+    backend = runs[0].config.get("backend")
+    is_measured = isinstance(backend, dict) and bool(backend) and not backend.get("simulator")
+    return sorted({*drawn, *([MEASURED] if is_measured else [])})
+
+
+def originals(runs: Sequence[RunData]) -> list[int]:
+    """Positions of the runs that repeat no earlier one, by their summaries and, where there are any, tables of requests."""
+    by_summary: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        by_summary.setdefault(_results(run), []).append(i)
+    found: list[int] = []
+    for alike in by_summary.values():
+        if len(alike) == 1:
+            found += alike
+            continue
+        first: dict[str, int] = {}
+        for i in alike:
+            first.setdefault(_digest(runs[i], (*_TIMES, *_LOAD)), i)
+        found += first.values()
+    return sorted(found)
+
+
+def num_asked(runs: Sequence[RunData]) -> int:
+    """Seeds that these runs of a setting, none of which repeats another, stand for: those that were not run for that reason counted in."""
+    asked = [int(run.summary.value(f"{SECTION}.asked") or 0) for run in runs]
+    needed = [int(run.summary.value(f"{SECTION}.run") or 0) for run in runs]
+    return max([len(runs), *(one for one, least in zip(asked, needed, strict=True) if least <= len(runs))])
+
+
+def have_same_load(runs: Sequence[RunData]) -> bool:
+    """Whether these runs, which differ in their results, were given equal requests; false where nothing tells."""
+    prints = {_fingerprint(run) for run in runs}
+    if "" not in prints:
+        return len(prints) == 1
+    counts = {json.dumps([run.summary.value("overall.counts.arrived"), _offered(run)]) for run in runs}
+    if len(counts) > 1 or not all((run.path / REQUESTS_FILE).exists() for run in runs):
+        return False
+    return len({_digest(run, ("arrived_at", *_LOAD)) for run in runs}) == 1
+
+
+def _fingerprint(run: RunData) -> str:
+    workload = run.manifest.get("workload")
+    return str(workload.get("fingerprint") or "") if isinstance(workload, dict) else ""
+
+
+def _offered(run: RunData) -> Any:
+    return run.summary.value("overall.offered_requests_per_s")
+
+
+def _results(run: RunData) -> str:
+    """What came of a run, as text; runs in which nothing arrived are all different."""
+    if not run.summary.value("overall.counts.arrived"):
+        return str(run.path)
+    return json.dumps([run.summary.value(key) for key in ("overall", "resources")], sort_keys=True)
+
+
+def _digest(run: RunData, columns: Sequence[str]) -> str:
+    """Of these columns of the requests; empty for a run that kept none, or whose table cannot be read."""
+    if not (run.path / REQUESTS_FILE).exists():
+        return ""
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        table = run.requests(*columns)
+    except RunError:
+        return ""
+    for name in columns:
+        values = table.column(name).to_numpy(zero_copy_only=False)
+        data = "\0".join(map(str, values)).encode() if values.dtype == np.object_ else values.tobytes()
+        digest.update(data)
+    return digest.hexdigest()

@@ -1,0 +1,140 @@
+"""What the configurations of several runs differ in, and the axes along which the runs form a grid.
+
+Configurations are compared as flat `dotted.path -> text` mappings. A path whose value follows from other paths' values (a parameter that only one policy
+has, an output folder) is not an axis of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vajra_py.config.sweeps import short_names
+from vajra_py.metrics.runs.run_data import RunData
+
+WORKLOAD_PREFIX = "workload"
+SEED_PATH = "seed"
+ABSENT = "–"
+"""Stands for a value that a configuration does not have."""
+
+# Where a run writes to, and what it is called, says nothing about what it does.
+_IGNORED = ("name", "output", "out", "run_dir", "output_dir", "results", "sweep", "replications", "description")
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One thing that was varied."""
+
+    path: str
+    label: str
+    """Short and distinct among the axes of one comparison."""
+    values: tuple[str, ...]
+    """Of each run, in the order of the runs."""
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """Distinct values in natural order (numbers by size)."""
+        return tuple(sorted(set(self.values), key=natural))
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """A nested configuration as one text per dotted path; lists stay whole, as JSON, unless they hold mappings."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        path = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, path)
+        elif isinstance(value, list) and value and all(isinstance(item, Mapping) and item for item in value):
+            flat |= flatten({str(index): item for index, item in enumerate(value)}, path)
+        else:
+            flat[path] = value if isinstance(value, str) else _number_or_json(value)
+    return flat
+
+
+def _number_or_json(value: object) -> str:
+    """A value that is no text; a whole number reads the same whether it was given as `12` or as `12.0`."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return json.dumps(value, default=str)
+
+
+def differences(runs: Sequence[RunData]) -> dict[str, tuple[str, ...]]:
+    """Every path on which the runs' configurations do not agree, with the value of each run, in order of the first configuration."""
+    flats = [flatten(run.config) for run in runs]
+    paths = dict.fromkeys(path for flat in flats for path in flat)
+    values = {path: tuple(flat.get(path, ABSENT) for flat in flats) for path in paths}
+    return {path: found for path, found in values.items() if len(set(found)) > 1}
+
+
+def axes(runs: Sequence[RunData]) -> list[Axis]:
+    """The independent ones among the differences: policies first, then parameters, then the workload, then the seed, each in the order of the file."""
+    differing = {path: values for path, values in differences(runs).items() if path.split(".")[0] not in _IGNORED}
+    kept: dict[str, tuple[str, ...]] = {}
+    joined: dict[str, list[str]] = {}
+    for path in sorted(differing, key=_rank):
+        if not _follows(differing[path], list(kept.values())):
+            kept[path] = differing[path]
+        elif path.endswith(".policy"):
+            _join(kept, joined, path, differing[path])
+    labels = short_names([*kept, *(path for paths in joined.values() for path in paths)])
+    names = {path: "+".join(labels[own] for own in (path, *joined.get(path, ()))) for path in kept}
+    return [Axis(path, names[path].replace("_", " "), _short(values)) for path, values in kept.items()]
+
+
+def _short(values: tuple[str, ...]) -> tuple[str, ...]:
+    """The values as parts of names, as far as they stay distinct: files without their folders, a dash for null."""
+    found = tuple(ABSENT if value == "null" else value.rsplit("/", 1)[-1] for value in values)
+    return found if len(set(found)) == len(set(values)) else values
+
+
+def _join(kept: dict[str, tuple[str, ...]], joined: dict[str, list[str]], path: str, values: tuple[str, ...]) -> None:
+    """Name a policy that was varied together with another one beside it: `lrs+space_sharing`."""
+    for other_path, own in kept.items():
+        if other_path.endswith(".policy") and _follows(values, [own]):
+            kept[other_path] = tuple(f"{one}+{other}" for one, other in zip(own, values, strict=True))
+            joined.setdefault(other_path, []).append(path)
+            return
+
+
+def is_workload(axis: Axis) -> bool:
+    """Whether this axis varies the load rather than the system."""
+    return axis.path == SEED_PATH or axis.path.split(".")[0] in (WORKLOAD_PREFIX, "workloads")
+
+
+_RATE_WORDS = ("rate", "rate_per_s", "time_scale", "num_users")
+
+
+def is_rate(axis: Axis) -> bool:
+    """Whether this axis says how much load comes: requests per second, their pace, or the users of a closed loop."""
+    return is_workload(axis) and axis.path.split(".")[-1] in _RATE_WORDS
+
+
+def _follows(values: Sequence[str], kept: Sequence[Sequence[str]]) -> bool:
+    """Whether runs that agree on all kept axes also agree on this one."""
+    if not kept:
+        return False
+    seen: dict[tuple[str, ...], str] = {}
+    return all(seen.setdefault(key, value) == value for key, value in zip(zip(*kept, strict=True), values, strict=True))
+
+
+IDENTITIES = ("type", "profile", "path")
+"""Settings that say which workload it is: the others are read as properties of it."""
+
+
+def _rank(path: str) -> int:
+    """Order of the axes: those of a lower rank take along what follows from them."""
+    if path == SEED_PATH:
+        return 7
+    parts = path.split(".")
+    if parts[0] in (WORKLOAD_PREFIX, "workloads"):
+        return 2 + IDENTITIES.index(parts[1]) if parts[1:2] and parts[1] in IDENTITIES else 6
+    return 0 if path.endswith(".policy") else 1
+
+
+def natural(text: str) -> tuple[tuple[int, float, str], ...]:
+    """A sort key in which numbers inside a text count by their size."""
+    parts = re.split(r"(\d+(?:\.\d+)?)", text)
+    return tuple((0, float(part), "") if i % 2 else (1, 0.0, part) for i, part in enumerate(parts) if part)

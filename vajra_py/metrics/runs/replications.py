@@ -1,0 +1,145 @@
+"""Groups runs into settings: runs that differ in nothing but their seed are replications of one setting, unless they repeat each other.
+
+A load is a part of the configuration, never a measured rate: seeds of one rate arrive at somewhat different rates and are one load all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vajra_py.metrics.runs.copies import (
+    COPIED,
+    copies_sentence,
+    drawn_beside_workload,
+    have_same_load,
+    num_asked,
+    originals,
+    same_load_sentence,
+)
+from vajra_py.metrics.runs.differences import ABSENT, SEED_PATH, Axis, axes, flatten, is_rate, is_workload
+from vajra_py.metrics.runs.load_variation import load_note
+from vajra_py.metrics.runs.run_data import RunData, distinct
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One configuration, and its runs: one for each seed that gives another run, in the order given."""
+
+    name: str
+    positions: tuple[int, ...]
+    """Of its runs in the sequence that was grouped."""
+    runs: tuple[RunData, ...]
+    seeds: tuple[str, ...]
+    num_seeds: int = 1
+    """Seeds that it was to be run with: those whose run would repeat another one's are left out of `runs`."""
+    every: tuple[RunData, ...] = ()
+    """All its runs, those that repeat another one included."""
+    note: str = ""
+    """What its replications are worth, where that is not what one expects: copies, or equal requests."""
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether all of its several seeds give one run: nothing can be said of chance."""
+        return self.num_seeds > 1 and len(self.runs) == 1
+
+    @property
+    def one_sample(self) -> str:
+        """Reason why its seeds count as one observation; empty where each run is a replication. It is shown wherever an interval or a mark would be."""
+        return COPIED if self.is_copied else ""
+
+    @property
+    def first(self) -> RunData:
+        """The first replication, under the setting's name: what figures of a single run show."""
+        return self.runs[0] if self.runs[0].name == self.name else self.runs[0].renamed(self.name)
+
+
+def system_axes(runs: Sequence[RunData]) -> list[Axis]:
+    """What the runs differ in apart from their seeds."""
+    return [axis for axis in axes(runs) if axis.path != SEED_PATH]
+
+
+def load_labels(runs: Sequence[RunData]) -> tuple[str, ...]:
+    """What sets each run's workload apart from the others', seeds aside, as text; empty for all when they share one."""
+    varied = [axis for axis in system_axes(runs) if is_workload(axis)]
+    return tuple(", ".join(f"{axis.label} {axis.values[i]}" for axis in varied) for i in range(len(runs)))
+
+
+def workload_differences(runs: Sequence[RunData]) -> str:
+    """A sentence without its stop on runs whose workloads differ in more than their rate; empty where they do not."""
+    varied = [axis for axis in system_axes(runs) if is_workload(axis)]
+    if all(is_rate(axis) for axis in varied):
+        return ""
+    words = ", ".join(f"{axis.label} ({', '.join(axis.levels)})" for axis in varied if not is_rate(axis))
+    return f"The workloads differ in {words}: settings under different workloads are not compared"
+
+
+def seed_of(run: RunData) -> str:
+    """The run's seed as text; a dash when its configuration names none."""
+    return flatten(run.config).get(SEED_PATH, ABSENT)
+
+
+def group_replications(runs: Sequence[RunData], *, each_run: bool = False) -> list[Setting]:
+    """The settings among these runs, in order of their first runs, under names that differ; with `each_run` every run is one.
+
+    Two runs of one configuration *and* one seed are no replications of each other (a simulation repeats itself; another version of the code may not):
+    they are kept apart, by the folders that they lie in where that suffices.
+    """
+    named = distinct(runs)
+    varied = system_axes(runs)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i in range(len(runs)):
+        groups.setdefault(tuple(axis.values[i] for axis in varied), []).append(i)
+    seeds = [seed_of(run) for run in runs]
+    settings: list[Setting] = []
+    for key, members in groups.items():
+        for positions, folder in (
+            [((i,), "") for i in members] if each_run else _without_repetition(runs, members, seeds)
+        ):
+            every = tuple(named[i] for i in positions)
+            kept = [0] if each_run else originals(every)
+            runs_kept = tuple(every[k] for k in kept)
+            num_seeds = 1 if each_run else max(len(every), num_asked(runs_kept))
+            label = "/".join(key) or named[positions[0]].path.resolve().parent.name
+            name = named[positions[0]].name if num_seeds == 1 else f"{label}{folder}"
+            settings.append(
+                Setting(
+                    name,
+                    tuple(positions[k] for k in kept),
+                    runs_kept,
+                    tuple(seeds[positions[k]] for k in kept),
+                    num_seeds,
+                    every,
+                    _note(runs_kept, num_seeds),
+                )
+            )
+    return sorted(settings, key=lambda setting: setting.positions)
+
+
+def _note(runs: Sequence[RunData], num_seeds: int) -> str:
+    if len(runs) < num_seeds:
+        return copies_sentence(num_seeds, len(runs))
+    if len(runs) > 1 and have_same_load(runs):
+        return same_load_sentence(drawn_beside_workload(runs))
+    return load_note(runs) if len(runs) > 1 else ""
+
+
+def _without_repetition(
+    runs: Sequence[RunData], members: Sequence[int], seeds: Sequence[str]
+) -> list[tuple[tuple[int, ...], str]]:
+    """The members as groups in which each seed stands once, with what their names need in addition."""
+    if _is_repetition_free(members, seeds):
+        return [(tuple(members), "")]
+    folders: dict[str, list[int]] = {}
+    for i in members:
+        folders.setdefault(str(runs[i].path.resolve().parent), []).append(i)
+    if len(folders) > 1 and all(_is_repetition_free(own, seeds) for own in folders.values()):
+        return [
+            (tuple(own), f" [{runs[own[0]].path.resolve().parent.name} #{number}]")
+            for number, own in enumerate(folders.values(), start=1)
+        ]
+    return [((i,), "") for i in members]
+
+
+def _is_repetition_free(members: Sequence[int], seeds: Sequence[str]) -> bool:
+    return len({seeds[i] for i in members}) == len(members)

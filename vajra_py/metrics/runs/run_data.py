@@ -1,0 +1,313 @@
+"""Read what a finished or interrupted run left in its folder.
+
+Nothing is read before it is asked for, tables by column, and every fault of a file is a `RunError` that names it. A folder:
+`manifest.json` (required), `config.yaml`, `summary.json`, `requests.parquet`, `steps.parquet`, `tbt.parquet`, `decisions.parquet`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from numpy.typing import NDArray
+
+from vajra_py.errors import Problem, RunError
+from vajra_py.metrics.definitions import Window
+from vajra_py.metrics.tables.emitted import EMITTED_FILE, emitted_table, last_by_request
+from vajra_py.metrics.tables.steps import STEP_COLUMNS, expand_steps
+from vajra_py.metrics.summary.summary import Summary, covering_window, summarise
+from vajra_py.metrics.tables.requests import REQUEST_COLUMNS, TBT_COLUMNS, TEXT_COLUMNS
+from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
+from vajra_py.runtime.records.emitted import EmittedFigures
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+    ArrowTable: TypeAlias = pa.Table
+else:
+    ArrowTable = "pyarrow.Table"
+
+_T = TypeVar("_T")
+
+MANIFEST_FILE = "manifest.json"
+CONFIG_FILE = "config.yaml"
+SUMMARY_FILE = "summary.json"
+REQUESTS_FILE = "requests.parquet"
+STEPS_FILE = "steps.parquet"
+TBT_FILE = "tbt.parquet"
+DECISIONS_FILE = "decisions.parquet"
+
+
+_TABLES: Mapping[str, Sequence[str]] = {
+    REQUESTS_FILE: REQUEST_COLUMNS,
+    STEPS_FILE: STEP_COLUMNS,
+    TBT_FILE: TBT_COLUMNS,
+}
+_LONG_NAME = 28
+_FINISHED_STATUSES = ("finished", "complete", "completed", "done", "ok", "success")
+
+
+class RunData:
+    """A run's folder, read on demand. `name` tells it from others it is compared with."""
+
+    def __init__(self, path: str | Path, name: str | None = None) -> None:
+        self.path = Path(path)
+        self._name = name
+
+    @classmethod
+    def load(cls, path: str | Path, name: str | None = None) -> RunData:
+        """Open a run's folder; RunError when it is none, or its manifest cannot be read."""
+        run = cls(path, name)
+        if not run.path.is_dir():
+            found = "is a file" if run.path.exists() else "does not exist"
+            raise _problem(run.path, f"not a run folder (it {found})", f"A folder with a {MANIFEST_FILE}")
+        _ = run.manifest
+        return run
+
+    @property
+    def name(self) -> str:
+        """What to call it: the name given, else that of its folder, without the digest that a sweep's folders end in."""
+        return self._name or re.sub(r"(?<=.)-[0-9a-f]{8}$", "", self.path.resolve().name)
+
+    def renamed(self, name: str) -> RunData:
+        """The same run under another name."""
+        other = copy.copy(self)
+        other._name = name
+        return other
+
+    @cached_property
+    def manifest(self) -> Mapping[str, Any]:
+        """The manifest as it was written."""
+        return _object(self._file(MANIFEST_FILE, "A run folder has one"), _read_json)
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The effective configuration as plain values; empty when the run kept none."""
+        path = self.path / CONFIG_FILE
+        return _object(path, _read_yaml) if path.exists() else {}
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the manifest says that the run came to its end (or says nothing about it)."""
+        status = self.manifest.get("status")
+        return status is None or str(status).lower() in _FINISHED_STATUSES
+
+    @cached_property
+    def summary(self) -> Summary:
+        """The run's summary; computed from the tables when the folder has none."""
+        path = self.path / SUMMARY_FILE
+        if not path.exists():
+            return summarise(self.requests(), self.steps(), self.tbt())
+        try:
+            return Summary.from_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise _problem(path, f"not a readable summary ({error})", "Delete it to have it computed anew") from error
+
+    @cached_property
+    def window(self) -> Window:
+        """The measurement window of the summary."""
+        start_s, end_s = self.summary.value("window.start_s"), self.summary.value("window.end_s")
+        if start_s is None or end_s is None:
+            return covering_window(self.requests("arrived_at", "first_token_at", "ended_at"), self.steps())
+        return Window(float(start_s), float(end_s))
+
+    def requests(self, *columns: str) -> ArrowTable:
+        """The requests table, or these columns of it, one row per submitted request."""
+        return self._table(REQUESTS_FILE, columns)
+
+    def steps(self, *columns: str) -> ArrowTable:
+        """The steps table, or these columns of it."""
+        return self._table(STEPS_FILE, columns)
+
+    def tbt(self, *columns: str) -> ArrowTable:
+        """The table of gaps between tokens, or these columns of it."""
+        return self._table(TBT_FILE, columns)
+
+    def emitted(self) -> ArrowTable:
+        """Figures that policies emitted of their own (`vajra_py.metrics.tables.emitted`), empty where none did."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        path = self.path / EMITTED_FILE
+        if not path.exists():
+            return emitted_table(EmittedFigures())
+        try:
+            return pq.read_table(path)
+        except (OSError, pa.ArrowException) as error:
+            raise _problem(path, f"not a readable Parquet file ({error})", "It may be cut off; run again") from error
+
+    def requests_frame(self, *columns: str) -> pd.DataFrame:
+        """The requests table as a pandas data frame.
+
+        Where policies emitted figures of requests and no columns are named, with the last of each as `emitted.POLICY.NAME`.
+        """
+        frame = _frame(self.requests(*columns))
+        if columns or not (self.path / EMITTED_FILE).exists():
+            return frame
+        return frame.join(last_by_request(self.emitted()), on="index")
+
+    def steps_frame(self, *columns: str) -> pd.DataFrame:
+        """The steps table as a pandas data frame."""
+        return _frame(self.steps(*columns))
+
+    def tbt_frame(self, *columns: str) -> pd.DataFrame:
+        """The table of gaps between tokens as a pandas data frame."""
+        return _frame(self.tbt(*columns))
+
+    def measured(self, *columns: str) -> dict[str, NDArray[Any]]:
+        """Columns of the requests that arrived in the measurement window, as arrays."""
+        table = self.requests(*dict.fromkeys((*columns, "arrived_at")))
+        inside = self.window.holds(table.column("arrived_at").to_numpy())
+        return {name: table.column(name).to_numpy(zero_copy_only=False)[inside] for name in columns}
+
+    def decisions(self) -> Iterator[Mapping[str, Any]]:
+        """The decision log, a row per step in the order in which steps came back; RunError when it cannot be read.
+
+        Of a run whose process was killed, the steps up to then (`has_cut_decisions`).
+        """
+        import pyarrow as pa
+
+        path = self.path / DECISIONS_FILE
+        if not self.has_cut_decisions:
+            path = self._file(DECISIONS_FILE, "Run again with the decision log on")
+        try:
+            yield from read_decisions(path)
+        except (OSError, pa.ArrowException, ValueError, KeyError) as error:
+            raise _problem(path, f"not a readable decision log ({error})", "It may be cut off; run again") from error
+
+    @property
+    def has_decisions(self) -> bool:
+        """Whether the run kept a decision log."""
+        return (self.path / DECISIONS_FILE).exists()
+
+    @property
+    def has_cut_decisions(self) -> bool:
+        """Whether the decision log stops where the run's process was killed."""
+        return is_cut(self.path / DECISIONS_FILE)
+
+    def _table(self, file: str, columns: Sequence[str]) -> ArrowTable:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        hint = f"The run's status is: {self.manifest.get('status', 'unknown')}"
+        if self.has_cut_decisions:
+            hint += ". It was cut off; what was decided until then: RunData.decisions()"
+        path = self._file(file, hint)
+        unknown = [name for name in columns if name not in _TABLES[file]]
+        if unknown:
+            raise _problem(path, f"no such column ({', '.join(unknown)})", f"Allowed: {', '.join(_TABLES[file])}")
+        try:
+            with pq.ParquetFile(path) as parquet:
+                if file == STEPS_FILE and "num_steps" in parquet.schema_arrow.names:
+                    return _expanded(path, parquet.read(), columns or STEP_COLUMNS)
+                missing = [name for name in (columns or _TABLES[file]) if name not in parquet.schema_arrow.names]
+                if missing:
+                    raise _problem(path, f"lacks columns ({', '.join(missing)})", "It was written by another version")
+                return _checked(path, parquet.read(columns=list(columns or _TABLES[file])))
+        except (OSError, pa.ArrowException) as error:
+            raise _problem(path, f"not a readable Parquet file ({error})", "It may be cut off; run again") from error
+
+    def _file(self, name: str, hint: str) -> Path:
+        path = self.path / name
+        if not path.exists():
+            raise _problem(path, "the file is missing", hint)
+        return path
+
+
+def load_runs(paths: Sequence[str | Path]) -> list[RunData]:
+    """Open several runs, each under a name of its own (see `distinct`)."""
+    return distinct([RunData.load(path) for path in paths])
+
+
+def distinct(runs: Sequence[RunData]) -> list[RunData]:
+    """The same runs under names that differ and fit into a table.
+
+    Names that clash or are long are replaced by what the runs' configurations differ in (`lrs/pull/dynamic_chunk`); where that does not tell all runs
+    apart, clashing names get their parent folder's in front, and then a number.
+    """
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names) or (len(names) > 1 and max(map(len, names)) > _LONG_NAME):
+        names = _names_by_difference(runs, names) or names
+    if len(set(names)) < len(names):
+        names = [
+            f"{run.path.resolve().parent.name}/{name}" if names.count(name) > 1 else name
+            for run, name in zip(runs, names, strict=True)
+        ]
+    seen: dict[str, int] = {}
+    found = []
+    for run, name in zip(runs, names, strict=True):
+        seen[name] = seen.get(name, 0) + 1
+        label = name if seen[name] == 1 else f"{name} #{seen[name]}"
+        found.append(run if label == run.name else run.renamed(label))
+    return found
+
+
+def _names_by_difference(runs: Sequence[RunData], names: Sequence[str]) -> list[str] | None:
+    """A name for each run from the values of what was varied; None when two would be the same, or the longest no shorter."""
+    from vajra_py.metrics.runs.differences import axes
+
+    varied = axes(runs)
+    found = ["/".join(axis.values[i] for axis in varied) for i in range(len(runs))]
+    clash = len(set(names)) < len(names)
+    if len(set(found)) < len(found) or (not clash and max(map(len, found)) >= max(map(len, names))):
+        return None
+    return found
+
+
+def _object(path: Path, read: Callable[[Path], Any]) -> Mapping[str, Any]:
+    try:
+        value = read(path)
+    except (OSError, ValueError) as error:
+        raise _problem(path, f"cannot be read ({' '.join(str(error).split())})", None) from error
+    if not isinstance(value, dict):
+        raise _problem(path, f"not a mapping of names to values ({type(value).__name__})", None)
+    return value
+
+
+def _expanded(path: Path, records: ArrowTable, names: Sequence[str]) -> ArrowTable:
+    try:
+        return expand_steps(records, names)
+    except (KeyError, TypeError, ValueError) as error:
+        reason = str(error).strip("'")
+        raise _problem(path, f"not a table of steps ({reason})", "It was written by another version") from error
+
+
+def _checked(path: Path, table: ArrowTable) -> ArrowTable:
+    """The table, whose texts are texts and whose numbers are numbers."""
+    import pyarrow.types as kinds
+
+    for field in table.schema:
+        is_text = kinds.is_string(field.type) or kinds.is_large_string(field.type) or kinds.is_dictionary(field.type)
+        if is_text != (field.name in TEXT_COLUMNS) and not kinds.is_null(field.type):
+            wanted = "texts" if field.name in TEXT_COLUMNS else "numbers"
+            raise _problem(path, f"column {field.name} holds {field.type}, not {wanted}", "It was changed; run again")
+    return table
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _read_yaml(path: Path) -> Any:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        return YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+    except YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _frame(table: ArrowTable) -> pd.DataFrame:
+    frame: pd.DataFrame = table.to_pandas()
+    return frame
+
+
+def _problem(path: Path, message: str, allowed: str | None) -> RunError:
+    return RunError(str(Problem(str(path), message, allowed)))

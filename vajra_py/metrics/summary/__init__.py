@@ -1,0 +1,1 @@
+"""Numbers of one run: latencies, rates, fairness, costs, resources, stability, warnings."""

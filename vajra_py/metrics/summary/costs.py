@@ -1,0 +1,145 @@
+"""Cost and energy of a run: prices of the devices over the measurement window, and power by what each step computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from vajra_py.latency.hardware.device_costs import DeviceCosts
+from vajra_py.metrics.definitions import Window
+from vajra_py.metrics.summary.rates import steady_window
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    ArrowTable: TypeAlias = pa.Table
+else:
+    ArrowTable = "pyarrow.Table"
+
+_HOUR_S = 3600.0
+_JOULES_PER_KWH = 3.6e6
+_MILLION = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasetDevices:
+    """The devices of one replicaset."""
+
+    costs: DeviceCosts
+    devices_per_replica: int
+    num_replicas: int
+    num_stages: int = 1
+    """Pipeline stages: a step occupies one stage's devices at a time."""
+
+    @property
+    def num_devices(self) -> int:
+        """Of all its replicas."""
+        return self.devices_per_replica * self.num_replicas
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """Of all its devices."""
+        price = self.costs.price_per_hour
+        return None if price is None else price * self.num_devices
+
+    def energy_j(self, steps: ArrowTable, window: Window) -> float | None:
+        """Energy over the window, joules: of its steps, and idle for the rest; None without steps or figures.
+
+        `steps`: those of this replicaset.
+        """
+        power = self.costs.power
+        if power is None or not steps.num_rows:
+            return None
+        formed_at, duration_s = steps.column("formed_at").to_numpy(), steps.column("duration_s").to_numpy()
+        begins, ends = (np.clip(at, window.start_at, window.end_at) for at in (formed_at, formed_at + duration_s))
+        device_s = (ends - begins) * self.devices_per_replica / self.num_stages
+        tokens = steps.column("prefill_tokens").to_numpy() + steps.column("decode_tokens").to_numpy()
+        idle_s = max(0.0, self.num_devices * window.duration_s - float(device_s.sum()))
+        return float(np.dot(device_s, power.of_steps(tokens))) + power.idle_w * idle_s
+
+    def mean_power_w(self, steps: ArrowTable, window: Window) -> float | None:
+        """Energy over the window by its length, watts; None without a length, steps or figures."""
+        energy_j = self.energy_j(steps, window) if window.duration_s > 0 else None
+        return None if energy_j is None else energy_j / window.duration_s
+
+
+def cost_sections(
+    by_replicaset: Mapping[str, ReplicasetDevices], summary: Mapping[str, Any], steps: ArrowTable
+) -> dict[str, Any]:
+    """The sections `cost` (US dollars) and `energy` of a summary; None for what a replicaset's devices do not say.
+
+    All devices are paid for, and draw at least idle power, for the whole window, the drain after the last arrival too: that is what the run costs and uses. A request and a token cost
+    what the devices cost in a second over what they deliver in one (`throughput`), and use their mean power while requests arrive over the same: neither rises with the length of the drain.
+    """
+    window = Window(summary["window"]["start_s"], summary["window"]["end_s"])
+    steady = steady_window(window, summary["rates"])
+    rates = {name: rate or 0.0 for name, rate in summary["overall"]["throughput"].items()}
+    prices = {name: one.price_per_hour for name, one in by_replicaset.items()}
+    own_steps = {name: _of(steps, name) for name in by_replicaset}
+    energies = {name: one.energy_j(own_steps[name], window) for name, one in by_replicaset.items()}
+    powers = {name: one.mean_power_w(own_steps[name], steady) for name, one in by_replicaset.items()}
+    per_hour, energy_j, mean_w = _sum(prices), _sum(energies), _sum(powers)
+    cost = None if per_hour is None else per_hour * window.duration_s / _HOUR_S
+    return {
+        "cost": {
+            "per_hour": per_hour,
+            "run": cost,
+            **_per(None if per_hour is None else per_hour / _HOUR_S, rates),
+            "devices": {name: _said(one) for name, one in by_replicaset.items()},
+        },
+        "energy": {
+            "run_kwh": None if energy_j is None else energy_j / _JOULES_PER_KWH,
+            "mean_w": mean_w,
+            "per_request_j": _ratio(mean_w, rates["requests_per_s"]),
+            "per_output_token_j": _ratio(mean_w, rates["output_tokens_per_s"]),
+            "per_token_j": _ratio(mean_w, rates["output_tokens_per_s"] + rates["prompt_tokens_per_s"]),
+            "by_replicaset_kwh": {
+                name: None if one is None else one / _JOULES_PER_KWH for name, one in energies.items()
+            },
+        },
+    }
+
+
+def _per(cost_per_s: float | None, rates: Mapping[str, float]) -> dict[str, float | None]:
+    output = rates["output_tokens_per_s"]
+    return {
+        "per_request": _ratio(cost_per_s, rates["requests_per_s"]),
+        "per_million_output_tokens": _ratio(cost_per_s, output / _MILLION),
+        "per_million_tokens": _ratio(cost_per_s, (output + rates["prompt_tokens_per_s"]) / _MILLION),
+    }
+
+
+def _said(one: ReplicasetDevices) -> dict[str, Any]:
+    power = one.costs.power
+    return {
+        "device": one.costs.device,
+        "count": one.num_devices,
+        "price_per_hour": one.costs.price_per_hour,
+        "power_w": None if power is None else [power.idle_w, power.decode_w, power.prefill_w],
+        "saturating_tokens": None if power is None else power.saturating_tokens,
+        "sources": dict(one.costs.sources),
+    }
+
+
+def _of(steps: ArrowTable, replicaset: str) -> ArrowTable:
+    import pyarrow.compute as pc
+
+    if not steps.num_rows:
+        return steps
+    read = steps.select(["formed_at", "duration_s", "prefill_tokens", "decode_tokens"])
+    if pc.unique(steps.column("replicaset")).to_pylist() == [replicaset]:
+        return read
+    return read.filter(pc.equal(steps.column("replicaset"), replicaset))
+
+
+def _sum(values: Mapping[str, float | None]) -> float | None:
+    """Of all of them; None where one is not known."""
+    known = [value for value in values.values() if value is not None]
+    return sum(known) if known and len(known) == len(values) else None
+
+
+def _ratio(amount: float | None, whole: float) -> float | None:
+    return None if amount is None or not whole > 0 else amount / whole

@@ -1,0 +1,182 @@
+"""Observer that records one row per request and per step.
+
+Token times are not recorded token by token: a request that decodes in a pool got its tokens when the pool's steps came
+out, so its gaps are read from the pool's times after its end, those of many requests together.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from vajra_py.contract import RequestView
+from vajra_py.contract.observer import EndReason
+from vajra_py.metrics.definitions import UNFINISHED, Floats, Ints, nearest_ranks
+from vajra_py.metrics.tables.columnar import GapList
+from vajra_py.metrics.tables.requests import RequestsBuilder, TbtBuilder
+from vajra_py.metrics.tables.steps import StepsBuilder
+from vajra_py.runtime.records.step_log import StepLog
+from vajra_py.runtime.support.clock import TICKS_PER_SECOND
+
+if TYPE_CHECKING:
+    from vajra_py.runtime.requests.request import Request
+
+_FACTS = (
+    *("request_id", "index", "replicaset", "replica_id", "tenant", "slo_class", "session_id", "priority"),
+    *("num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions"),
+    *(
+        "arrived_at",
+        "admitted_at",
+        "first_token_at",
+        "ended_at",
+        "ttft_slo_s",
+        "tpot_slo_s",
+        "deadline_at",
+        "tbt_slo_s",
+    ),
+)
+"""What a row says of its request as the request itself has it."""
+
+_ROWS_AT_ONCE = 512
+"""Ended requests that are kept until their rows are made together."""
+
+
+class Recorder(StepLog):
+    """Collects the requests, steps and gaps of one run."""
+
+    def __init__(self, num_blocks_of: Callable[[str], int], *, steps: bool = True, log: StepLog | None = None) -> None:
+        """`log`: another that is told of every step, so that its records are made once."""
+        super().__init__()
+        self._steps = StepsBuilder(num_blocks_of)
+        self._step_log = self if log is None else log
+        self.wants_plans = steps and log is None
+        if steps:
+            self._step_log.share(self._steps.take)
+        self._requests = RequestsBuilder()
+        self._tbt = TbtBuilder()
+        self._ended: list[tuple[Request, str, str]] = []
+
+    @property
+    def steps(self) -> StepsBuilder:
+        """The steps that came back so far."""
+        self._step_log.hand_on()
+        return self._steps
+
+    @property
+    def requests(self) -> RequestsBuilder:
+        """A row for each request that ended so far."""
+        self._flush()
+        return self._requests
+
+    @property
+    def tbt(self) -> TbtBuilder:
+        """The gaps that requests saw that ended so far."""
+        self._flush()
+        return self._tbt
+
+    def on_ended(self, request: RequestView, reason: EndReason, detail: str, now: float) -> None:
+        """One row, complete."""
+        self._ended.append((cast("Request", request), reason.value, detail))
+        if len(self._ended) >= _ROWS_AT_ONCE:
+            self._flush()
+
+    def record_unfinished(self, requests: Iterable[Request]) -> None:
+        """The run is over; these never ended."""
+        self._ended.extend((request, UNFINISHED, "the run ended first") for request in requests)
+        self._flush()
+
+    def _flush(self) -> None:
+        if not self._ended:
+            return
+        requests, reasons, details = zip(*self._ended, strict=True)
+        self._ended = []
+        facts = zip(*map(attrgetter(*_FACTS), requests), strict=True)
+        columns: dict[str, Sequence[Any]] = dict(zip(_FACTS, facts, strict=True))
+        lists = list(map(self._tbt.gaps, columns["replicaset"], columns["slo_class"]))
+        gaps, num_gaps = _keep_gaps(requests, lists)
+        p50_s, p99_s, max_s = _gap_quantiles(gaps, num_gaps)
+        self._requests.extend(
+            {
+                **columns,
+                "reason": reasons,
+                "detail": details,
+                "tbt_p50_s": p50_s,
+                "tbt_p99_s": p99_s,
+                "tbt_max_s": max_s,
+            }
+        )
+
+
+def token_times(request: Request) -> Floats:
+    """When the client of a request saw each of its tokens, seconds."""
+    ticks = array("q")
+    for entry in request.token_log:
+        if isinstance(entry, int):
+            ticks.append(entry)
+        else:
+            log, first, end = entry
+            ticks.extend(log[first : end if end >= 0 else None])
+    return np.frombuffer(ticks, dtype=np.int64) / TICKS_PER_SECOND if ticks else np.empty(0)
+
+
+def _keep_gaps(requests: Sequence[Request], lists: Sequence[GapList]) -> tuple[Floats, Ints]:
+    """Hand the gaps between tokens of each request to its list.
+
+    Returns the gaps, seconds, one request after the other, and how many each has.
+    """
+    ticks = array("q")
+    stops = [0]
+    within_logs = []
+    for request, gap_list in zip(requests, lists, strict=True):
+        for entry in request.token_log:
+            if isinstance(entry, int):
+                ticks.append(entry)
+                continue
+            log, first, end = entry
+            end = len(log) if end < 0 else end
+            if end - first > 1:
+                gap_list.extend_from_log(log, first, end)
+                within_logs.append(slice(len(ticks) + 1, len(ticks) + end - first))
+            ticks.extend(log[first:end])
+        stops.append(len(ticks))
+    bounds = np.array(stops)
+    num_tokens = np.diff(bounds)
+    is_gap = np.ones(len(ticks), dtype=np.bool_)  # a token's gap is the one before it; the first token has none
+    is_gap[bounds[:-1][num_tokens > 0]] = False
+    gaps = np.diff(np.array(ticks) / TICKS_PER_SECOND)
+    is_own = is_gap.copy()
+    for part in within_logs:
+        is_own[part] = False
+    own = np.flatnonzero(is_own)
+    start = 0
+    for _, neighbours in groupby(zip(lists, np.searchsorted(own, bounds[1:]).tolist(), strict=True), _identity_of_list):
+        *_, (gap_list, stop) = neighbours
+        gap_list.extend(gaps[own[start:stop] - 1])
+        start = stop
+    return gaps[is_gap[1:]], np.maximum(num_tokens - 1, 0)
+
+
+def _identity_of_list(entry: tuple[GapList, int]) -> int:
+    return id(entry[0])
+
+
+def _gap_quantiles(gaps: Floats, num_gaps: Ints) -> tuple[Floats, Floats, Floats]:
+    """What `gap_statistics` says of each request's gaps, given as `_keep_gaps` returns them."""
+    ordered = gaps.copy()
+    stops = np.cumsum(num_gaps)
+    start = 0
+    for stop in stops.tolist():
+        ordered[start:stop].sort()
+        start = stop
+    result = np.full((3, len(num_gaps)), np.nan)
+    some = num_gaps > 0
+    counts, starts = num_gaps[some], (stops - num_gaps)[some]
+    result[0, some] = ordered[starts + nearest_ranks(counts, 0.5)]
+    result[1, some] = ordered[starts + nearest_ranks(counts, 0.99)]
+    result[2, some] = ordered[starts + counts - 1]
+    return result[0], result[1], result[2]

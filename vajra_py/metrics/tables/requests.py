@@ -1,0 +1,411 @@
+"""Request and step tables, kept small while they grow and written byte-identically.
+
+Rows are packed as they come (about 200 bytes a request, 110 a step) and become columns when they are asked for, a row group at a time when they
+are written. Requests come in the order of their ends and leave sorted by submission index; steps keep their order; gaps leave sorted. A
+Parquet file depends on nothing but its rows and the version of pyarrow: fixed compression, fixed row groups, no time of writing, no
+pandas metadata.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vajra_py.metrics.definitions import (
+    COMPLETED_REASONS,
+    REASONS,
+    UNFINISHED,
+    Outcomes,
+    Promises,
+    SloStatus,
+    e2e_s,
+    judge_slos,
+    tpot_s,
+    ttft_s,
+)
+from vajra_py.metrics.tables.columnar import GapList, NameColumn, PackedRows, TextColumn
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    ArrowTable: TypeAlias = pa.Table
+    ArrowSchema: TypeAlias = pa.Schema
+else:
+    ArrowTable = ArrowSchema = "pyarrow object"
+
+Columns: TypeAlias = dict[str, Any]
+
+ROW_GROUP_ROWS = 131_072
+"""Rows that a Parquet file holds together; also what is expanded in memory at once while writing."""
+
+_COMPRESSION = "zstd"
+_COMPRESSION_LEVEL = 3
+_NAN = float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRow:
+    """What is known of a request when it leaves, or when the run ends before it does. Times in seconds on the run's clock, NaN = never."""
+
+    request_id: str
+    index: int
+    """Submission order over the whole run."""
+    replicaset: str
+    replica_id: int
+    """Where it ran last; -1 if it never got to a replica."""
+    tenant: str
+    slo_class: str
+    session_id: str
+    priority: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    arrived_at: float
+    admitted_at: float
+    """First admission."""
+    first_token_at: float
+    ended_at: float
+    reason: str
+    """An `EndReason` value, or `UNFINISHED`."""
+    detail: str
+    tbt_p50_s: float
+    tbt_p99_s: float
+    tbt_max_s: float
+    """The three of `gap_statistics`."""
+    ttft_slo_s: float | None
+    tpot_slo_s: float | None
+    deadline_at: float | None
+    tbt_slo_s: float | None = None
+
+
+TEXT_COLUMNS = ("request_id", "replicaset", "tenant", "slo_class", "session_id", "reason", "detail")
+"""Columns of a run's tables that hold texts; the others hold numbers."""
+
+
+class TableBuilder(Protocol):
+    """Something that collects rows and gives them back as columns."""
+
+    def __len__(self) -> int:
+        """Rows of the finished table."""
+
+    @property
+    def layout(self) -> Mapping[str, Any]:
+        """How Parquet is to encode the columns: arguments of its writer."""
+
+    def schema(self) -> ArrowSchema:
+        """Names and types of the columns that are written."""
+
+    def slices(self, num_rows: int) -> Iterator[ArrowTable]:
+        """What is written, from the first row on, at most `num_rows` at a time; nothing for an empty table."""
+
+
+class RequestsBuilder:
+    """The requests table: one row per submitted request, each appended once, in any order."""
+
+    layout: Mapping[str, Any] = {"use_dictionary": [*TEXT_COLUMNS]}
+
+    _FIELDS = (
+        ("index", "q"),
+        ("replicaset", "i"),
+        ("replica_id", "i"),
+        ("tenant", "i"),
+        ("slo_class", "i"),
+        ("priority", "q"),
+        ("num_prompt_tokens", "q"),
+        ("num_output_tokens", "q"),
+        ("num_cached_tokens", "q"),
+        ("num_preemptions", "i"),
+        ("arrived_at", "d"),
+        ("admitted_at", "d"),
+        ("first_token_at", "d"),
+        ("ended_at", "d"),
+        ("reason", "i"),
+        ("detail", "i"),
+        ("tbt_p50_s", "d"),
+        ("tbt_p99_s", "d"),
+        ("tbt_max_s", "d"),
+        ("ttft_slo_s", "d"),
+        ("tpot_slo_s", "d"),
+        ("deadline_at", "d"),
+        ("tbt_slo_s", "d"),
+    )
+
+    def __init__(self) -> None:
+        self._rows = PackedRows(self._FIELDS)
+        self._request_ids = TextColumn()
+        self._session_ids = TextColumn()
+        self._names = {name: NameColumn() for name in ("replicaset", "tenant", "slo_class", "reason", "detail")}
+
+    def __len__(self) -> int:
+        """Requests so far."""
+        return len(self._rows)
+
+    def append(self, row: RequestRow) -> None:
+        """Take one request; ValueError for a reason that no request can have."""
+        if row.reason not in REASONS:
+            raise ValueError(
+                f"request {row.request_id}: unknown reason ({row.reason!r}). Allowed: {', '.join(REASONS)}"
+            )
+        names = self._names
+        self._request_ids.append(row.request_id)
+        self._session_ids.append(row.session_id)
+        self._rows.append(
+            row.index,
+            names["replicaset"].code(row.replicaset),
+            row.replica_id,
+            names["tenant"].code(row.tenant),
+            names["slo_class"].code(row.slo_class),
+            row.priority,
+            row.num_prompt_tokens,
+            row.num_output_tokens,
+            row.num_cached_tokens,
+            row.num_preemptions,
+            row.arrived_at,
+            row.admitted_at,
+            row.first_token_at,
+            row.ended_at,
+            names["reason"].code(row.reason),
+            names["detail"].code(row.detail),
+            row.tbt_p50_s,
+            row.tbt_p99_s,
+            row.tbt_max_s,
+            _NAN if row.ttft_slo_s is None else row.ttft_slo_s,
+            _NAN if row.tpot_slo_s is None else row.tpot_slo_s,
+            _NAN if row.deadline_at is None else row.deadline_at,
+            _NAN if row.tbt_slo_s is None else row.tbt_slo_s,
+        )
+
+    def extend(self, columns: Mapping[str, Sequence[Any] | NDArray[Any]]) -> None:
+        """Take several requests: a value for each under the names of `RequestRow`'s fields, with reasons that exist."""
+        for name, texts in (("request_id", self._request_ids), ("session_id", self._session_ids)):
+            for text in columns[name]:
+                texts.append(text)
+        numbers: Columns = {}
+        for name, code in self._FIELDS:
+            values = columns[name]
+            if name in self._names:
+                values = self._names[name].codes(list(values))
+            numbers[name] = np.asarray(values, dtype=np.float64) if code == "d" else values
+        self._rows.extend(len(columns["index"]), **numbers)
+
+    def take(self, table: ArrowTable) -> None:
+        """Take the rows of another such table."""
+        if not table.num_rows:
+            return
+        self._request_ids.take(table.column("request_id"))
+        self._session_ids.take(table.column("session_id"))
+        numbers: Columns = {}
+        for name, _ in self._FIELDS:
+            column = table.column(name)
+            if name in self._names:
+                found = column.combine_chunks().dictionary_encode()
+                codes = self._names[name].codes(found.dictionary.to_pylist())
+                numbers[name] = np.array(codes, dtype=np.int32)[found.indices.to_numpy()]
+            else:
+                numbers[name] = column.to_numpy()
+        self._rows.extend(table.num_rows, **numbers)
+
+    def schema(self) -> ArrowSchema:
+        """Columns of the requests table."""
+        import pyarrow as pa
+
+        integers = (
+            "index",
+            "priority",
+            "num_prompt_tokens",
+            "num_output_tokens",
+            "num_cached_tokens",
+            "num_preemptions",
+        )
+        types = {"replica_id": pa.int32(), "slo_met": pa.bool_(), **dict.fromkeys(integers, pa.int64())}
+        types |= dict.fromkeys(TEXT_COLUMNS, pa.string())
+        return pa.schema([(name, types.get(name, pa.float64())) for name in REQUEST_COLUMNS])
+
+    def to_table(self) -> ArrowTable:
+        """The whole table, sorted by submission index; ValueError when an index came twice."""
+        return _whole(self)
+
+    def slices(self, num_rows: int) -> Iterator[ArrowTable]:
+        """The table by at most `num_rows` rows."""
+        import pyarrow as pa
+
+        indices = self._rows.column("index")
+        order = np.argsort(indices, kind="stable")
+        twice = np.flatnonzero(np.diff(indices[order]) == 0)
+        if twice.size:
+            raise ValueError(
+                f"requests table: two rows of one request (index {indices[order][twice[0]]}). Allowed: one each"
+            )
+        texts = {"request_id": self._request_ids.all(), "session_id": self._session_ids.all()}
+        until = self._observed_until()
+        for start in range(0, len(order), num_rows):
+            chosen = order[start : start + num_rows]
+            columns = self._numbers(self._rows.rows(chosen), until)
+            columns |= {name: text.take(pa.array(chosen)).cast(pa.string()) for name, text in texts.items()}
+            yield _table(columns, self.schema())
+
+    def _observed_until(self) -> float:
+        moments = (self._rows.column(name) for name in ("arrived_at", "first_token_at", "ended_at"))
+        return max((float(np.nanmax(column)) for column in moments if not np.isnan(column).all()), default=0.0)
+
+    def _numbers(self, rows: NDArray[Any], observed_until: float) -> Columns:
+        """Every column but the texts, with what follows from the facts."""
+        columns: Columns = {name: np.ascontiguousarray(rows[name]) for name in self._FIELD_NAMES}
+        columns |= {name: names.take(columns[name]) for name, names in self._names.items()}
+        completed, dropped = reason_masks(columns["reason"])
+        outcomes = Outcomes(
+            columns["arrived_at"],
+            columns["first_token_at"],
+            columns["ended_at"],
+            columns["num_output_tokens"],
+            completed,
+            dropped,
+            columns["tbt_max_s"],
+        )
+        promises = Promises(columns["ttft_slo_s"], columns["tpot_slo_s"], columns["deadline_at"], columns["tbt_slo_s"])
+        columns["ttft_s"] = ttft_s(outcomes)
+        columns["e2e_s"] = e2e_s(outcomes)
+        columns["queue_s"] = columns["admitted_at"] - columns["arrived_at"]
+        columns["tpot_s"] = tpot_s(outcomes)
+        columns["slo_met"] = _slo_met(judge_slos(outcomes, promises, observed_until).overall)
+        return columns
+
+    _FIELD_NAMES = tuple(name for name, _ in _FIELDS)
+
+
+REQUEST_COLUMNS = (
+    *(field.name for field in fields(RequestRow)[:18]),
+    *("ttft_s", "e2e_s", "queue_s", "tpot_s", "tbt_p50_s", "tbt_p99_s", "tbt_max_s"),
+    *("ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_at", "slo_met"),
+)
+"""Columns of the requests table, in order."""
+
+TBT_COLUMNS = ("replicaset", "slo_class", "gap_s", "weight")
+"""Columns of the table of gaps between tokens, in order."""
+
+
+class TbtBuilder:
+    """The table of gaps between tokens (TBT): how long each gap was, and how many requests saw it."""
+
+    layout: Mapping[str, Any] = {"use_dictionary": ["replicaset", "slo_class"]}
+
+    def __init__(self) -> None:
+        self._lists: dict[tuple[str, str], GapList] = {}
+
+    def __len__(self) -> int:
+        """Distinct gaps so far."""
+        return sum(len(gaps.merged()[0]) for gaps in self._lists.values())
+
+    def gaps(self, replicaset: str, slo_class: str = "") -> GapList:
+        """The list that takes the gaps of this replicaset and SLO class (empty: none)."""
+        key = (replicaset, slo_class)
+        found = self._lists.get(key)
+        if found is None:
+            found = self._lists[key] = GapList()
+        return found
+
+    def add(self, replicaset: str, slo_class: str, gap_s: float, weight: int) -> None:
+        """The same as `gaps(replicaset, slo_class).add(gap_s, weight)`."""
+        self.gaps(replicaset, slo_class).add(gap_s, weight)
+
+    def schema(self) -> ArrowSchema:
+        """Columns of the table of gaps."""
+        import pyarrow as pa
+
+        return pa.schema(list(zip(TBT_COLUMNS, (pa.string(), pa.string(), pa.float64(), pa.int64()), strict=True)))
+
+    def to_table(self) -> ArrowTable:
+        """The whole table, sorted by replicaset, SLO class and gap."""
+        return _whole(self)
+
+    def slices(self, num_rows: int) -> Iterator[ArrowTable]:
+        """The table by at most `num_rows` rows; a slice never spans two lists."""
+        import pyarrow as pa
+
+        for (replicaset, slo_class), gap_list in sorted(self._lists.items()):
+            gaps, weights = gap_list.merged()
+            for start in range(0, len(gaps), num_rows):
+                part = slice(start, start + num_rows)
+                size = len(gaps[part])
+                columns: Columns = {"gap_s": gaps[part], "weight": weights[part]}
+                columns |= {"replicaset": pa.repeat(replicaset, size), "slo_class": pa.repeat(slo_class, size)}
+                yield _table(columns, self.schema())
+
+
+def reason_masks(reasons: Any) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Masks of an Arrow column's requests: completed, and dropped (rejected, expired, failed)."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    def among(names: tuple[str, ...]) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = pc.is_in(reasons, value_set=pa.array(names)).to_numpy(zero_copy_only=False)
+        return found
+
+    return among(COMPLETED_REASONS), among(("rejected", "expired", "failed"))
+
+
+def write_parquet(builder: TableBuilder, path: str | Path) -> None:
+    """Write a builder's table; the file appears under its name only when it is whole.
+
+    The same rows give the same bytes. Memory: one row group above what the builder holds.
+    """
+    import pyarrow.parquet as pq
+
+    schema = builder.schema()
+    target = Path(path)
+    partial = target.with_name(target.name + ".partial")
+    with pq.ParquetWriter(
+        partial,
+        schema,
+        compression=_COMPRESSION,
+        compression_level=_COMPRESSION_LEVEL,
+        **builder.layout,
+        version="2.6",
+    ) as writer:
+        for part in builder.slices(ROW_GROUP_ROWS):
+            writer.write_table(part, row_group_size=ROW_GROUP_ROWS)
+    os.replace(partial, target)
+
+
+def _whole(builder: TableBuilder) -> ArrowTable:
+    import pyarrow as pa
+
+    parts = list(builder.slices(ROW_GROUP_ROWS))
+    return pa.concat_tables(parts) if parts else builder.schema().empty_table()
+
+
+def _table(columns: Columns, schema: ArrowSchema) -> ArrowTable:
+    import pyarrow as pa
+
+    arrays = [pa.array(columns[field.name], type=field.type, from_pandas=False) for field in schema]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _slo_met(overall: NDArray[np.int8]) -> Any:
+    """True or false where it is decided, null elsewhere."""
+    import pyarrow as pa
+
+    return pa.array(overall == SloStatus.MET, mask=~np.isin(overall, (SloStatus.MET, SloStatus.MISSED)))
+
+
+__all__ = [
+    "REQUEST_COLUMNS",
+    "ROW_GROUP_ROWS",
+    "TBT_COLUMNS",
+    "TEXT_COLUMNS",
+    "UNFINISHED",
+    "GapList",
+    "RequestRow",
+    "RequestsBuilder",
+    "TableBuilder",
+    "TbtBuilder",
+    "reason_masks",
+    "write_parquet",
+]

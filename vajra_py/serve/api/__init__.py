@@ -1,0 +1,1 @@
+"""OpenAI-compatible API: schemas, reading requests, preparing them, writing responses."""

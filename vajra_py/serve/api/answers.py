@@ -1,0 +1,256 @@
+"""Format outputs as OpenAI responses, whole or in chunks.
+
+Pieces of one output joined give what the whole answer says: text, tokens, log-probabilities, finish reason, usage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vajra_py.contract.observer import EndReason
+from vajra_py.engine.compute.interface import NOTHING_LEFT
+from vajra_py.engine.tokenizer import Tokenizer
+from vajra_py.runtime.serving.controller import OUT_OF_SERVICE
+from vajra_py.runtime.serving.replicaset import ALL_FAILED, QUEUE_FULL
+from vajra_py.serve.api.logprobs import LogprobWriter, TextOffsets
+from vajra_py.serve.api.schema import ChatBody, GenerationBody
+from vajra_py.serve.http.errors import ApiError
+from vajra_py.serve.session.output_streams import End, OutputStream, ResponseState
+
+_FINISHED = {EndReason.STOP: "stop", EndReason.LENGTH: "length"}
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+_GAP = "\0"
+"""Stands where text will be."""
+
+
+def encoded(value: Any) -> bytes:
+    """JSON without blanks."""
+    return _JSON.encode(value).encode("utf-8", "replace")
+
+
+def event(value: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + encoded(value) + b"\n\n"
+
+
+def failure(end: End, retry_after_s: float) -> ApiError | None:
+    """The error that an end means for the client; None when the output is complete."""
+    if end.reason in _FINISHED:
+        return None
+    if end.detail.startswith(OUT_OF_SERVICE):
+        return ApiError(503, end.detail, code="out_of_service", retry_after_s=retry_after_s)
+    if end.reason is EndReason.REJECTED:
+        if end.detail.startswith(QUEUE_FULL):
+            return ApiError(429, end.detail, code="queue_full", retry_after_s=retry_after_s)
+        if end.detail.startswith(ALL_FAILED):
+            return ApiError(503, end.detail, code="no_replica", retry_after_s=retry_after_s)
+        return ApiError(400, end.detail, code="refused")
+    if end.reason is EndReason.EXPIRED:
+        return ApiError(408, f"the request {end.detail}", code="expired")
+    if end.reason is EndReason.ABORTED:
+        return ApiError(400, f"the request was {end.detail}", code="aborted")
+    if end.detail.endswith(NOTHING_LEFT):
+        return ApiError(400, end.detail, code="no_token_left")
+    return ApiError(503, end.detail, code="replica_failed", retry_after_s=retry_after_s)
+
+
+def usage(tickets: Sequence[OutputStream], num_per_prompt: int) -> dict[str, Any]:
+    """Tokens that a request took; a prompt with several outputs counts once."""
+    prompt_tokens = sum(ticket.num_prompt_tokens for ticket in tickets[::num_per_prompt])
+    output_tokens = sum(ticket.num_tokens for ticket in tickets)
+    firsts = [ticket.end.metrics for ticket in tickets[::num_per_prompt] if ticket.end is not None]
+    cached = sum(metrics.num_cached_tokens for metrics in firsts if metrics is not None)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+@dataclass(slots=True)
+class _Said:
+    """How far an output has been said, and what its text stands between where a piece says nothing else."""
+
+    num_tokens: int = 0
+    num_characters: int = 0
+    offsets: TextOffsets = field(default_factory=TextOffsets)
+    frame: tuple[bytes, bytes] | None = None
+
+
+@dataclass(slots=True)
+class Answer:
+    """One HTTP request's answer.
+
+    Attributes:
+        name: its id.
+        created: seconds since 1970.
+        model: the model's name, as the client said it.
+    """
+
+    name: str
+    created: int
+    model: str
+    body: GenerationBody
+    reply: ResponseState
+    tokenizer: Tokenizer | None
+    echoes: Sequence[str] = ()
+    """Texts of the prompts, where answers begin with them."""
+    _said: dict[int, _Said] = field(default_factory=dict)
+
+    @property
+    def _writer(self) -> LogprobWriter:
+        return LogprobWriter(self.tokenizer, self.body.return_tokens_as_token_ids)
+
+    @property
+    def _is_chat(self) -> bool:
+        return isinstance(self.body, ChatBody)
+
+    def whole(self) -> dict[str, Any]:
+        """The answer of a request that has ended without an error."""
+        choices = [self._choice(ticket) for ticket in self.reply.tickets]
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        answer = {**self._head(kind), "choices": choices, "usage": usage(self.reply.tickets, self.body.n)}
+        if self._is_chat and self.body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self._ranked_prompt(self.reply.tickets[0])
+        return answer
+
+    def events(self, changed: Collection[OutputStream]) -> list[bytes]:
+        """What is new about these outputs, as server-sent events."""
+        found: list[bytes] = []
+        for ticket in changed:
+            said = self._said.get(ticket.index)
+            if said is None:
+                said = self._said[ticket.index] = self._begun(ticket)
+                if self._is_chat:
+                    found.append(self._event(self._role_choice(ticket)))
+                elif self.echoes:
+                    found.append(self._event(self._echo_choice(ticket, said)))
+            if said.frame is not None and ticket.end is None:
+                text = ticket.text[said.num_characters :]
+                if text:
+                    said.num_characters += len(text)
+                    found.append(said.frame[0] + encoded(text) + said.frame[1])
+                continue
+            choice = self._piece(ticket, said)
+            if choice is not None:
+                found.append(self._event(choice))
+        return found
+
+    def last_event(self) -> bytes:
+        """What follows the last output: usage, where it was asked for."""
+        options = self.body.stream_options
+        return b"" if options is None or not options.include_usage else self._event(None)
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.name, "object": kind, "created": self.created, "model": self.model}
+
+    def _begun(self, ticket: OutputStream) -> _Said:
+        """An output of which nothing was said yet."""
+        body, options = self.body, self.body.stream_options
+        counts = options is not None and options.continuous_usage_stats
+        if body.num_logprobs is not None or body.return_token_ids or counts:
+            return _Said()
+        before, _, after = self._event(self._text_choice(ticket.index, _GAP)).rpartition(encoded(_GAP))
+        return _Said(frame=(before, after))
+
+    def _event(self, choice: dict[str, Any] | None) -> bytes:
+        """One piece."""
+        body = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
+        body["choices"] = [] if choice is None else [choice]
+        options = self.body.stream_options
+        if options is not None and (choice is None or options.continuous_usage_stats):
+            body["usage"] = usage(self.reply.tickets, self.body.n)
+        elif options is not None and options.include_usage:
+            body["usage"] = None
+        return event(body)
+
+    def _role_choice(self, ticket: OutputStream) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": ticket.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _echo_choice(self, ticket: OutputStream, said: _Said) -> dict[str, Any]:
+        """The prompt, as the first piece of an output that begins with it."""
+        choice = self._text_choice(ticket.index, self._echo(ticket))
+        choice["logprobs"] = self._prompt_logprobs(ticket, said)
+        return choice
+
+    def _echo(self, ticket: OutputStream) -> str:
+        """The text that the output begins with."""
+        return self.echoes[ticket.index // self.body.n] if self.echoes else ""
+
+    def _choice(self, ticket: OutputStream) -> dict[str, Any]:
+        said = _Said()
+        choice: dict[str, Any] = {"index": ticket.index}
+        if self._is_chat:
+            choice["message"] = {"role": "assistant", "content": ticket.text, "refusal": None}
+        else:
+            choice["text"] = self._echo(ticket) + ticket.text
+        before = self._prompt_logprobs(ticket, said) if self.echoes else None
+        choice["logprobs"] = self._logprobs(ticket, said)
+        if before is not None:
+            for name, column in before.items():
+                choice["logprobs"][name] = column and column + choice["logprobs"][name]
+        if not self._is_chat and self.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._ranked_prompt(ticket)
+        return self._ended(choice, ticket, 0)
+
+    def _text_choice(self, index: int, text: str) -> dict[str, Any]:
+        """A piece that brings text only."""
+        if self._is_chat:
+            delta = {"content": text} if text else {}
+            return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+
+    def _piece(self, ticket: OutputStream, said: _Said) -> dict[str, Any] | None:
+        """An output's news; None when nothing of it shows yet (half a character, or what may become a stop string)."""
+        text = ticket.text[said.num_characters :]
+        is_shown = text or ticket.end is not None or self.body.num_logprobs is not None or self.body.return_token_ids
+        if not is_shown or (ticket.end is None and said.num_tokens == ticket.num_tokens):
+            return None
+        choice = self._text_choice(ticket.index, text)
+        choice["logprobs"] = self._logprobs(ticket, said)
+        start, said.num_tokens, said.num_characters = said.num_tokens, ticket.num_tokens, len(ticket.text)
+        return self._ended(choice, ticket, start)
+
+    def _ended(self, choice: dict[str, Any], ticket: OutputStream, start: int) -> dict[str, Any]:
+        end = ticket.end
+        choice["finish_reason"] = None if end is None else _FINISHED.get(end.reason)
+        if end is not None:
+            choice["stop_reason"] = end.stopped_by
+            if ticket.hides_output and end.reason in _FINISHED:
+                choice["finish_reason"], choice["stop_reason"] = "length", None
+        if self.body.return_token_ids:
+            choice["token_ids"] = list(ticket.token_ids(start))
+            if start == 0:
+                choice["prompt_token_ids"] = list(ticket.submission.prompt_token_ids)
+        return choice
+
+    # Log-probabilities
+
+    def _prompt_logprobs(self, ticket: OutputStream, said: _Said) -> dict[str, Any] | None:
+        """Those of the prompt's tokens; the first has none, as nothing goes before it."""
+        if self.body.num_logprobs is None:
+            return None
+        submission = ticket.submission
+        logprobs = [None, *submission.collected.prompt_logprobs]
+        found = self._writer.columns(submission.prompt_token_ids, logprobs, TextOffsets(), self.body.num_logprobs)
+        said.offsets = TextOffsets(len(self._echo(ticket)))
+        return found
+
+    def _logprobs(self, ticket: OutputStream, said: _Said) -> dict[str, Any] | None:
+        if self.body.num_logprobs is None:
+            return None
+        token_ids, logprobs = ticket.token_ids(said.num_tokens), ticket.logprobs(said.num_tokens)
+        if self._is_chat:
+            return self._writer.entries(token_ids, logprobs)
+        return self._writer.columns(token_ids, logprobs, said.offsets, self.body.num_logprobs)
+
+    def _ranked_prompt(self, ticket: OutputStream) -> list[dict[str, dict[str, Any]] | None]:
+        """Those of the prompt as vLLM writes them; of the likeliest, as many as `prompt_logprobs` says."""
+        most, scored = self.body.prompt_logprobs, ticket.submission.collected.prompt_logprobs
+        logprobs = [None, *(replace(one, top=one.top[:most]) for one in scored)]
+        return self._writer.ranked(ticket.submission.prompt_token_ids, logprobs)

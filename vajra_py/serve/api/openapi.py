@@ -1,0 +1,58 @@
+"""The OpenAPI document: FastAPI's, corrected where it does not match."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from vajra_py.serve.api.schema import ChatBody, CompletionBody
+from vajra_py.serve.api.schema_admin import PolicyBody
+from vajra_py.serve.api.schema_tokens import DetokenizeBody, TokenizeBody
+from vajra_py.serve.http.auth import BROWSER_PATHS
+
+NAMING = (CompletionBody, ChatBody)
+"""Bodies that name a model."""
+BODIES = (*NAMING, TokenizeBody, DetokenizeBody, PolicyBody)
+
+
+def true_document(app: FastAPI, names: Sequence[str], *, open_paths: Collection[str] | None) -> dict[str, Any]:
+    """The document: no 422 (wrong input is 400 here), the models' names, and the key where one is asked for."""
+    if app.openapi_schema is not None:
+        return app.openapi_schema
+    document = get_openapi(
+        title=app.title,
+        version=app.version,
+        description=app.description,
+        routes=app.routes,
+        separate_input_output_schemas=app.separate_input_output_schemas,
+    )
+    schemas = document["components"]["schemas"]
+    schemas.update(_body_schemas())
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    for body in NAMING:
+        schemas[body.__name__]["properties"]["model"]["enum"] = list(names)
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+            if open_paths is not None and path not in open_paths:
+                basic: list[dict[str, list[str]]] = [{"basic": []}] if path in BROWSER_PATHS else []
+                operation["security"] = [{"bearer": []}, *basic]
+    if open_paths is not None:
+        schemes = {name: {"type": "http", "scheme": name} for name in ("bearer", "basic")}
+        document["components"]["securitySchemes"] = schemes
+    app.openapi_schema = document
+    return document
+
+
+def _body_schemas() -> dict[str, Any]:
+    """Of the bodies that FastAPI does not know, as it does not read them, and of what they consist of."""
+    whole = models_json_schema([(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}")[
+        1
+    ]
+    schemas: dict[str, Any] = whole["$defs"]
+    return schemas

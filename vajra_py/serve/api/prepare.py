@@ -1,0 +1,290 @@
+"""Turn HTTP requests into engine submissions or clear refusals."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from uuid import uuid4
+
+from vajra_py.config import ExperimentConfig
+from vajra_py.engine.compute import SamplingParams
+from vajra_py.engine.outputs import OutputBuffer, Submission
+from vajra_py.engine.params import PromptLimits, check_backend, check_prompt, check_sampling
+from vajra_py.engine.prompts import request_seed
+from vajra_py.engine.tokenizer import Tokenizer, text_stream, with_bad_words
+from vajra_py.errors import ConfigError
+from vajra_py.runtime.requests.request import RequestFacts
+from vajra_py.serve.api.schema import ChatBody, CompletionBody, GenerationBody, SchedulingHeaders
+from vajra_py.serve.api.tokenizing import Tokenizing
+from vajra_py.serve.http.errors import ApiError, bad_request, of_config_error
+from vajra_py.serve.session.catalogue import Catalogue
+from vajra_py.serve.session.output_streams import OutputStream, ResponseState
+from vajra_py.serve.session.session import EngineSession
+
+_log = logging.getLogger(__name__)
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+"""Odd, so that the seeds of one request's outputs differ; 2^64 over the golden ratio."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What one HTTP request asks of the engine, prompts still as they came."""
+
+    body: GenerationBody
+    headers: SchedulingHeaders
+    max_choices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A reply whose outputs may be handed to the engine, and what turns their tokens into text."""
+
+    reply: ResponseState
+    tokenizer: Tokenizer | None
+    echoes: Sequence[str] = ()
+    """The prompts' texts, where answers begin with them."""
+
+
+class Preparer:
+    """Makes requests of one session ready."""
+
+    def __init__(self, session: EngineSession, catalogue: Catalogue, tokenizing: Tokenizing) -> None:
+        self._session = session
+        self._tokenizing = tokenizing
+        self._catalogue = catalogue
+        self._run_seed = _run_seed(session.config)
+        self._numbers = count()
+
+    def new_id(self, prefix: str) -> str:
+        """A name for an HTTP request that no other request of any server has."""
+        return f"{prefix}-{uuid4().hex}"
+
+    async def completion(self, wanted: Wanted, name: str) -> Prepared:
+        """Every output of a `/v1/completions` request. Raises `ApiError`."""
+        body = wanted.body
+        assert isinstance(body, CompletionBody)
+        given = body.prompts()
+        _check_choices(len(given) * body.n, wanted.max_choices)
+        tokenizer, longest = self._tokenizer(wanted), self._longest(wanted)
+        prompts = []
+        for one in given:
+            if isinstance(one, str):
+                known, is_rendered = _needed(tokenizer, "prompt"), not body.adds_special_tokens
+                one = await self._tokenizing.tokens(known, one, longest, param="prompt", is_rendered=is_rendered)
+            prompts.append(one)
+        echoes = [one if isinstance(one, str) else _text_of(tokenizer, one) for one in given] if body.echo else ()
+        return self._prepared(wanted, prompts, tokenizer, name, echoes)
+
+    async def chat(self, wanted: Wanted, name: str) -> Prepared:
+        """Every output of a `/v1/chat/completions` request. Raises `ApiError`."""
+        body = wanted.body
+        assert isinstance(body, ChatBody)
+        _check_choices(body.n, wanted.max_choices)
+        messages = [message.plain() for message in body.messages]
+        tokenizer, longest = _needed(self._tokenizer(wanted), "messages"), self._longest(wanted)
+        try:
+            text = await self._tokenizing.render(tokenizer, messages, body.ends)
+        except ConfigError as error:
+            raise of_config_error(error) from None
+        is_rendered = not body.adds_special_tokens
+        prompt = await self._tokenizing.tokens(tokenizer, text, longest, param="messages", is_rendered=is_rendered)
+        return self._prepared(wanted, [prompt], tokenizer, name)
+
+    def _tokenizer(self, wanted: Wanted) -> Tokenizer | None:
+        replicaset = self._catalogue.tokenises(request_facts(wanted, "", 1))
+        if replicaset is None:
+            raise _no_replicaset()
+        tokenizer = self._session.tokenizers[replicaset]
+        return tokenizer if tokenizer is None or wanted.body.skip_special_tokens else tokenizer.with_special
+
+    def _longest(self, wanted: Wanted) -> int:
+        """Most tokens of a request, prompt and output, wherever it may run."""
+        behind = self._catalogue.behind(wanted.body.model)
+        return max(self._session.prompt_limits(name).max_request_tokens for name in behind)
+
+    def _prepared(
+        self,
+        wanted: Wanted,
+        prompts: Sequence[list[int]],
+        tokenizer: Tokenizer | None,
+        name: str,
+        echoes: Sequence[str] = (),
+    ) -> Prepared:
+        body = wanted.body
+        reply = ResponseState(streams=body.stream)
+        drawn = request_seed(self._run_seed, str(next(self._numbers)))
+        queued: Counter[str] = Counter()
+        queued_tokens: Counter[str] = Counter()
+        words = self._bad_words(body, tokenizer)
+        for prompt in prompts:
+            replicaset, facts = self._checked(wanted, prompt)
+            queued[replicaset] += body.n
+            queued_tokens[replicaset] += body.n * len(prompt)
+            self._check_queues(replicaset, queued[replicaset], queued_tokens[replicaset])
+            for _ in range(body.n):
+                index = len(reply.tickets)
+                one = facts._replace(request_id=f"{name}-{index}")
+                assert one.max_tokens is not None
+                sampling = body.sampling(one.max_tokens, _seed_of(body.seed, drawn, index))
+                sampling = replace(sampling, bad_words=(), bad_words_token_ids=words) if words else sampling
+                submission = self._submission(body, prompt, replicaset, one, sampling)
+                if tokenizer is not None:
+                    submission.collected.stream = text_stream(tokenizer)
+                elif submission.collected.sampling.stop:
+                    message = "the model has no tokenizer, so that no string can end an output"
+                    raise bad_request(message, "stop", "no_tokenizer")
+                reply.tickets.append(OutputStream(index, submission, reply, hides_output=body.wanted_tokens() == 0))
+        return Prepared(reply, tokenizer, echoes)
+
+    def _bad_words(self, body: GenerationBody, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
+        """The sequences of tokens that the body's `bad_words` are. Raises `ApiError`."""
+        sampling = SamplingParams(bad_words=tuple(dict.fromkeys(body.bad_words or ())))
+        if not sampling.bad_words:
+            return ()
+        try:
+            check_sampling(sampling, "request")
+            return with_bad_words(sampling, _needed(tokenizer, "bad_words")).bad_words_token_ids
+        except ConfigError as error:
+            raise of_config_error(error) from None
+
+    def _check_queues(self, replicaset: str, num_outputs: int, num_tokens: int) -> None:
+        """Refuse what even empty queues could not take, so that nobody tries it again and again."""
+        limits = self._session.admission(replicaset)
+        most, most_tokens = limits.max_queued_requests, limits.max_queued_tokens
+        if most is not None and num_outputs > most:
+            message = f"asks for more outputs than may wait ({num_outputs} or more). Allowed: up to {most}"
+            raise bad_request(message, "n", "too_many_outputs")
+        if most_tokens is not None and num_tokens > most_tokens:
+            message = f"has more prompt tokens than may wait ({num_tokens} or more). Allowed: up to {most_tokens}"
+            raise bad_request(message, "prompt", "too_many_tokens")
+
+    def _checked(self, wanted: Wanted, prompt: list[int]) -> tuple[str, RequestFacts]:
+        """The replicaset of a prompt's outputs and what they have in common. Raises `ApiError`."""
+        facts = request_facts(wanted, "", len(prompt))
+        replicaset = self._catalogue.replicaset_of(facts)
+        if replicaset is None:
+            raise _no_replicaset()
+        max_tokens = _max_tokens(wanted.body, prompt, self._session.prompt_limits(replicaset))
+        return replicaset, facts._replace(max_tokens=max_tokens)
+
+    def _submission(
+        self, body: GenerationBody, prompt: list[int], replicaset: str, facts: RequestFacts, sampling: SamplingParams
+    ) -> Submission:
+        session = self._session
+        try:
+            check_sampling(sampling, "request", session.prompt_limits(replicaset).vocab_size)
+            check_backend(sampling, session.config.backend.kind, "request")
+        except ConfigError as error:
+            raise of_config_error(error) from None
+        eos = () if sampling.ignore_eos else session.model(replicaset).eos_token_ids
+        return Submission(
+            facts=facts,
+            prompt_token_ids=prompt,
+            seed=sampling.seed or 0,
+            salt=None if body.cache_salt is None else _salt(facts.tenant, body.cache_salt),
+            collected=OutputBuffer(sampling, frozenset((*eos, *sampling.stop_token_ids))),
+            shares=sampling.prompt_logprobs is None,
+        )
+
+
+def _run_seed(config: ExperimentConfig) -> int:
+    """What the outputs of requests without a seed follow from: the experiment's seed if it names one, else a new number."""
+    if "seed" in config.model_fields_set:
+        return config.seed
+    drawn = secrets.randbits(32)
+    _log.info("requests without a seed draw from seed %d; --seed %d repeats their outputs", drawn, drawn)
+    return drawn
+
+
+def _seed_of(wanted: int | None, drawn: int, index: int) -> int:
+    """The seed of the `index`-th output of a request."""
+    return ((drawn if wanted is None else wanted) + index * _SEED_STRIDE) % 2**63
+
+
+def _salt(tenant: str, cache_salt: str) -> str:
+    """What a tenant's blocks of this salt are told apart by; longer than any tenant's name, and no client's secret itself."""
+    return hashlib.blake2b(json.dumps([tenant, cache_salt]).encode()).hexdigest() * 4
+
+
+def _text_of(tokenizer: Tokenizer | None, token_ids: Sequence[int]) -> str:
+    return "" if tokenizer is None else tokenizer.decode(token_ids)
+
+
+def _needed(tokenizer: Tokenizer | None, param: str) -> Tokenizer:
+    if tokenizer is None:
+        message = "the model has no tokenizer; send prompts as token ids to /v1/completions"
+        raise bad_request(message, param, "no_tokenizer")
+    return tokenizer
+
+
+def _no_replicaset() -> ApiError:
+    message = "no replicaset takes a request of this model, tenant, class and length"
+    return bad_request(message, None, "no_replicaset")
+
+
+def _check_choices(num_choices: int, most: int) -> None:
+    if num_choices > most:
+        message = f"asks for {num_choices} outputs (prompts times n); at most {most} are allowed"
+        raise bad_request(message, "n")
+
+
+def _max_tokens(body: GenerationBody, prompt: Sequence[int], limits: PromptLimits) -> int:
+    """Most output tokens, checked against what fits. Raises `ApiError`."""
+    try:
+        check_prompt(prompt, limits)
+    except ConfigError as error:
+        too_long = len(prompt) >= limits.max_request_tokens
+        code = "context_length_exceeded" if too_long else "invalid_value"
+        raise bad_request(str(error), "prompt" if isinstance(body, CompletionBody) else "messages", code) from None
+    room = limits.max_request_tokens - len(prompt)
+    wanted = body.wanted_tokens()
+    if wanted == 0 and isinstance(body, CompletionBody) and body.echo:
+        wanted = 1  # the engine ends a request by a token, which is not shown
+    if wanted == 0:
+        raise bad_request("max_tokens: is 0. Allowed: 1 or more; 0 with echo, for the prompt alone", "max_tokens")
+    if wanted is None:
+        return room
+    if wanted > room:
+        message = (
+            f"prompt and output are too long ({len(prompt)} + {wanted} tokens; at most "
+            f"{limits.max_request_tokens} together)"
+        )
+        raise bad_request(message, "max_tokens", "context_length_exceeded")
+    return wanted
+
+
+def request_facts(wanted: Wanted, request_id: str, num_prompt_tokens: int) -> RequestFacts:
+    """What policies see of the request; the same fields as a simulated one has."""
+    body, headers = wanted.body, wanted.headers
+    metadata: Mapping[str, str] = {**(body.metadata or {}), "model": body.model}
+    return RequestFacts(
+        request_id=request_id,
+        num_prompt_tokens=num_prompt_tokens,
+        priority=body.priority,
+        tenant=headers.x_llm_d_inference_fairness_id or body.user or "",
+        slo_class=headers.x_slo_class or body.slo_class or "",
+        ttft_slo_s=_seconds(headers.x_slo_ttft_ms, headers.x_llm_d_slo_ttft_ms, body.ttft_slo_ms),
+        tpot_slo_s=_seconds(headers.x_slo_tpot_ms, headers.x_llm_d_slo_tpot_ms, body.tpot_slo_ms),
+        tbt_slo_s=_seconds(headers.x_slo_tbt_ms, body.tbt_slo_ms),
+        deadline_s=_seconds(headers.x_deadline_ms, body.deadline_ms),
+        expires_after_s=_seconds(headers.x_expires_after_ms, body.expires_after_ms),
+        session_id=headers.x_session_id or body.session_id or "",
+        metadata=metadata,
+    )
+
+
+def _seconds(*milliseconds: float | None) -> float | None:
+    """The first one given, in seconds."""
+    return next((value / 1000.0 for value in milliseconds if value is not None), None)
+
+
+def unknown_model(name: str, known: Sequence[str]) -> ApiError:
+    """The model is not served here."""
+    message = f"the model {name!r} does not exist here. Served: {', '.join(known)}"
+    return ApiError(404, message, code="model_not_found", param="model")

@@ -1,0 +1,149 @@
+"""Read a request for outputs: its JSON body, within bounds, and its gateway's headers.
+
+Read here and not by FastAPI, which takes longer for that than for everything else about a request; its OpenAPI document is
+told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+
+from vajra_py.serve.api.schema import SchedulingHeaders
+from vajra_py.serve.http.body_scan import JsonLimits, check_structure
+from vajra_py.serve.http.errors import ApiError, bad_request, not_json, of_validation
+from vajra_py.serve.http.options import ServeOptions
+
+B = TypeVar("B", bound=BaseModel)
+_FIELDS = {name.replace("_", "-"): name for name in SchedulingHeaders.model_fields}
+_NOTHING = SchedulingHeaders()
+
+
+SMALL_BODY = 2**16
+"""Bytes up to which a body is read at once: whatever is in it, that takes a few milliseconds."""
+_MOST_FIELDS = 256
+"""Of a body, known or not."""
+
+
+class BodyReader:
+    """Reads bodies: small ones at once, large ones one after the other in a thread of their own, and few at a time."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._limits = JsonLimits(options.max_body_values, options.max_body_containers)
+        self._most_bytes = options.max_buffered_bytes
+        self._retry_after_s = options.retry_after_s
+        self._num_bytes = 0
+        """Of large bodies in memory."""
+        self._thread = ThreadPoolExecutor(1, "vajra-bodies")
+
+    def close(self) -> None:
+        """Read nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def read(self, request: Request, kind: type[B], max_bytes: int | None = None) -> B:
+        """The body, of at most so many bytes where that is less than others may have. Raises `ApiError`."""
+        media_type = request.headers.get("content-type", "")
+        if not _is_json(media_type):
+            raise not_json(media_type)
+        held = 0
+        try:
+            body = bytearray()
+            async for piece in request.stream():
+                body += piece
+                if max_bytes is not None and len(body) > max_bytes:
+                    raise ApiError(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
+                if len(body) > SMALL_BODY:
+                    self._num_bytes += len(body) - held
+                    held = len(body)
+                    self._check_room()
+            if not held:
+                return parsed(body, kind, self._limits if _may_be_deep(body, self._limits) else None)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, parsed, body, kind, self._limits)
+        except ClientDisconnect:
+            raise bad_request("the body is not complete", code="not_json") from None
+        finally:
+            self._num_bytes -= held
+
+    def _check_room(self) -> None:
+        if self._num_bytes > self._most_bytes:
+            message = f"large requests are being read ({self._most_bytes} bytes at once are allowed); try again"
+            raise ApiError(429, message, code="too_many_large_requests", retry_after_s=self._retry_after_s)
+
+
+def parsed(body: bytearray, kind: type[B], limits: JsonLimits | None = None) -> B:
+    """What a body says; its structure is checked first where there are limits. Raises `ApiError`."""
+    if limits is not None:
+        check_structure(body, limits)
+    try:
+        given = from_json(body, allow_inf_nan=False, cache_strings=False)
+    except ValueError as error:
+        raise bad_request(f"the body is not JSON ({error})", code="not_json") from None
+    if not isinstance(given, dict):
+        raise bad_request("the body is not a JSON object", code="not_an_object")
+    if len(given) > _MOST_FIELDS:
+        raise bad_request(f"the body has {len(given)} fields. Allowed: up to {_MOST_FIELDS}", code="too_complex")
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise of_validation(error.errors(include_url=False, include_input=False)) from None
+
+
+def _may_be_deep(body: bytearray, limits: JsonLimits) -> bool:
+    """Whether a small body has enough brackets to be nested too deeply, so that its structure has to be looked at."""
+    return body.count(b"[") + body.count(b"{") > limits.max_depth
+
+
+def _is_json(media_type: str) -> bool:
+    kind = media_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+def read_headers(headers: Headers) -> SchedulingHeaders:
+    """What they say; of one that is there twice, the first. Raises `ApiError`."""
+    given: dict[str, str] = {}
+    for name, value in headers.items():
+        if name in _FIELDS:
+            given.setdefault(_FIELDS[name], value)
+    if not given:
+        return _NOTHING
+    try:
+        return SchedulingHeaders.model_validate(given)
+    except ValidationError as error:
+        named = [{**one, "loc": (str(one["loc"][0]).replace("_", "-"),)} for one in error.errors()]
+        raise of_validation(named) from None
+
+
+def with_tenant(headers: SchedulingHeaders, tenant: str | None) -> SchedulingHeaders:
+    """The headers of a request whose key stands for this tenant; None: for nobody.
+
+    Such a key is its tenant, whatever `user` says. Raises `ApiError` where a header names another one.
+    """
+    if tenant is None:
+        return headers
+    named = headers.x_llm_d_inference_fairness_id
+    if named not in (None, "", tenant):
+        raise bad_request("is another tenant than the key's", "x-llm-d-inference-fairness-id", "other_tenant")
+    return headers.model_copy(update={"x_llm_d_inference_fairness_id": tenant})
+
+
+def documented_body(body: type[BaseModel]) -> dict[str, Any]:
+    """The body of an operation of the OpenAPI document, whose components have its schema."""
+    reference = {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}
+    return {"requestBody": {"required": True, "content": {"application/json": reference}}}
+
+
+def documented(body: type[BaseModel]) -> dict[str, Any]:
+    """The same with the headers that say how a request is to be scheduled."""
+    schemas = SchedulingHeaders.model_json_schema()["properties"]
+    parameters = []
+    for name, field in _FIELDS.items():
+        shown = {key: value for key, value in schemas[field].items() if key != "default"}
+        parameters.append({"name": name, "in": "header", "required": False, "schema": shown})
+    return {"parameters": parameters, **documented_body(body)}

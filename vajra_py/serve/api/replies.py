@@ -1,0 +1,219 @@
+"""Send responses while the client listens; abort when it goes away.
+
+Invariants:
+    - Whatever ends an exchange (answer complete, client gone, server failing), no output of it goes on being computed.
+    - A stream that has begun ends with `[DONE]`, after an error too; what fails before the first token has a status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from vajra_py.serve.api.answers import Answer, encoded, event, failure
+from vajra_py.serve.http.access import ANSWER_ID, DIRECT_SEND
+from vajra_py.serve.http.eager import begin
+from vajra_py.serve.http.errors import ApiError
+from vajra_py.serve.session.output_streams import OutputStream, ResponseState
+from vajra_py.serve.session.session import EngineSession, Unavailable
+
+_DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One HTTP request that generates, from submission to the last byte."""
+
+    session: EngineSession
+    answer: Answer
+    retry_after_s: float
+    on_broken_stream: Callable[[], None]
+    """Called when a stream that has begun ends with an error."""
+    release: Callable[[], None]
+    """Called once, when nothing of it is left."""
+
+    async def respond(self, request: Request) -> Response:
+        """Submit and answer. Raises `ApiError` for what fails before anything was sent."""
+        request.scope[ANSWER_ID] = self.answer.name
+        reply, client = self.answer.reply, _Client(request.receive)
+        handed_on = False
+        try:
+            answerable = reply.answerable()
+            self._submit(reply)
+            if await client.leaves_before(answerable):
+                return _Nothing()
+            self._check(reply.tickets)
+            if not reply.streams:
+                return Response(encoded(self.answer.whole()), media_type="application/json")
+            handed_on = True
+            return _Stream(self, client)
+        finally:
+            if not handed_on:
+                client.let_go()
+                self.finish()
+
+    def _submit(self, reply: ResponseState) -> None:
+        try:
+            self.session.submit(reply.tickets)
+        except Unavailable as error:
+            raise ApiError(503, str(error), code="unavailable", retry_after_s=self.retry_after_s) from None
+
+    def _check(self, tickets: list[OutputStream]) -> None:
+        for ticket in tickets:
+            error = None if ticket.end is None else failure(ticket.end, self.retry_after_s)
+            if error is not None:
+                raise error
+
+    def finish(self) -> None:
+        """Nobody waits any longer; what still runs is taken back."""
+        self.session.abort(self.answer.reply.tickets)
+        self.release()
+
+
+class _Client:
+    """Whoever waits for the answer."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._left = asyncio.ensure_future(_left(receive))
+
+    async def leaves_before(self, event: asyncio.Future[None]) -> bool:
+        """Wait for the event, unless the client leaves; whether it left. Raises what the event does."""
+        if not event.done():
+            await asyncio.wait({event, self._left}, return_when=asyncio.FIRST_COMPLETED)
+        if not event.done():
+            event.cancel()
+            return True
+        event.result()
+        return False
+
+    def let_go(self) -> None:
+        """Whether it is there matters no longer."""
+        self._left.cancel()
+
+
+async def _left(receive: Receive) -> None:
+    """Wait until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Nothing(Response):
+    """For a client that has gone."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send nothing that anyone could read."""
+        await send({"type": "http.response.start", "status": 499, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+class _Stream(Response):
+    """Server-sent events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, exchange: Exchange, client: _Client) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._exchange = exchange
+        self._client = client
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send pieces as they come, until the last one or until the client has gone."""
+        writer = _Writer(self._exchange, scope.get(DIRECT_SEND, send))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._client.leaves_before(writer.begin())
+        finally:
+            writer.stop()
+            self._client.let_go()
+            self._exchange.finish()
+
+
+class _Writer:
+    """Writes a stream's events in the very callback that brings its news.
+
+    While a client does not take what was sent, news wait on its tickets, and go together in one piece when it has.
+    """
+
+    def __init__(self, exchange: Exchange, send: Send) -> None:
+        self._exchange = exchange
+        self._send = send
+        self._sending: asyncio.Task[None] | None = None
+        """Waits for a slow client."""
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def begin(self) -> asyncio.Future[None]:
+        """Write what there is, and from now on what comes; done when the last event was sent."""
+        self._exchange.answer.reply.on_news = self._write
+        self._write()
+        return self._ended
+
+    def stop(self) -> None:
+        """Write nothing more."""
+        self._exchange.answer.reply.on_news = None
+        if self._sending is not None:
+            self._sending.cancel()
+
+    def _write(self) -> None:
+        """Write what is new, unless the client still has to take what there was before."""
+        if self._sending is not None:
+            return
+        try:
+            events, is_last = self._events(self._exchange.answer.reply.take())
+            if not events:
+                return
+            body = {"type": "http.response.body", "body": b"".join(events), "more_body": not is_last}
+            self._sending = begin(self._send(body))
+        except Exception as error:  # this stream's affair, and not that of the others in the same callback
+            self._end(error)
+            return
+        if self._sending is not None:
+            self._sending.add_done_callback(lambda task: self._sent(task, is_last))
+        elif is_last:
+            self._end(None)
+
+    def _sent(self, task: asyncio.Task[None], is_last: bool) -> None:
+        """A slow client has taken what there was."""
+        if task.cancelled():
+            return
+        self._sending = None
+        if is_last or task.exception() is not None:
+            self._end(task.exception())
+        else:
+            self._write()
+
+    def _end(self, error: BaseException | None) -> None:
+        self._exchange.answer.reply.on_news = None
+        if self._ended.done():
+            return
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+
+    def _events(self, changed: Collection[OutputStream]) -> tuple[list[bytes], bool]:
+        """Events about these outputs, and whether nothing follows."""
+        answer = self._exchange.answer
+        events = answer.events(changed)
+        ends = [ticket.end for ticket in changed if ticket.end is not None]
+        if not ends:
+            return events, False
+        errors = (failure(end, self._exchange.retry_after_s) for end in ends)
+        error = next((one for one in errors if one is not None), None)
+        if error is not None:
+            self._exchange.on_broken_stream()
+            return [*events, event(error.body()), _DONE], True
+        if answer.reply.is_done:
+            return [*events, answer.last_event(), _DONE], True
+        return events, False
+
+
+def now_s() -> int:
+    """Seconds since 1970, as OpenAI dates answers."""
+    return int(time.time())

@@ -1,0 +1,462 @@
+"""Request bodies and headers, and their translation to sampling parameters and request facts.
+
+Invariants:
+    - `null` means absent, in every optional field.
+    - Fields of other servers' APIs that this server cannot honour are refused by name, unless they ask for nothing
+      (`vajra_py.serve.http.unsupported`); fields that nobody knows are kept apart (`unknown_fields`) and have no effect.
+    - A list that is wrong gives one error, however long it is.
+    - Limits that need the model (vocabulary, lengths) are checked where the request is prepared, not here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+
+from vajra_py.engine.compute import SamplingParams
+from vajra_py.engine.params import MAX_BIAS, MAX_BIASES, MAX_LOGPROBS
+from vajra_py.engine.tokenizer import ChatEnd
+from vajra_py.serve.http.unsupported import (
+    WrongField,
+    is_known_elsewhere,
+    refuse_content_part,
+    refuse_fields_of,
+    refuse_unsupported,
+    refuse_unsupported_message,
+)
+
+Count: TypeAlias = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+Natural: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+TokenId: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+Switch: TypeAlias = Annotated[bool, Field(strict=True)]
+Text: TypeAlias = Annotated[str, Field(strict=True)]
+Name: TypeAlias = Annotated[str, Field(strict=True, max_length=256)]
+Priority: TypeAlias = Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]
+_PLAIN_NUMBER = re.compile(r"\d+(\.\d*)?([eE][+-]?\d+)?")
+
+
+def _plain_number(given: Any) -> Any:
+    """A number as text, of a header, is written as everywhere; Python takes more."""
+    if isinstance(given, str) and not _PLAIN_NUMBER.fullmatch(given.strip(" ")):
+        raise ValueError("is not a number")
+    return given
+
+
+Milliseconds: TypeAlias = Annotated[float, Field(ge=1e-3, le=1e12), BeforeValidator(_plain_number)]
+"""A microsecond or more."""
+Penalty: TypeAlias = Annotated[float, Field(strict=True, ge=-2, le=2)]
+BadWord: TypeAlias = Annotated[str, Field(strict=True, min_length=1, max_length=256)]
+_MAX_STOPS = 16
+_MAX_BAD_WORDS = 256
+_MAX_METADATA = 16
+
+
+def _null_is(value: Any, kind: Any) -> BeforeValidator:
+    """`null` stands for a value in a field of this kind, as if the field were absent."""
+    return BeforeValidator(lambda given: value if given is None else given, json_schema_input_type=kind | None)
+
+
+def _few_entries() -> BeforeValidator:
+    """Checks how many entries a mapping has before it looks at any: a body has few errors whatever its size."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > _MAX_METADATA:
+            raise ValueError(f"has {len(given)} entries. Allowed: up to {_MAX_METADATA}")
+        return given
+
+    return BeforeValidator(check)
+
+
+def _biases(given: Any) -> Any:
+    """A mapping of token ids, as text, to biases; the first wrong one ends it."""
+    if not isinstance(given, dict):
+        return given
+    if len(given) > MAX_BIASES:
+        raise ValueError(f"has {len(given)} tokens. Allowed: up to {MAX_BIASES}")
+    for token, bias in given.items():
+        if not re.fullmatch(r"\d{1,10}", token, re.ASCII):
+            raise ValueError(f"has a key that is not a token id ({token[:32]!r})")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ValueError(f"has a bias that is out of range (of token {token}). Allowed: -100 to 100")
+    if len({int(token) for token in given}) < len(given):
+        raise ValueError("has a token twice")
+    return given
+
+
+OffSwitch: TypeAlias = Annotated[bool, Field(strict=True), _null_is(False, bool)]
+
+
+class Body(BaseModel):
+    """Base of every body: unknown fields are kept apart, NaN and infinity are refused."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    """What a stream carries besides its text."""
+
+    include_usage: OffSwitch = Field(False, description="A last chunk without choices says how many tokens it took.")
+    continuous_usage_stats: OffSwitch = Field(False, description="Every chunk says how many tokens it took so far.")
+
+
+class GenerationBody(Body):
+    """What both endpoints share: sampling, scheduling, and fields that are understood and mean nothing here."""
+
+    model: Name = Field(description="A name that `/v1/models` lists.")
+    n: Annotated[Count, _null_is(1, Count)] = Field(1, description="Outputs for each prompt.")
+    max_tokens: Count | None = Field(None, description="Most output tokens.")
+    min_tokens: Annotated[Natural, _null_is(0, Natural)] = Field(
+        0, description="The output does not end before it has so many tokens."
+    )
+    temperature: Annotated[float, Field(strict=True, ge=0, le=100)] | None = Field(
+        None, description="Logits are divided by it; 0 is greedy; null: 1."
+    )
+    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = Field(
+        None, description="The fewest tokens whose probabilities reach this; null: 1."
+    )
+    top_k: Annotated[int, Field(strict=True, ge=-1, le=2**31 - 1)] | None = Field(
+        None, description="Only the k likeliest tokens; null, 0 and -1: all."
+    )
+    min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = Field(
+        None, description="Only tokens with at least this part of the largest probability."
+    )
+    presence_penalty: Penalty | None = Field(None, description="Taken from the logit of every token put out already.")
+    frequency_penalty: Penalty | None = Field(None, description="The same, times how often.")
+    repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=100)] | None = Field(
+        None, description="Divides the logits of tokens that occurred; null: 1."
+    )
+    seed: Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)] | None = Field(
+        None, description="Of the outputs' random streams; the outputs of one request get different ones."
+    )
+    stop: Text | Annotated[list[Text], Field(fail_fast=True, max_length=_MAX_STOPS)] | None = Field(
+        None, description=f"Strings that end the output, at most {_MAX_STOPS}; they are not part of it."
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=64)] | None = Field(
+        None, description="Tokens that end the output, besides the model's own."
+    )
+    include_stop_str_in_output: OffSwitch = Field(
+        False, description="The stop string, or the text of the token, that ends the output is part of it."
+    )
+    skip_special_tokens: Annotated[Switch, _null_is(True, bool)] = Field(
+        True, description="Special tokens are no part of the text."
+    )
+    add_special_tokens: Switch | None = Field(
+        None, description="Whether the special tokens that the model expects are put around the prompt."
+    )
+    bad_words: Annotated[list[BadWord], Field(fail_fast=True, max_length=_MAX_BAD_WORDS)] | None = Field(
+        None, description="Words that the output does not contain."
+    )
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1)] | None = Field(
+        None, description="Only these tokens are put out."
+    )
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_biases)] | None = Field(
+        None, description="By token id, what is added to its logit: -100 to 100."
+    )
+    prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None,
+        description="Report log-probabilities of the prompt's tokens, and so many of the likeliest; not in streams.",
+    )
+    return_tokens_as_token_ids: OffSwitch = Field(
+        False, description="Log-probabilities name tokens as `token_id:NUMBER`."
+    )
+    cache_salt: Annotated[str, Field(strict=True, min_length=1, max_length=256)] | None = Field(
+        None, description="Only requests with the same salt share cached prefixes."
+    )
+    ignore_eos: OffSwitch = Field(False, description="The model's own end-of-sequence tokens do not end the output.")
+    stream: OffSwitch = Field(False, description="Answer in server-sent events.")
+    stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
+    return_token_ids: OffSwitch = Field(False, description="Say the tokens of prompt and output too.")
+    priority: Annotated[Priority, _null_is(0, Priority)] = Field(0, description="Lower is more urgent.")
+    slo_class: Name | None = Field(None, description="Class of service; the header `x-slo-class` goes before it.")
+    ttft_slo_ms: Milliseconds | None = Field(None, description="Promised time to the first token; as `x-slo-ttft-ms`.")
+    tpot_slo_ms: Milliseconds | None = Field(None, description="Promised time per further token; as `x-slo-tpot-ms`.")
+    tbt_slo_ms: Milliseconds | None = Field(
+        None, description="Promised longest time between two tokens in a row; as `x-slo-tbt-ms`."
+    )
+    deadline_ms: Milliseconds | None = Field(None, description="Promised end, from arrival; as `x-deadline-ms`.")
+    expires_after_ms: Milliseconds | None = Field(
+        None, description="Give up when it still waits after this; as `x-expires-after-ms`."
+    )
+    session_id: Name | None = Field(None, description="The conversation it belongs to; as `x-session-id`.")
+    user: Name | None = Field(None, description="The tenant, where no header names one.")
+    metadata: Annotated[dict[Name, Name], Field(max_length=_MAX_METADATA), _few_entries()] | None = Field(
+        None, description="Policies see it as the request's metadata."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            refuse_unsupported(given, cls.model_fields)
+        return given
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed with stream: true")
+        if any(not one for one in self.stops):
+            raise ValueError("stop has an empty string")
+        if self.prompt_logprobs is not None and self.stream:
+            raise WrongField("prompt_logprobs", "is only allowed without stream")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to report with each token, or None for no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return self.prompt_logprobs
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether special tokens are put around the prompt; by default where no template writes them."""
+        return self.add_special_tokens is not False
+
+    def wanted_tokens(self) -> int | None:
+        """Most output tokens as the client said; None: as many as fit."""
+        return self.max_tokens
+
+    def sampling(self, max_tokens: int, seed: int | None) -> SamplingParams:
+        """How tokens are chosen."""
+        top_k = self.top_k if self.top_k is not None and self.top_k > 0 else None
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=top_k,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            seed=seed,
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
+            stop=self.stops,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(sorted(set(self.allowed_token_ids))),
+            logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
+            bad_words=tuple(dict.fromkeys(self.bad_words or ())),
+            include_stop_str_in_output=self.include_stop_str_in_output,
+        )
+
+
+def _form_of(prompt: Any) -> str:
+    """Which form of a prompt this is, judged by its first element, so that only that form's errors are reported.
+
+    Its name has brackets, which tell it from a field's in the place of an error.
+    """
+    if not isinstance(prompt, list):
+        return "<text>"
+    first = prompt[0] if prompt else 0
+    return "<texts>" if isinstance(first, str) else "<token_lists>" if isinstance(first, list) else "<tokens>"
+
+
+_PromptText: TypeAlias = Annotated[str, Field(strict=True, min_length=1)]
+_PromptTokens: TypeAlias = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+Prompt: TypeAlias = Annotated[
+    Annotated[_PromptText, Tag("<text>")]
+    | Annotated[_PromptTokens, Tag("<tokens>")]
+    | Annotated[list[_PromptText], Field(fail_fast=True, min_length=1), Tag("<texts>")]
+    | Annotated[list[_PromptTokens], Field(fail_fast=True, min_length=1), Tag("<token_lists>")],
+    Discriminator(_form_of),
+]
+"""A text, its tokens, or several of either."""
+
+
+class CompletionBody(GenerationBody):
+    """Body of `/v1/completions`."""
+
+    prompt: Prompt = Field(description="A text, token ids, or a list of either.")
+    max_tokens: Natural | None = Field(
+        16, description="Most output tokens; null: as many as fit; 0 only with `echo`, for the prompt alone."
+    )
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None, description="Report log-probabilities: of the token and so many of the likeliest."
+    )
+    echo: OffSwitch = Field(
+        False,
+        description="The prompt comes before the output, with its tokens' log-probabilities if they are asked for.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_completions(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            refuse_fields_of(given, _CHAT_ONLY, "/v1/chat/completions")
+        return given
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See `GenerationBody`."""
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """See `GenerationBody`."""
+        asked = [one for one in (self.prompt_logprobs, self.logprobs if self.echo else None) if one is not None]
+        return max(asked, default=None)
+
+    def prompts(self) -> list[str | list[int]]:
+        """Every prompt."""
+        prompt: Any = self.prompt
+        several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+        return list(prompt) if several else [prompt]
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    type: Literal["text", "refusal"]
+    text: Annotated[Text, _null_is("", Text)] = Field("", description="With the type `text`.")
+    refusal: Annotated[Text, _null_is("", Text)] = Field("", description="With the type `refusal`.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            refuse_content_part(given.get("type"))
+        return given
+
+    @property
+    def plain(self) -> str:
+        """What it says."""
+        return self.text if self.type == "text" else self.refusal
+
+
+class ChatMessage(Body):
+    """One message of a conversation, such as this server's own answers are; the chat template decides which roles exist."""
+
+    role: Annotated[str, Field(strict=True, min_length=1, max_length=64)]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True, min_length=1)] | None = None
+    refusal: Text | None = Field(None, description="Stands for the content of a message that has none.")
+    name: Name | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            refuse_unsupported_message(given)
+        return given
+
+    def plain(self) -> dict[str, str]:
+        """The message as chat templates take it, with its parts joined by line breaks."""
+        given = self.content if self.content is not None else self.refusal or ""
+        content = given if isinstance(given, str) else "\n".join(part.plain for part in given)
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": content, **named}
+
+
+class ChatBody(GenerationBody):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)] = Field(
+        description="The conversation so far."
+    )
+    max_completion_tokens: Count | None = Field(None, description="Most output tokens; goes before `max_tokens`.")
+    logprobs: Switch | None = Field(None, description="Report log-probabilities.")
+    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = Field(
+        None, description="With `logprobs`: so many of the likeliest tokens too."
+    )
+    add_generation_prompt: Switch | None = Field(
+        None, description="The template ends where the model's answer begins; null: unless `continue_final_message`."
+    )
+    continue_final_message: OffSwitch = Field(
+        False, description="The model continues the last message; not with `add_generation_prompt`."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_chats(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            refuse_fields_of(given, _COMPLETION_ONLY, "/v1/completions")
+        return given
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """See `GenerationBody`."""
+        return self.add_special_tokens is True
+
+    @property
+    def ends(self) -> ChatEnd:
+        """Where the conversation's text ends."""
+        return chat_end(self.add_generation_prompt, self.continue_final_message)
+
+    @model_validator(mode="after")
+    def _logprobs_asked(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is only allowed with logprobs: true")
+        self.ends  # noqa: B018, which raises
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See `GenerationBody`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def wanted_tokens(self) -> int | None:
+        """See `GenerationBody`."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+_CHAT_ONLY = frozenset(
+    ("messages", "max_completion_tokens", "top_logprobs", "add_generation_prompt", "continue_final_message")
+)
+_COMPLETION_ONLY = frozenset(("prompt",))
+
+
+def chat_end(begins_answer: bool | None, continues: bool) -> ChatEnd:
+    """Where a conversation ends that `add_generation_prompt` and `continue_final_message` say this of. Raises `ValueError`."""
+    if continues and begins_answer:
+        raise WrongField("continue_final_message", "does not go with add_generation_prompt")
+    if continues:
+        return ChatEnd.MESSAGE
+    return ChatEnd.NOWHERE if begins_answer is False else ChatEnd.ANSWER
+
+
+def unknown_fields(body: GenerationBody) -> Iterator[str]:
+    """Names of the body's fields that this server does not know and that say something."""
+    parts: list[Body] = [body] if body.stream_options is None else [body, body.stream_options]
+    if isinstance(body, ChatBody):
+        parts.extend(body.messages)
+    for part in parts:
+        for name, value in (part.model_extra or {}).items():
+            if value is not None and not is_known_elsewhere(name):
+                yield name
+
+
+class SchedulingHeaders(BaseModel):
+    """What gateways say about a request; a header goes before the body's field. Two spellings of one thing: the first."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    x_slo_ttft_ms: Milliseconds | None = None
+    x_llm_d_slo_ttft_ms: Milliseconds | None = None
+    x_slo_tpot_ms: Milliseconds | None = None
+    x_llm_d_slo_tpot_ms: Milliseconds | None = None
+    x_slo_tbt_ms: Milliseconds | None = None
+    x_llm_d_inference_fairness_id: Annotated[str, Field(max_length=256)] | None = None
+    x_slo_class: Annotated[str, Field(max_length=256)] | None = None
+    x_deadline_ms: Milliseconds | None = None
+    x_expires_after_ms: Milliseconds | None = None
+    x_session_id: Annotated[str, Field(max_length=256)] | None = None

@@ -1,0 +1,58 @@
+"""Bodies of `/tokenize` and `/detokenize`, with vLLM's fields."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from vajra_py.engine.tokenizer import ChatEnd
+from vajra_py.serve.api.schema import Body, ChatMessage, Name, OffSwitch, Switch, Text, TokenId, chat_end
+from vajra_py.serve.http.unsupported import refuse_unsupported
+
+
+class TokenizeBody(Body):
+    """Body of `/tokenize`: a prompt, or messages."""
+
+    model: Name | None = Field(None, description="May be left out where one model is served.")
+    prompt: Text | None = Field(None, description="A text; or `messages` in its place.")
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)] | None = Field(
+        None, description="A conversation, which the chat template makes a text."
+    )
+    add_special_tokens: Switch | None = Field(None, description="null: for a prompt, not for messages.")
+    add_generation_prompt: Switch | None = Field(None, description="As in `/v1/chat/completions`.")
+    continue_final_message: OffSwitch = Field(False, description="As in `/v1/chat/completions`.")
+    return_token_strs: OffSwitch = Field(False, description="Say the tokens as the vocabulary writes them too.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            refuse_unsupported(given, cls.model_fields)
+        return given
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("one of prompt and messages is needed")
+        if self.messages is None and (self.add_generation_prompt is not None or self.continue_final_message):
+            raise ValueError("add_generation_prompt and continue_final_message are only allowed with messages")
+        self.ends  # noqa: B018, which raises
+        return self
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether special tokens are put around the text."""
+        return self.messages is None if self.add_special_tokens is None else self.add_special_tokens
+
+    @property
+    def ends(self) -> ChatEnd:
+        """Where the conversation's text ends."""
+        return chat_end(self.add_generation_prompt, self.continue_final_message)
+
+
+class DetokenizeBody(Body):
+    """Body of `/detokenize`."""
+
+    model: Name | None = Field(None, description="May be left out where one model is served.")
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)] = Field(description="Token ids.")

@@ -1,0 +1,73 @@
+"""Tokenize prompts off the event loop, in turns, and refuse what cannot fit before all of it is tokenized."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from vajra_py.engine.tokenizer import ChatEnd, Tokenizer
+from vajra_py.serve.http.errors import ApiError, bad_request
+
+SHORT_TEXT = 2_000
+"""Characters up to which a text is tokenized at once: it takes less time than handing it to another thread and back."""
+_PIECE = 16_384
+"""Characters counted in a turn."""
+_SLACK = 16
+"""Tokens of a piece that the whole text may not have: special tokens, and words that the cut divides."""
+
+
+class Tokenizing:
+    """One thread that takes the pieces of all waiting prompts in turn."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "vajra-tokenize")
+
+    def close(self) -> None:
+        """Do nothing more; whoever still waits is cancelled."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def tokens(
+        self, tokenizer: Tokenizer, text: str, max_tokens: int, *, param: str, is_rendered: bool
+    ) -> list[int]:
+        """The tokens of a text that has to have fewer than `max_tokens`. Raises `ApiError` once it is clear that it has more.
+
+        Special tokens are put around it unless it is rendered.
+        A text that is longer than most texts of so many tokens is first counted piece by piece, and the others' pieces get
+        their turns between.
+        """
+        if len(text) <= SHORT_TEXT:
+            return tokenizer.encode(text, is_rendered=is_rendered)
+        loop = asyncio.get_running_loop()
+        if len(text) > max_tokens:
+            num_tokens = 0
+            for start in range(0, len(text), _PIECE):
+                piece = text[start : start + _PIECE]
+                num_tokens += max(0, await loop.run_in_executor(self._thread, _count, tokenizer, piece) - _SLACK)
+                if num_tokens >= max_tokens:
+                    raise _too_long(start + len(piece), max_tokens, param)
+        return await loop.run_in_executor(self._thread, lambda: tokenizer.encode(text, is_rendered=is_rendered))
+
+    async def render(self, tokenizer: Tokenizer, messages: list[dict[str, str]], end: ChatEnd) -> str:
+        """The text of a conversation. Raises `ConfigError`."""
+        if sum(len(message["content"]) for message in messages) <= SHORT_TEXT:
+            return tokenizer.render_chat(messages, end)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, tokenizer.render_chat, messages, end)
+
+    async def text(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+        """The text of tokens."""
+        if len(token_ids) <= SHORT_TEXT:
+            return tokenizer.decode(token_ids)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, tokenizer.decode, token_ids)
+
+
+def _count(tokenizer: Tokenizer, text: str) -> int:
+    return len(tokenizer.encode(text, is_rendered=True))
+
+
+def _too_long(num_characters: int, max_tokens: int, param: str) -> ApiError:
+    message = (
+        f"{param}: is too long (its first {num_characters} characters are {max_tokens} tokens or more). "
+        f"Allowed: up to {max_tokens - 1} tokens"
+    )
+    return bad_request(message, param, "context_length_exceeded")

@@ -1,0 +1,1 @@
+"""HTTP below the API: connections, limits, keys, errors, access logs, options."""

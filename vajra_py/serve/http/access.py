@@ -1,0 +1,115 @@
+"""Request ids, the access log, and HEAD: what every HTTP exchange has, whatever its path.
+
+Pure ASGI. Only the first message of an answer is looked at, so that the pieces of a stream pass unseen.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import Counter
+from uuid import uuid4
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vajra_py.serve.http.logs import FIELDS, cut
+
+_log = logging.getLogger(__name__)
+DIRECT_SEND = "vajra.send"
+"""Under this name a request's scope has the `send` of the protocol: past it, every layer adds one of its own."""
+ANSWER_ID = "vajra.answer_id"
+"""Under this name a handler may leave the id of its answer for the access log."""
+_HEADER = b"x-request-id"
+_ALLOWED = re.compile(rb"[\x21-\x7e]{1,128}")
+PROBES = frozenset({"/health", "/ready"})
+"""Paths by which others find out whether the server serves; what they are answered is no figure of its work."""
+_OFTEN = PROBES | {"/metrics", "/dashboard/data"}
+"""Paths that are asked for all the time: what succeeds there is logged as debugging only."""
+
+
+class AccessLog:
+    """Layer around the application."""
+
+    def __init__(self, app: ASGIApp, statuses: Counter[int], enabled: bool = True) -> None:
+        self._app = app
+        self._statuses = statuses
+        self._enabled = enabled
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, with an id in its answer and a line in the log when it has ended."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        request_id = _request_id(scope)
+        # The protocol below goes by its own scope, and sends no body in answer to HEAD.
+        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+        inner[DIRECT_SEND] = send
+        status = 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (_HEADER, request_id)]
+            await send(message)
+
+        try:
+            await self._app(inner, receive, watched)
+        except BaseException:
+            status = status or 500
+            raise
+        finally:
+            if (
+                route_path(scope) not in PROBES
+            ):  # while a model is loaded they get 503 all the time, which is no failure
+                self._statuses[status] += 1
+            if self._enabled:
+                self._write(scope, inner.get(ANSWER_ID, ""), status, request_id.decode(), time.perf_counter() - started)
+
+    def _write(self, scope: Scope, answer_id: str, status: int, request_id: str, seconds: float) -> None:
+        is_asked_often, path = route_path(scope) in _OFTEN, cut(scope["path"])
+        level = logging.DEBUG if status < 400 and is_asked_often else logging.INFO
+        if status >= 500 and not is_asked_often:
+            level = logging.WARNING
+        if not _log.isEnabledFor(level):
+            return
+        client = scope.get("client")
+        address = "-" if client is None else f"{cut(client[0], 64)}:{client[1]}"
+        fields = {
+            "client": address,
+            "method": scope["method"],
+            "path": path,
+            "status": status,
+            "duration_ms": round(1e3 * seconds, 1),
+            "request_id": request_id,
+            "answer_id": answer_id,
+        }
+        _log.log(
+            level,
+            "%s %s %s %d %.1f ms %s %s",
+            address,
+            scope["method"],
+            path,
+            status,
+            1e3 * seconds,
+            request_id,
+            answer_id,
+            extra={FIELDS: fields},
+        )
+
+
+def _request_id(scope: Scope) -> bytes:
+    """The client's, where it sent one that fits into a header and a log line, else a new one."""
+    for name, value in scope["headers"]:
+        if name == _HEADER and _ALLOWED.fullmatch(value):
+            given: bytes = value
+            return given
+    return uuid4().hex.encode()
+
+
+def route_path(scope: Scope) -> str:
+    """The path below the prefix under which a proxy shows the server."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))

@@ -1,0 +1,386 @@
+"""HTTP connections with limits: how many, how large a request's head is, and how long each part of an exchange may take.
+
+The limits hold before the key is checked, since whoever holds a connection open need not have one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import select
+import time
+from collections import Counter
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from vajra_py.serve.http.errors import ApiError
+from vajra_py.serve.http.options import ServeOptions
+
+_log = logging.getLogger(__name__)
+_OTHER_DESCRIPTORS = 256
+"""File descriptors that are not connections: listeners, workers, logs, recordings."""
+_LOG_EVERY_S = 1.0
+_HEAD_PIECE, _BODY_PIECE = 2**12, 2**14
+"""Bytes that are parsed between two looks at the limits."""
+_MOST_QUEUED = 8
+"""Requests behind one that is being answered, above which nothing more of a connection is parsed."""
+_CHUNK_BYTES = 24
+"""What frames a chunk, without extensions: the digits of its length, and two ends of lines."""
+_LINGER_S = 5.0
+"""How long a client may go on sending a body that nobody wants, so that it can read the answer before the connection is closed."""
+_GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+
+
+class Connections:
+    """All connections of a server, and their limits."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self.options = options
+        self.max_connections = min(options.max_connections, most_connections(options.max_connections))
+        self.max_per_client = min(options.max_connections_per_client, max(1, self.max_connections * 3 // 4))
+        """One address never has all connections."""
+        self.per_client: Counter[str] = Counter()
+        """Accepted sockets by address, those included whose TLS handshake is under way."""
+        self.num_open = 0
+        """Of all addresses."""
+        self.alive: set[Connection] = set()
+        self.num_refused = 0
+        self.num_late = 0
+        self._logged_at: dict[object, float] = {}
+        """By kind of trouble, when it was last logged, on the monotonic clock."""
+        self._num_unlogged: Counter[object] = Counter()
+
+    def enter(self, host: str) -> str | None:
+        """Count an accepted socket of an address ("": a Unix socket); why it is one too many, if it is."""
+        self.num_open += 1
+        self.per_client[host] += 1
+        if self.num_open > self.max_connections:
+            return f"the server has {self.max_connections} connections; no more are allowed"
+        if host and self.per_client[host] > self.max_per_client:
+            return f"{host} has {self.max_per_client} connections; no more are allowed from one address"
+        return None
+
+    def leave(self, host: str) -> None:
+        """Count a socket less."""
+        self.num_open -= 1
+        self.per_client[host] -= 1
+        if not self.per_client[host]:
+            del self.per_client[host]
+
+    def make(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        host: str = "",
+        refusal: str | None = None,
+    ) -> Connection:
+        """A protocol for a socket that has entered; with a `refusal` it answers 503 and closes."""
+        return Connection(self, host, refusal, config, server_state, app_state)
+
+    def note_refusal(self, client: str, status: int, message: str) -> None:
+        """Count and log a refusal: no request line follows, and a flood of them writes one line a second for each status."""
+        self.num_refused += 1
+        self.note(status, f"a connection of {client or 'a Unix socket'} is refused with {status}: {message}")
+
+    def note(self, kind: object, message: str) -> None:
+        """Log trouble with connections: one line a second for each kind, however much there is."""
+        now = time.monotonic()
+        if now - self._logged_at.get(kind, -_LOG_EVERY_S) < _LOG_EVERY_S:
+            self._num_unlogged[kind] += 1
+            return
+        self._logged_at[kind] = now
+        more = self._num_unlogged.pop(kind, 0)
+        _log.warning("%s%s", message, f" ({more} more since the last such line)" if more else "")
+
+    def end_late(self, now: float) -> None:
+        """Close the connections that have taken longer than they may."""
+        for connection in list(self.alive):
+            connection.check(now)
+
+
+def most_connections(wanted: int) -> int:
+    """How many connections the process has file descriptors for, after it has raised its own limit where it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _OTHER_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        if raised > soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+            soft = raised
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    most = max(soft - _OTHER_DESCRIPTORS, soft // 2, 1)
+    if most < wanted:
+        _log.warning("at most %d connections: the limit of open files is %d", most, soft)
+    return most
+
+
+class Phase(Enum):
+    """What a connection waits for from its client."""
+
+    HEAD = "the head of a request"
+    BODY = "the body of a request"
+    NOTHING = "nothing"
+    END = "the end"
+    """Its last answer is sent; what still comes is a body that nobody wants."""
+
+
+class _UntilClosed(int):
+    """The length of a body that ends with its connection, for uvicorn, which counts down to 0."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __isub__(self, other: object) -> _UntilClosed:
+        return self
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 protocol with limits.
+
+    Invariants:
+        - Whoever leaves ends every request of the connection, the one that is being answered and those queued behind it, whether the
+          connection is being read or not.
+        - What is kept of what a client has sent ahead is bounded: one read's bytes, and a few requests.
+    """
+
+    def __init__(self, all_connections: Connections, host: str, refusal: str | None, *args: Any) -> None:
+        super().__init__(*args)
+        self._all = all_connections
+        self._limits = all_connections.options
+        self._host = host
+        self._refusal = refusal
+        self._phase = Phase.HEAD
+        self._since = self.loop.time()
+        """When the phase began."""
+        self._num_head_bytes = 0
+        self._num_framing_bytes = 0
+        """Of a body: what has come and is not the body itself: extensions of chunks, trailers."""
+        self._num_unwanted_bytes = 0
+        """Of what came after the last answer."""
+        self._unparsed = bytearray()
+        self._running: RequestResponseCycle | None = None
+        """The request that is being answered, or was last."""
+        self._is_refused = False
+        self.was_made = False
+        """Whether it has been connected, and so will be lost."""
+        self._unsent = 0
+        self._unsent_since = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Let the client in, or answer 503 where there are too many."""
+        super().connection_made(transport)
+        self.was_made = True
+        self._all.alive.add(self)
+        if self._refusal is not None:
+            self._refuse(503, self._refusal)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection, and end its requests."""
+        self._all.alive.discard(self)
+        self._all.leave(self._host)
+        self._disconnect()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what has come, as far as it is wanted now."""
+        if self._phase is Phase.END:
+            self._num_unwanted_bytes += len(data)
+            if self._num_unwanted_bytes > self._limits.max_body_bytes:
+                self.transport.abort()
+        if self._is_refused or self._phase is Phase.END:
+            return
+        self._unparsed += data
+        self._parse()
+
+    def _parse(self) -> None:
+        """Parse what has come, up to a few requests that wait for the one that is being answered."""
+        left = self._unparsed
+        while left and len(self.pipeline) < _MOST_QUEUED and not self._is_refused and not self.transport.is_closing():
+            if self._phase is Phase.NOTHING and not self._is_answering:
+                self._enter(Phase.HEAD)
+            size = _BODY_PIECE if self._phase is Phase.BODY else _HEAD_PIECE
+            piece = bytes(left[:size])
+            del left[:size]
+            if self._phase is Phase.BODY:
+                self._num_framing_bytes += len(piece)
+            else:
+                self._num_head_bytes += len(piece)
+            super().data_received(piece)
+            self._check_sizes()
+        if left:
+            self.flow.pause_reading()
+
+    def _check_sizes(self) -> None:
+        most = self._limits.max_header_bytes
+        if self._phase is Phase.BODY and self._num_framing_bytes > most:
+            self._refuse(431, f"trailers and extensions of chunks are larger than {most} bytes")
+        elif self._phase is not Phase.BODY and self._num_head_bytes > most:
+            self._refuse_head()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP as everything else that is wrong."""
+        error = ApiError(400, "the request is not HTTP that this server reads", code="not_http")
+        self._write_error(error)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Another protocol is asked for: the request is answered as if it were not, which is what HTTP says."""
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        if self._is_refused:
+            return
+        if self._phase is not Phase.HEAD:
+            self._enter(Phase.HEAD)
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header; a trailer is none."""
+        if self._phase is not Phase.BODY and not self._is_refused:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head is there: what follows is the body."""
+        if self._is_refused:
+            return
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self._limits.max_header_bytes:
+            self._refuse_head()
+            return
+        self._enter(Phase.BODY)
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":  # it knows no chunks: the answer ends with the connection
+            self.cycle.chunked_encoding = False
+            self.cycle.expected_content_length = _UntilClosed()
+
+    def on_chunk_header(self) -> None:
+        """A chunk begins."""
+        self._num_framing_bytes -= _CHUNK_BYTES
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._num_framing_bytes -= len(body)
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is there; what takes time now is the server's affair."""
+        if not self._is_refused:
+            self._enter(Phase.NOTHING)
+            super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        cycle.send = partial(self._send, cycle)  # type: ignore[method-assign]
+        super()._start_asgi_task(cycle, app)
+
+    async def _send(self, cycle: RequestResponseCycle, message: Any) -> None:
+        """Send a part of an answer; one that comes before the request's body is the last of its connection."""
+        if cycle.more_body and not cycle.disconnected:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            elif not message.get("more_body", False):
+                cycle.keep_alive = True  # closing is left to `on_response_complete`
+        await RequestResponseCycle.send(cycle, message)
+
+    def on_response_complete(self) -> None:
+        """An answer is sent: the next request is taken up, or the connection comes to its end."""
+        if self._running is not None and self._running.more_body and not self.transport.is_closing():
+            self._enter(Phase.END)
+            self._unparsed.clear()
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+        super().on_response_complete()
+        if self._unparsed:
+            self._parse()
+
+    def check(self, now: float) -> None:
+        """Close the connection when its client has left unseen, or takes too long to send, or to take what was sent to it."""
+        limits = self._limits
+        unsent = self.transport.get_write_buffer_size()
+        if unsent == 0 or unsent < self._unsent or not self._unsent:
+            self._unsent_since = now
+        self._unsent = unsent
+        if unsent and now - self._unsent_since > limits.send_timeout_s:
+            self._all.num_late += 1
+            _log.info("%s has taken nothing for %g s; its connection is closed", self.client, limits.send_timeout_s)
+            self.transport.abort()
+        elif self.flow.read_paused and self._is_answering and self._has_left():
+            self.transport.abort()
+        elif self.transport.is_closing() or self._phase is Phase.NOTHING:
+            return
+        elif self._phase is Phase.END:
+            if now - self._since > min(_LINGER_S, limits.body_timeout_s):
+                self.transport.abort()
+        elif self.flow.read_paused:
+            self._since = now  # the server does not read: no fault of the client
+        elif now - self._since > (
+            allowed := limits.header_timeout_s if self._phase is Phase.HEAD else limits.body_timeout_s
+        ):
+            self._all.num_late += 1
+            if self._phase is Phase.HEAD and not self._num_head_bytes:
+                self.transport.close()
+            else:
+                self._refuse(408, f"{self._phase.value} did not come within {allowed:g} s")
+
+    def _has_left(self) -> bool:
+        """Whether the client has closed its end, behind whatever it sent before: seen without reading that."""
+        poll = select.poll()
+        try:
+            poll.register(self.transport.get_extra_info("socket").fileno(), _GONE)
+        except ValueError:  # closed here
+            return True
+        return bool(poll.poll(0))
+
+    @property
+    def _is_answering(self) -> bool:
+        return bool(self.pipeline) or (self._running is not None and not self._running.response_complete)
+
+    def _disconnect(self) -> None:
+        """Let every request of the connection know that nobody waits for it."""
+        for cycle in (self._running, *(queued for queued, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.pipeline.clear()
+        self._unparsed.clear()
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        self._since = self.loop.time()
+        self._num_head_bytes = self._num_framing_bytes = 0
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, f"the head of the request is larger than {self._limits.max_header_bytes} bytes")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer, where nothing is being answered, and close."""
+        self._is_refused = True
+        self._all.note_refusal(self._host, status, message)
+        has_begun = self._is_answering and self._running is not None and self._running.response_started
+        self._disconnect()
+        if has_begun:
+            self.transport.abort()
+            return
+        codes = {408: "request_timeout", 431: "header_too_large", 503: "too_many_connections"}
+        self._write_error(ApiError(status, message, code=codes[status], retry_after_s=1 if status == 503 else None))
+
+    def _write_error(self, error: ApiError) -> None:
+        """Answer with an error, past the application, and close."""
+        response = error.response()
+        head = [STATUS_LINE[error.status], b"connection: close\r\n"]
+        head += [name + b": " + value + b"\r\n" for name, value in response.raw_headers]
+        self.transport.write(b"".join((*head, b"\r\n", response.body)))
+        self.transport.close()

@@ -1,0 +1,263 @@
+"""Server options besides the experiment."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.serve.http.logs import LogFormat, LogLevel
+
+MetricNames: TypeAlias = Literal["vajra", "vllm", "both"]
+OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+_COUNTS = (
+    "max_body_bytes",
+    "max_body_values",
+    "max_body_containers",
+    "max_buffered_bytes",
+    "max_connections",
+    "max_connections_per_client",
+    "max_header_bytes",
+    "max_choices",
+    "max_concurrent",
+    "max_labels",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """How a server listens, what it lets in, and what it shows.
+
+    Attributes:
+        host: address to listen on; loopback unless told otherwise.
+        port: 0 takes a free one.
+        api_key: what every request but those for `/health`, `/ready` and `/metrics` has to carry, or several such keys; None:
+            nothing, unless there is an `api_key_file`.
+        api_key_file: further keys, a line each, with the tenant that whoever has the key is.
+        served_names: names of the model, the first one being what answers say; empty: the model directory's name.
+        max_body_bytes: largest request body.
+        max_body_values: most JSON values of a request body; each token id of a prompt is one.
+        max_body_containers: most JSON arrays and objects of a request body; each message is one.
+        max_buffered_bytes: most bytes of request bodies above 64 KiB that are read at once; more are answered 429.
+        max_connections: most connections at once; fewer where the process may not open so many files.
+        max_connections_per_client: most of them from one address.
+        max_header_bytes: largest head of a request: its line and its headers.
+        header_timeout_s: how long a client may take to send a request's head, seconds, from its first byte or from connecting.
+        body_timeout_s: how long it may take to send the body, seconds.
+        idle_timeout_s: how long a connection stays open between two requests, seconds.
+        send_timeout_s: how long a client may take nothing of what was sent to it, seconds; then its connection is closed.
+        guard_health: whether `/health` and `/ready` need the key too.
+        guard_metrics: whether `/metrics` needs it.
+        allowed_hosts: names that clients may call the server by, `*.` before one for all below it; empty: any.
+        allowed_origins: origins of pages that browsers let use the server, `*` for all; empty: none.
+        allowed_methods: methods that such pages may use.
+        allowed_headers: headers that they may send.
+        allow_credentials: whether they may send cookies and the like.
+        forwarded_allow_ips: addresses or networks of proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed,
+            `*` for all; empty: nobody's are.
+        max_choices: most outputs of one HTTP request: prompts times `n`.
+        max_concurrent: most HTTP requests that generate at once; more are answered 429.
+        strict_fields: whether fields of a body that nobody knows are refused instead of ignored.
+        retry_after_s: when a client that got a 429 or 503 should come back, seconds.
+        grace_s: how long a shutdown lets requests finish, seconds.
+        metric_names: `vajra` (own prefix), `vllm` (vLLM's names where the thing is the same), or `both`.
+        max_labels: tenants, and classes of service, that numbers tell apart; further ones count as "other".
+        otlp_traces_endpoint: where spans go, by OTLP over HTTP; None: where the variables `OTEL_*` say, or nowhere.
+        admin: whether `/admin/policy` is there, by which policies are swapped.
+        admin_api_key: what requests for it have to carry in the place of `api_key`; needed where there is an `api_key`.
+        access_log: whether each request has a line in the log.
+        log_format: `text` or `json`.
+        log_level: least level of log lines.
+        uds: path of a Unix socket to listen on in the place of `host` and `port`.
+        root_path: prefix under which a proxy shows the server.
+        ssl_keyfile: private key for TLS.
+        ssl_certfile: its certificate; with it the server speaks TLS.
+        ssl_keyfile_password: of an encrypted key.
+        ssl_ca_certs: certificates of those who may sign clients' certificates; with it clients need one.
+        save_run: folder that gets the session as a run; None: it is not recorded.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
+    api_key_file: Path | None = None
+    served_names: tuple[str, ...] = ()
+    max_body_bytes: int = 8 * 2**20
+    max_body_values: int = 2**19
+    max_body_containers: int = 2**13
+    max_buffered_bytes: int = 64 * 2**20
+    max_connections: int = 4096
+    max_connections_per_client: int = 1024
+    max_header_bytes: int = 2**16
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    idle_timeout_s: float = 75.0
+    send_timeout_s: float = 60.0
+    guard_health: bool = False
+    guard_metrics: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("GET", "POST")
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    forwarded_allow_ips: tuple[str, ...] = ()
+    max_choices: int = 64
+    max_concurrent: int = 512
+    strict_fields: bool = False
+    retry_after_s: float = 1.0
+    grace_s: float = 30.0
+    metric_names: MetricNames = "both"
+    max_labels: int = 100
+    otlp_traces_endpoint: str | None = None
+    admin: bool = False
+    admin_api_key: str | None = field(default=None, repr=False)
+    access_log: bool = True
+    log_format: LogFormat = "text"
+    log_level: LogLevel = "info"
+    uds: Path | None = None
+    root_path: str = ""
+    ssl_keyfile: Path | None = None
+    ssl_certfile: Path | None = None
+    ssl_keyfile_password: str | None = field(default=None, repr=False)
+    ssl_ca_certs: Path | None = None
+    save_run: Path | None = None
+
+    @property
+    def traces(self) -> bool:
+        """Whether spans are wanted: by the option, or by a variable that names an exporter or an endpoint."""
+        if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+            return False
+        exporter = os.environ.get("OTEL_TRACES_EXPORTER", "")
+        named = any(os.environ.get(name) for name in OTLP_VARIABLES)
+        return self.otlp_traces_endpoint is not None or exporter not in ("", "none") or (named and exporter != "none")
+
+    def check(self) -> None:
+        """Raises `ConfigError` with everything that cannot be."""
+        problems = [
+            Problem(name, f"is too small ({getattr(self, name)})", "Allowed: 1 or more")
+            for name in _COUNTS
+            if getattr(self, name) < 1
+        ]
+        problems += [
+            Problem(name, f"is out of range ({getattr(self, name)})", "Allowed: 0 or more seconds")
+            for name in ("grace_s", "retry_after_s")
+            if not 0 <= getattr(self, name) < float("inf")
+        ]
+        problems += [
+            Problem(name, f"is out of range ({getattr(self, name)})", "Allowed: above 0 seconds")
+            for name in ("header_timeout_s", "body_timeout_s", "idle_timeout_s", "send_timeout_s")
+            if not 0 < getattr(self, name) < float("inf")
+        ]
+        if not 0 <= self.port <= 65535:
+            problems.append(Problem("port", f"is not a port ({self.port})", "Allowed: 0 to 65535; 0 takes a free one"))
+        problems += [
+            Problem(name, "has characters that a header cannot carry", "Allowed: visible ASCII")
+            for name, keys in (("api_key", self._said_keys), ("admin_api_key", (self.admin_api_key,)))
+            if not all(re.fullmatch(r"[\x21-\x7e]+", key or "none") for key in keys)
+        ]
+        problems += [*self._admin_problems(), *self._listening_problems(), *self._browser_problems()]
+        try:
+            self.read_keys()
+        except ConfigError as error:
+            problems += error.problems
+        if any(not one.strip() for one in self.served_names):
+            problems.append(Problem("served_names", "has an empty name", "Allowed: one character or more"))
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def _said_keys(self) -> tuple[str, ...]:
+        return (self.api_key,) if isinstance(self.api_key, str) else self.api_key or ()
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether requests have to carry a key."""
+        return bool(self._said_keys) or self.api_key_file is not None
+
+    def read_keys(self) -> dict[str, str | None]:
+        """Every key, and the tenant that it stands for; None: whom the client names. Raises `ConfigError`."""
+        keys: dict[str, str | None] = dict.fromkeys(self._said_keys)
+        if self.api_key_file is None:
+            return keys
+        try:
+            lines = self.api_key_file.read_text("utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            problem = Problem("api_key_file", f"cannot be read ({error})", "A text file: KEY and TENANT on each line")
+            raise ConfigError(problem) from None
+        problems, num_before = [], len(keys)
+        for number, line in enumerate(lines, 1):
+            key, _, tenant = line.strip().partition(" ")
+            if not key or key.startswith("#"):
+                continue
+            tenant = tenant.strip()
+            if not re.fullmatch(r"[\x21-\x7e]+", key) or len(tenant) > 256 or not tenant.isprintable():
+                message = f"line {number} is not a key and a tenant"
+                problems.append(Problem("api_key_file", message, "Allowed: visible ASCII, a blank, a name"))
+            elif key in keys:
+                problems.append(Problem("api_key_file", f"line {number} has a key that was there before"))
+            keys[key] = tenant or None
+        if len(keys) == num_before and not problems:
+            problems.append(Problem("api_key_file", "has no key", "A key on each line"))
+        if problems:
+            raise ConfigError(problems)
+        return keys
+
+    def _browser_problems(self) -> list[Problem]:
+        """What is wrong with whom the server believes, and what browsers are told."""
+        problems = []
+        wrong = [
+            one for one in self.allowed_hosts if not re.fullmatch(r"(\*\.)?[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]", one)
+        ]
+        if wrong:
+            message = f"has what is not a name ({wrong[0]!r})"
+            problems.append(Problem("allowed_hosts", message, "Names or addresses without port; *.NAME for all below"))
+        wrong = [
+            one for one in self.allowed_origins if one != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", one)
+        ]
+        if wrong:
+            message = f"has what is not an origin ({wrong[0]!r})"
+            problems.append(Problem("allowed_origins", message, "Such as https://chat.example.org, or *"))
+        if self.allow_credentials and ("*" in self.allowed_origins or not self.allowed_origins):
+            message = "needs origins by name: any page could use what a browser keeps for its user"
+            problems.append(Problem("allow_credentials", message, "allowed_origins without *"))
+        wrong = [one for one in self.forwarded_allow_ips if one != "*" and not _is_network(one)]
+        if wrong:
+            message = f"has what is no address ({wrong[0]!r})"
+            problems.append(Problem("forwarded_allow_ips", message, "Addresses, networks such as 10.0.0.0/8, or *"))
+        return problems
+
+    def _admin_problems(self) -> list[Problem]:
+        if self.admin and self.has_keys and self.admin_api_key is None:
+            message = "is missing: whoever may use the server could swap its policies"
+            return [Problem("admin_api_key", message, "Another key for /admin (VAJRA_ADMIN_API_KEY), or no --admin")]
+        if self.admin_api_key is not None and not self.admin:
+            return [Problem("admin_api_key", "does nothing without --admin")]
+        return []
+
+    def _listening_problems(self) -> list[Problem]:
+        problems = [
+            Problem(name, f"is not a file ({path})", "A file in PEM format")
+            for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
+            if (path := getattr(self, name)) is not None and not path.is_file()
+        ]
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            problems.append(Problem("ssl_certfile", "is missing, and TLS is asked for", "The certificate's file"))
+        if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
+            problems.append(
+                Problem("root_path", f"is not a prefix of paths ({self.root_path!r})", "Allowed: such as /llm")
+            )
+        return problems
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ip_network(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Metrics, history and live figures of a server."""

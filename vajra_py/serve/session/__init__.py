@@ -1,0 +1,1 @@
+"""Engine session behind a server: submissions, output streams, models by name."""

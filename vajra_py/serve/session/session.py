@@ -1,0 +1,487 @@
+"""Life cycle of the engine behind a server: load, submit, shut down without losing a request.
+
+One thread loads the engine and then is its loop. Everything else here belongs to the event loop's thread.
+
+Invariants:
+    - A request that `submit` took gets an end on its ticket, whatever happens to the engine.
+    - Once the engine's thread is done, `submit` raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from vajra_py.config import ExperimentConfig
+from vajra_py.contract.observer import EndReason, Observer
+from vajra_py.engine.build import Engine
+from vajra_py.engine.clock import WallClock
+from vajra_py.engine.compute import ModelFacts
+from vajra_py.engine.config import ModelBackendConfig
+from vajra_py.engine.llm import load_tokenizer
+from vajra_py.engine.loop import EngineLoop
+from vajra_py.engine.outputs import Submission
+from vajra_py.engine.params import PromptLimits
+from vajra_py.engine.services import engine_services
+from vajra_py.engine.tokenizer import Tokenizer
+from vajra_py.engine.worker import calm_threads
+from vajra_py.errors import ConfigError, ExecutorError, Problem, VajraError
+from vajra_py.experiment.runs.recording import RunRecording, SessionEnd
+from vajra_py.plugins import Registry
+from vajra_py.runtime.records.input_log import PolicyChange
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.serving.controller import Controller
+from vajra_py.runtime.serving.policy_swap import Swapped
+from vajra_py.runtime.serving.replicaset import AdmissionLimits
+from vajra_py.serve.session.output_streams import End, LoopBridge, OutputStream
+
+_log = logging.getLogger(__name__)
+STOP_S = 2.0
+"""How long the engine's thread may take to notice that it is to stop, and, later, workers to be given back."""
+_KILL_S = 0.5
+"""The same once more when its workers were killed: it may have been handing one of them a step."""
+_GIVE_BACK_S = 3.0
+_WRITE_S = 1.5
+"""How long the recording of an engine that hangs may take to be closed."""
+RECORD_S = 30.0
+"""The same of one that has stopped: it writes its tables then."""
+
+
+class SessionState(Enum):
+    """Where a session stands."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    """Finishes what it has, takes nothing new."""
+    CLOSED = "closed"
+    FAILED = "failed"
+
+
+class Unavailable(Exception):
+    """The session takes no requests now; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionParts:
+    """What a session is made of.
+
+    Attributes:
+        config: the experiment; its backend is the engine.
+        registry: installed policies.
+        recording: who keeps the run; None: nobody.
+        replaced: parts of `EngineServices` to replace, for tests.
+    """
+
+    config: ExperimentConfig
+    registry: Registry
+    recording: RunRecording | None = None
+    replaced: dict[str, Any] | None = None
+
+
+class EngineSession:
+    """One engine behind a server."""
+
+    def __init__(self, parts: SessionParts) -> None:
+        settings = parts.config.backend.settings
+        if not isinstance(settings, ModelBackendConfig):
+            message = f"a server computes with a model (got {parts.config.backend.kind!r})"
+            raise ConfigError(
+                Problem("backend", message, "Allowed: `backend: {engine: {model: …}}`, or vllm in its place")
+            )
+        self.config = parts.config
+        self.state = SessionState.LOADING
+        self.error: BaseException | None = None
+        self.tokenizers: dict[str, Tokenizer | None] = {}
+        """By replicaset; None: its model has none."""
+        self.engine: Engine | None = None
+        self.watchers: list[Callable[[Controller], Sequence[Observer]]] = []
+        """Called in the engine's thread when the engine is loaded; they say who watches it."""
+        self.on_formed: Callable[[str, float], None] | None = None
+        """Told how long forming each step took; `watchers` may set it."""
+        self.clock_zero_ns = 0
+        """When the engine's clock began, nanoseconds since 1970."""
+        self._parts = parts
+        self._loop: EngineLoop | None = None
+        self._tickets: dict[OutputStream, None] = {}
+        self._mailbox: LoopBridge | None = None
+        self._gate = threading.Lock()
+        self._takes = False
+        self._is_loaded = False
+        self._is_abandoned = False
+        """The session was closed while the engine was being loaded; its thread only gives back what it made."""
+        self._changed: asyncio.Event | None = None
+        self.is_left_behind = False
+        """Whether the session was closed although something of it still hangs: the process has to be ended."""
+        self.is_stuck = False
+        """Whether that is the engine's own thread."""
+        self._has_stopped = False
+        """The loop has come to its end, and everybody was told; what is left is the recording, and giving back."""
+        self._records_end = threading.Lock()
+        """Held while the recording is being ended."""
+        self._is_recorded = False
+        self._given_up: VajraError | None = None
+        """Why it ends although its loop could go on."""
+        self._thread = threading.Thread(target=self._run, name="vajra-engine", daemon=True)
+
+    # The event loop's side
+
+    def start(self) -> None:
+        """Begin to load; returns at once."""
+        loop = asyncio.get_running_loop()
+        self._mailbox = LoopBridge(loop)
+        self._changed = asyncio.Event()
+        self._thread.start()
+
+    async def loaded(self) -> None:
+        """Wait until the engine serves. Raises what loading it raised."""
+        await self._until(lambda: self.state is not SessionState.LOADING)
+        if self.error is not None:
+            raise self.error
+
+    async def ended(self) -> None:
+        """Wait until the engine's thread is done, whatever ended it."""
+        await self._until(lambda: self.state in (SessionState.CLOSED, SessionState.FAILED))
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        assert self._changed is not None
+        while not holds():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def model(self, replicaset: str) -> ModelFacts:
+        """What a replicaset loaded; only once it has."""
+        assert self.engine is not None
+        return self.engine.models[replicaset]
+
+    @property
+    def controller(self) -> Controller | None:
+        """The controller, once the engine is loaded; its numbers may be read from any thread."""
+        return None if self.engine is None else self.engine.controller
+
+    @property
+    def num_replicas_up(self) -> int:
+        """Replicas that compute."""
+        if self.engine is None or self.state not in (SessionState.READY, SessionState.DRAINING):
+            return 0
+        return sum(not one.is_lost for one in self.engine.replicas.values())
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request sent now would be taken and run."""
+        return self.state is SessionState.READY and len(self.unavailable()) < len(self.config.effective_replicasets)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing will be served any more, for good."""
+        lost = self._loop is not None and self._loop.failed is not None
+        return lost or self._given_up is not None or self.state in (SessionState.FAILED, SessionState.CLOSED)
+
+    @property
+    def num_restarting(self) -> int:
+        """Replicas that failed and are being started again."""
+        return 0 if self._loop is None else self._loop.num_restarting
+
+    def unavailable(self) -> dict[str, str]:
+        """Replicasets that take no requests, and why; none while there is no engine yet."""
+        found = {}
+        blocked = "" if self._loop is None else self._loop.blocked
+        for name, one in ({} if self.controller is None else self.controller.replicasets).items():
+            if one.out_of_service:
+                found[name] = one.out_of_service
+            elif blocked:
+                found[name] = f"a policy is blocked: {blocked}"
+            elif not one.num_up:
+                loss = "" if self._loop is None else self._loop.last_loss
+                found[name] = f"no replica is up ({loss}); {self.num_restarting} are being started again"
+        return found
+
+    def prompt_limits(self, replicaset: str) -> PromptLimits:
+        """What a prompt may be there."""
+        assert self.engine is not None
+        return self.engine.prompt_limits_of(replicaset)
+
+    def admission(self, replicaset: str) -> AdmissionLimits:
+        """What may wait there."""
+        assert self.controller is not None
+        return self.controller.replicasets[replicaset].admission
+
+    def submit(self, tickets: Sequence[OutputStream]) -> None:
+        """Hand outputs over to the engine, all or none. Raises `Unavailable`."""
+        assert self._mailbox is not None
+        for ticket in tickets:
+            self._mailbox.on_progress(ticket, self._forget)
+        with self._gate:
+            if not self._takes:
+                raise Unavailable(self.why_unavailable())
+            assert self._loop is not None
+            for ticket in tickets:
+                self._tickets[ticket] = None
+                self._loop.submit(ticket.submission)
+
+    def abort(self, tickets: Sequence[OutputStream]) -> None:
+        """Take outputs back; those that have ended already stay as they are."""
+        if self._loop is not None:
+            for ticket in tickets:
+                if ticket.end is None:
+                    self._loop.abort(ticket.request_id)
+
+    async def swap_policy(self, change: PolicyChange) -> Swapped:
+        """Put a policy in force between two steps. Raises `Unavailable`, and why it cannot be; then nothing has changed."""
+        mailbox, answer = self._mailbox, asyncio.get_running_loop().create_future()
+        assert mailbox is not None
+
+        def tell(outcome: Swapped | VajraError) -> None:
+            mailbox.call(lambda: None if answer.done() else answer.set_result(outcome))
+
+        with self._gate:
+            if not self._takes:
+                raise Unavailable(self.why_unavailable())
+            assert self._loop is not None
+            self._loop.swap_policy(change, tell)
+        outcome: Swapped | VajraError = await answer
+        if isinstance(outcome, ExecutorError):  # the engine ended first
+            raise Unavailable(str(outcome))
+        if isinstance(outcome, VajraError):
+            raise outcome
+        return outcome
+
+    def why_unavailable(self) -> str:
+        """What to tell a client whose request is not taken."""
+        if self.state is SessionState.LOADING:
+            return "the model is being loaded"
+        if self.state is SessionState.READY:
+            return "; ".join(f"{name}: {why}" for name, why in self.unavailable().items())
+        if self.state is SessionState.FAILED:
+            return "the engine has failed; the server's log says why"
+        return "the server is shutting down"
+
+    @property
+    def num_open(self) -> int:
+        """Outputs taken and not ended."""
+        return len(self._tickets)
+
+    def drain(self) -> None:
+        """Take nothing new from now on."""
+        with self._gate:
+            self._takes = False
+        if self.state is SessionState.READY:
+            self._set_state(SessionState.DRAINING)
+
+    def end_if_out_of_service(self) -> None:
+        """End with an error when policies took every replicaset out of service; for servers where nobody can swap them."""
+        if self.state is not SessionState.READY or self.controller is None or self._given_up is not None:
+            return
+        replicasets = self.controller.replicasets.values()
+        if all(one.out_of_service for one in replicasets):
+            self._given_up = ExecutorError(f"engine: {self.why_unavailable()}")
+            assert self._loop is not None
+            self._loop.stop()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the recording is being ended."""
+        return self._records_end.locked()
+
+    async def close(self, stop_s: float = STOP_S) -> None:
+        """End everything that is left and the engine; returns when its thread is done, or is left behind (`is_left_behind`).
+
+        A thread that does not stop within `stop_s` gets its workers killed; then clients are answered and the recording is ended
+        without it. Workers that are not given back in time are left too.
+        """
+        self.drain()
+        if self._thread.ident is None or self.is_left_behind or self._abandon_load():
+            return
+        await self._until(lambda: self.state is not SessionState.LOADING)
+        if self._loop is not None:
+            self._loop.stop()
+        if self._loop is not None and self._loop.blocked:
+            stop_s = _KILL_S
+        if not await self._within(stop_s, lambda: self._has_stopped):
+            assert self.engine is not None
+            self.engine.discard_workers()
+            if not await self._within(_KILL_S, lambda: self._has_stopped):
+                await self._leave_thread()
+                return
+        await self._within(RECORD_S, lambda: self._is_recorded)
+        if not await self._within(_GIVE_BACK_S, lambda: self.state in (SessionState.CLOSED, SessionState.FAILED)):
+            _log.warning("workers are not given back within %g s; they are left behind", _GIVE_BACK_S)
+            self.is_left_behind = True
+            return
+        await asyncio.to_thread(self._thread.join)
+
+    async def _within(self, limit_s: float, holds: Callable[[], bool]) -> bool:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._until(lambda: holds() or self.state is SessionState.FAILED), limit_s)
+        return holds() or self.state is SessionState.FAILED
+
+    async def _leave_thread(self) -> None:
+        """End the session without the engine's thread."""
+        why = "" if self._loop is None else self._loop.blocked
+        self.is_left_behind = self.is_stuck = True
+        self.error = error = ExecutorError(f"engine: it does not stop{': ' if why else ''}{why}")
+        _log.error("%s", error)
+        self._end_all(None)
+        writer = threading.Thread(target=self._end_recording, args=(error,), name="vajra-recording", daemon=True)
+        writer.start()
+        await self._within(_WRITE_S, lambda: self._is_recorded)
+        self._set_state(SessionState.FAILED)
+
+    def _abandon_load(self) -> bool:
+        """Close the session without waiting for a load that is under way; False when there is none."""
+        if self._is_abandoned:
+            return True
+        with self._gate:
+            if self._is_loaded or self.state is not SessionState.LOADING:
+                return False
+            self._is_abandoned = True
+        if self._parts.recording is not None:
+            self._parts.recording.finish(
+                None, ExecutorError("engine: the server was stopped while the model was being loaded")
+            )
+        self.state = SessionState.CLOSED
+        if self._changed is not None:
+            self._changed.set()
+        return True
+
+    # The engine's side
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            if not self._load():
+                return
+            assert self._loop is not None
+            self._loop.run()
+            error = self._why_it_ended()
+        except BaseException as raised:  # whatever it was, every client has to be told
+            if self._is_abandoned:
+                return
+            error = raised
+        with self._gate:
+            self._takes = False
+        if self._loop is not None:
+            self._loop.refuse_swaps()
+        self._end_all(error)  # first: closing may have to wait for a step, and clients need not
+        if self.is_left_behind:
+            return
+        self.error = error
+        self._has_stopped = True
+        self._tell_changed()
+        try:
+            self._finish(error)
+        except BaseException as raised:
+            _log.exception("closing the engine failed")
+            error = error or raised
+        self.error = error
+        if error is not None:
+            expected = isinstance(error, VajraError)
+            _log.error("the engine ended: %s", error, exc_info=None if expected else error)
+        self._set_state(SessionState.CLOSED if error is None else SessionState.FAILED)
+
+    def _why_it_ended(self) -> VajraError | None:
+        """What the loop ended for, where nobody asked it to."""
+        assert self._loop is not None
+        if self._loop.failed is not None:
+            return ExecutorError(f"engine: no replica is left, and none is started again ({self._loop.failed})")
+        return self._given_up
+
+    def _load(self) -> bool:
+        """Load the engine and begin to serve; False when nobody wants it any more."""
+        parts = self._parts
+        replaced = {"threaded": True, "make_clock": self._clock, **(parts.replaced or {})}
+        services = engine_services(parts.config, parts.registry, {}, **replaced)
+        calm_threads()  # before tokenizers: they load a tensor library
+        self._load_tokenizers()
+        engine = Engine.load(parts.config, services)
+        with self._gate:
+            self._is_loaded = not self._is_abandoned
+        if self._is_abandoned:
+            engine.close()
+            return False
+        self.engine = engine
+        recording = parts.recording
+        if recording is not None:
+            recording.begin(engine.description(), engine.controller)
+        kept = () if recording is None else recording.observers
+        found = [one for make in self.watchers for one in make(engine.controller)]
+        engine.controller.watch([*found, *kept])
+        note = None if recording is None else recording.note
+        self._loop = loop = engine.start(serves=True, note=note, isolates_policies=True)
+        self._loop.on_formed = self.on_formed
+        self._loop.on_failed = lambda _: loop.stop()
+        if recording is not None:
+            self._loop.on_ended = partial(_note_end, recording)
+        with self._gate:
+            self._takes = True
+        self._set_state(SessionState.READY)
+        return True
+
+    def _clock(self) -> WallClock:
+        self.clock_zero_ns = time.time_ns()
+        return WallClock()
+
+    def _load_tokenizers(self) -> None:
+        settings: ModelBackendConfig = self.config.backend.settings
+        folders = {name: settings.of(name).model for name in self.config.effective_replicasets}
+        loaded = {folder: load_tokenizer(folder) for folder in dict.fromkeys(folders.values())}
+        self.tokenizers = {name: loaded[folder] for name, folder in folders.items()}
+
+    def _finish(self, error: BaseException | None) -> None:
+        try:
+            self._end_recording(error)
+        finally:
+            if self.engine is not None:
+                self.engine.close()
+
+    def _end_recording(self, error: BaseException | None) -> None:
+        """Complete the recording's folder, once."""
+        recording = self._parts.recording
+        try:
+            with self._records_end:
+                if recording is not None and not self._is_recorded:
+                    recording.finish(None if self._loop is None else _end_of(self._loop), error)
+        finally:
+            self._is_recorded = True
+            self._tell_changed()
+
+    def _end_all(self, error: BaseException | None) -> None:
+        """Tell everyone who still waits; a ticket that has ended meanwhile keeps its own end."""
+        assert self._mailbox is not None
+        detail = "the server is shutting down" if error is None else "the engine has failed; the server's log says why"
+        detail = str(error) if isinstance(error, VajraError) else detail
+        for ticket in list(self._tickets):
+            collected = ticket.submission.collected
+            end = End(EndReason.FAILED, detail)
+            self._mailbox.post(ticket, (len(collected.token_ids), collected.text, end))
+        self._tickets.clear()
+
+    def _forget(self, ticket: OutputStream) -> None:
+        self._tickets.pop(ticket, None)
+
+    def _set_state(self, state: SessionState) -> None:
+        self.state = state
+        self._tell_changed()
+
+    def _tell_changed(self) -> None:
+        assert self._mailbox is not None
+        assert self._changed is not None
+        self._mailbox.call(self._changed.set)
+
+
+def _note_end(recording: RunRecording, submission: Submission, request: Request, reason: EndReason) -> None:
+    collected = submission.collected
+    recording.ended(request, reason, collected.token_ids, is_faulty=collected.is_faulty)
+
+
+def _end_of(loop: EngineLoop) -> SessionEnd:
+    alive = ((request, submission.collected.token_ids) for request, submission in loop.alive())
+    return SessionEnd(loop.controller, loop.now, loop.num_steps, alive)
