@@ -33,7 +33,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_NEXT := $(VLLM_VENV)/vllm-0.33
 VLLM_NEEDS := $(if $(filter $(VLLM_VENV)/bin/python,$(VLLM_PYTHON)),$(VLLM_STAMP))
 
-.PHONY: test-vllm vllm-fuzz vllm vllm-prediction help install demo lint format test test-fast test-random mutants bench validate-run accuracy bench-silicon vllm-cpu bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs clean
+.PHONY: test-vllm vllm-fuzz vllm vllm-prediction help install demo lint format test test-fast test-random mutants bench validate-run accuracy bench-silicon vllm-cpu bench-sim bench-engine golden gauntlet gpu-check gpu-bench docs site clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 13) or sys.exit(f"Makefile: PYTHON is {sys.version.split()[0]}. Allowed: 3.11, 3.12 (make install PYTHON=python3.11).")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt torch==$(TORCH)
-	$(PIP) install --quiet -c constraints.txt -e '.[dev,cpu,ray,serve,otel]'
+	$(PIP) install --quiet -c constraints.txt -e '.[dev,cpu,docs,ray,serve,otel]'
 	@touch $@
 
 demo: install ## chats beside documents under three policies: a picture and a report (under 2 minutes)
@@ -59,9 +59,10 @@ lint: install ## ruff, formatting, mypy --strict, import directions
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: install ## let ruff sort imports, apply safe fixes and format
+format: install ## let ruff sort imports, apply safe fixes and format; wrap the prose of the documentation
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(PY) docs/tools/wrap.py
 
 # In two runs: tensor libraries keep what compiling and loading models took, and a worker of all tests would need 2.5 GB.
 test: lint ## lint, then every test (slow ones too; those that need a GPU are skipped without one)
@@ -145,6 +146,9 @@ vllm: $(VLLM_NEEDS) ## two policies on one vLLM, compared, and their recorded st
 docs: install ## run every YAML and Python block of the documentation
 	$(BIN)/pytest -n $(WORKERS) tests/docs $(PYTEST_ARGS)
 
+site: install ## build the documentation site in site/, readable from disk: open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean: ## remove the environment, caches and build outputs (results under runs/ stay)
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
 """Which of transformers' causal language models run on this engine?
 
 Makes a very small model of every type with random weights, loads it as the engine would, and prints what the self-check says:
-`python benchmarks/model_types.py [TYPE ...]`; `--write docs/models.md` makes the page of it. Takes some ten minutes.
+`python benchmarks/model_types.py [TYPE ...]`; `--write docs/reference/models.md` makes the page of it. Takes some ten minutes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +148,17 @@ def one_line(error: BaseException) -> str:
 
 
 def page(results: Mapping[str, tuple[str, str]]) -> str:
-    """docs/models.md."""
+    """docs/reference/models.md."""
     by_outcome: dict[str, list[str]] = {FUSED: [], MODULES: [], REFUSED: [], UNTRIED: []}
     for model_type, (outcome, _) in results.items():
         by_outcome[outcome].append(model_type)
 
     def names(outcome: str) -> str:
         return ", ".join(f"`{name}`" for name in by_outcome[outcome])
+
+    def by_initial(outcome: str) -> str:
+        groups = groupby(sorted(by_outcome[outcome]), key=lambda name: name[0])
+        return "\n".join(f"- {', '.join(f'`{name}`' for name in group)}" for _, group in groups)
 
     def table(outcome: str) -> str:
         rows = (f"| `{name}` | {results[name][1].replace('|', '/')} |" for name in by_outcome[outcome])
@@ -167,7 +172,7 @@ def page(results: Mapping[str, tuple[str, str]]) -> str:
         num_modules=len(by_outcome[MODULES]),
         num_refused=len(by_outcome[REFUSED]),
         fused=names(FUSED),
-        modules=names(MODULES),
+        modules=by_initial(MODULES),
         refused=table(REFUSED),
         untried=table(UNTRIED),
     )
@@ -175,28 +180,37 @@ def page(results: Mapping[str, tuple[str, str]]) -> str:
 
 PAGE = """# Models
 
-Which causal language models of transformers the [engine](engine.md) runs. It takes a type whose attention goes through transformers' attention interface; a
-self-check decides while a model is loaded: a few ragged steps over paged memory, with chunks, shuffled blocks and narrowed windows, against the model's
-own eager attention on the same weights. What differs is refused, with the reason. So a type that is not listed here may well run, and one that is listed is
-checked again each time.
+Causal language models of transformers that the [engine](../engine.md) runs. A model's attention must go
+through transformers' attention interface. A self-check at load time compares a few ragged steps over
+paged memory with the model's own eager attention, and refuses models that differ, with the reason. So
+types that are not listed may run, and listed ones are checked again each time.
 
-The lists are of transformers {transformers} and torch {torch} ({date}): a very small model of each of its {num_types} types, with random weights, loaded as the
-engine loads it. `python benchmarks/model_types.py --write docs/models.md` makes this page.
+Multimodal models are refused; use the directory of the text model. Quantized checkpoints
+(`quantization_config` in `config.json`) are refused.
+
+The lists are of transformers {transformers} and torch {torch} ({date}): a small model of each of its
+{num_types} types, with random weights. `python benchmarks/model_types.py --write docs/reference/models.md`
+writes this page.
 
 ## Tested families
 
-{fused} run on the engine's own forward pass. The tests compare their logits and tokens with transformers' over chunked, mixed, preempted and swapped
-schedules. A multimodal model is refused; give the directory of its text model. So is a checkpoint of quantized weights (`quantization_config` in its config.json).
+These run on the engine's own forward pass: {fused}. Tests compare logits and tokens with transformers'
+over chunked, mixed, preempted and swapped schedules.
 
 ## Passed, on transformers' modules ({num_modules})
 
-{modules}.
+{modules}
 
-Multi-head latent attention (`deepseek_v2`, `deepseek_v3` and others with a latent rank in their configuration) runs as attention over full keys and values: memory holds those of every head,
-not the latent. A token of DeepSeek-V3 takes 61 layers x 128 heads x (192 + 128) x 2 bytes = 5.0 MB in bfloat16, 71 times its latent (61 x 576 x 2 bytes = 70 KB).
+## Notes
 
-Of every type on this page that runs, fused or not, the tests compare greedy tokens on two replicas in threads of one process with transformers' own,
-over random schedules of chunks, decodes, preemptions, swaps and shared prefixes (`VAJRA_FUZZ_SCHEDULES=20 pytest tests/engine/compute/test_compute_all_families.py` tries more).
+Multi-head latent attention (`deepseek_v2`, `deepseek_v3` and others) runs as attention over full keys
+and values, not over the latent: a token of DeepSeek-V3 takes 61 layers × 128 heads × (192 + 128) × 2
+bytes = 5.0 MB in bfloat16, 71 times its latent.
+
+Greedy tokens of every type that runs are compared with transformers' over random schedules of chunks,
+decodes, preemptions, swaps and shared prefixes. Run more with
+`VAJRA_FUZZ_SCHEDULES=20 pytest tests/engine/compute/test_compute_all_families.py`. Replicas of
+[several ranks](../engine.md#spread-a-replica-over-several-ranks) support some types only.
 
 ## Refused ({num_refused})
 
@@ -204,7 +218,7 @@ over random schedules of chunks, decodes, preemptions, swaps and shared prefixes
 
 ## Not tried
 
-No small model of these types could be made with transformers' own defaults, so nothing is known about them.
+No small model of these types could be made with transformers' defaults.
 
 {untried}
 """

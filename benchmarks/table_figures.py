@@ -3,7 +3,7 @@
 python benchmarks/table_figures.py [--tables FOLDER]
 
 The newest vLLM tables of each system and the newest NCCL. Prints a row for each device: what its largest operators reach of the data sheet's
-peaks (docs/latency-models.md, Devices); then how well one chunk with as many query-key pairs stands for several prompts in a batch.
+peaks (docs/reference/devices.md); then how well one chunk with as many query-key pairs stands for several prompts in a batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Do long documents hold up short chats? Six combinations of policies on Medha's setting, beside the paper's claim.
 
 Run `python examples/long_context.py [FOLDER]`; the experiment is `examples/long_context.yaml`. It prints the table that
-`docs/long-context.md` shows, and writes a report.
+`docs/evidence/long-context.md` shows, and writes a report.
 """
 
 from __future__ import annotations

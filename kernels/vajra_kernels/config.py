@@ -1,7 +1,7 @@
 """Tile shapes, warps and pipeline stages of a launch, chosen by its shapes and device.
 
 Plain functions of shapes: nothing is timed at run time, so the first call of a shape costs one compilation and equal
-calls always run the same code. The figures behind the choices are in docs/kernels.md.
+calls always run the same code. The figures behind the choices are in docs/evidence/kernels.md.
 
 Invariants:
     - The K/V tiles of a configuration fit the device's shared memory (``DeviceFacts.shared_limit_bytes``) with two

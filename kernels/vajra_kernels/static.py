@@ -1,7 +1,7 @@
 """Compiled properties of the built-in configurations, and the bounds that they must keep.
 
 ``python -m vajra_kernels.static`` compiles every case for its GPU (which need not be there) and prints the table of
-docs/kernels.md; the tests hold the same cases to their bounds.
+docs/evidence/kernels.md; the tests hold the same cases to their bounds.
 
 Invariants:
     - Launches come from the launchers that run, on small stand-in tensors with the shapes' strides and alignment.

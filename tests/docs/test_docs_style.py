@@ -1,4 +1,4 @@
-"""Checks of how the documentation is written: length of lines, status of decisions, words that were given up."""
+"""Checks of how the documentation is written: length of pages, paragraphs and lines, status of decisions, words that were given up."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.tools import tool
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-RECORDS = sorted((ROOT / "docs/adr").glob("*.md"))
+RECORDS = sorted((ROOT / "docs/adr").glob("[0-9]*.md"))
+wrap = tool("wrap")
+WRAPPED = wrap.pages()
+RECORDED = [ROOT / "CHANGELOG.md", *RECORDS]
+INSTRUCTIONS = [page for page in WRAPPED if page.parent in (ROOT, ROOT / "docs")]
+MOST_WORDS = 1500
+MOST_LINES = 6
 MOST_CHARACTERS = 200
 BANNED = re.compile(
     r"\b(foregone|uproot|foresee|refit|chooser|TakeBack|_?[Rr]esidents|is_parked|parked|read_claims|AdmitsInTurn|ChunksBesideDecodes|run-ahead"
@@ -19,7 +26,7 @@ BANNED = re.compile(
 """Private words whose place the field's words have taken; the glossary has those."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", RECORDED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_lines_of_prose_can_be_read(page: Path) -> None:
     prose = re.sub(
         r"^ *```.*?^ *```", lambda block: "\n" * block.group().count("\n"), page.read_text(), flags=re.M | re.S
@@ -27,6 +34,51 @@ def test_lines_of_prose_can_be_read(page: Path) -> None:
     lines = enumerate(prose.splitlines(), 1)
     long = [at for at, line in lines if len(line) > MOST_CHARACTERS and not line.lstrip().startswith(("|", "<!--"))]
     assert not long, f"{page.name}: lines {long} are over {MOST_CHARACTERS} characters"
+
+
+@pytest.mark.parametrize("page", INSTRUCTIONS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_instructions_are_short(page: Path) -> None:
+    num_words = len(page.read_text(encoding="utf-8").split())
+    assert num_words <= MOST_WORDS, f"{num_words} words: move tables to docs/reference, measurements to docs/evidence"
+
+
+@pytest.mark.parametrize("page", WRAPPED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paragraphs_are_short(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    long = [line for line, paragraph in wrap.paragraphs(text) if len(paragraph) > MOST_LINES]
+    assert not long, f"{page.name}: paragraphs at lines {long} have more than {MOST_LINES} lines"
+
+
+@pytest.mark.parametrize("page", WRAPPED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_prose_wraps_at_one_width(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert wrap.wrapped(text) == text, f"wrap it at {wrap.WIDTH} characters: make format"
+
+
+def test_wrapping_changes_nothing_but_line_ends() -> None:
+    text = "\n".join(
+        [
+            "# A title that is longer than the width and stays one line, since a heading cannot be continued on the next",
+            "",
+            "Words " * 30,
+            "- an item " * 12 + "that ends with a number - 7. and",
+            "  goes on",
+            "",
+            "| a table | " + "stays " * 30 + "|",
+            "",
+            "```text",
+            "code " * 40,
+            "```",
+            "<!-- a comment " + "stays " * 30 + "-->",
+            "",
+        ]
+    )
+    new = wrap.wrapped(text)
+    assert new.split() == text.split()
+    assert wrap.wrapped(new) == new
+    kept = [line.rstrip() for line in text.splitlines() if line.startswith(("#", "|", "code", "<!--"))]
+    assert [line for line in new.splitlines() if len(line) > wrap.WIDTH] == kept
+    assert not [line for line in new.splitlines() if line.startswith(("  -", "  7."))]
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.stem)

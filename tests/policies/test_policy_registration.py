@@ -64,7 +64,7 @@ def test_policies_and_presets_of_other_systems_come_along() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_describes_every_parameter_with_its_default(name: str, repository_root: Path) -> None:
-    page = (repository_root / "docs" / "policies.md").read_text(encoding="utf-8")
+    page = (repository_root / "docs" / "reference" / "policies.md").read_text(encoding="utf-8")
     section = page.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
     assert section, f"no section on {name}"
     assert f"[`{name}`](#{name})" in page

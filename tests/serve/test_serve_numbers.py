@@ -116,12 +116,12 @@ def test_every_number_has_its_name(puppet_server: Callable[..., Any]) -> None:
     assert found["vajra:tenant_jain_index", ()] == pytest.approx(1.0)
     layers = {dict(labels).get("layer") for name, labels in found if name == "vajra:policy_decision_seconds_count"}
     assert layers == {"replicaset_scheduler", "replica_scheduler"}
-    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-    said = set(re.findall(r"`(?:vajra:)?([a-z0-9_]+)`", page[page.index("## Numbers") :]))
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "server.md").read_text()
+    said = set(re.findall(r"`(?:vajra:)?([a-z0-9_]+)`", page[page.index("## Metrics") :]))
     shown = {name.partition(":")[2] for name, _ in found}
     shown = {name for name in shown if not name.endswith(("_bucket", "_sum", "_created"))}
     missing = {name for name in shown if name not in said and name.removesuffix("_count") not in said}
-    assert not missing, f"docs/serving.md does not name {sorted(missing)}"
+    assert not missing, f"docs/reference/server.md does not name {sorted(missing)}"
 
 
 def test_tenants_do_not_make_labels_without_end(puppet_server: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Every family of docs/models.md gives transformers' own tokens: two replicas of it in threads at once, over random schedules
+"""Every family of docs/reference/models.md gives transformers' own tokens: two replicas of it in threads at once, over random schedules
 of chunks, decodes, preemptions, swaps and shared prefixes.
 
 `VAJRA_FUZZ_SCHEDULES=20 pytest tests/engine/compute/test_compute_all_families.py` tries more schedules of each (default 1).
@@ -30,9 +30,9 @@ MOVED = ("norm", "bias", "sink", "ln_", "layernorm")
 
 def listed() -> list[str]:
     """The types that the page says can be run."""
-    page = (ROOT / "docs" / "models.md").read_text()
-    fused = page.split("## Tested families")[1].split("run on the engine's own")[0]
-    modules = page.split("## Passed, on transformers' modules")[1].split("Of every type")[0]
+    page = (ROOT / "docs" / "reference" / "models.md").read_text()
+    fused = page.split("## Tested families")[1].split("\n## ")[0]
+    modules = page.split("## Passed, on transformers' modules")[1].split("\n## ")[0]
     return re.findall(r"`([\w.-]+)`", fused + modules)
 
 

@@ -50,7 +50,7 @@ HOST_OVERHEADS = MappingProxyType(
         ),
     }
 )
-"""Overheads by name; where the figures come from is said in docs/latency-models.md."""
+"""Overheads by name; where the figures come from is said in docs/reference/latency-models.md."""
 
 
 def host_overhead(name: str, **changes: float | bool | None) -> HostOverhead:

@@ -3,7 +3,7 @@
 Operators add up (one stream runs them in turn). Inside an operator arithmetic and memory overlap in part: it takes the root of the sum
 of the squares of the two bounds, which is the larger one away from the ridge and 1.4 times either where they are equal. Every
 coefficient is computed once, so that a question costs a few dozen multiplications. Times grow, or stay, with every feature of the batch. Source of the method: Williams,
-Waterman and Patterson, "Roofline", CACM 52(4), 2009; formulas and figures in docs/latency-models.md.
+Waterman and Patterson, "Roofline", CACM 52(4), 2009; formulas and figures in docs/reference/latency-models.md.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ class RooflineModel:
 
 
 def layer_coefficients(deployment: Deployment) -> LayerCoefficients:
-    """The coefficients of a model's layers on a device; symbols as in docs/latency-models.md."""
+    """The coefficients of a model's layers on a device; symbols as in docs/reference/latency-models.md."""
     model, device, split = deployment.model, deployment.device, deployment.parallelism
     size, state = DTYPE_BYTES[model.dtype], DTYPE_BYTES[deployment.activation_dtype]
     flops, bandwidth = device.flops(model.dtype) * split.tensor, device.attainable_bandwidth * split.tensor

@@ -2,7 +2,7 @@
 
 A step is the sum of its operators: dense layers by the tokens that the engine computes (those of decode batches padded to the sizes of
 its CUDA graphs), attention by chunk, contexts and decodes, experts by tokens and experts that they reach, the head by sequences,
-all-reduces by a model of the link, and the host's overhead. Tables, rules at their rim and figures: docs/latency-models.md.
+all-reduces by a model of the link, and the host's overhead. Tables, rules at their rim and figures: docs/reference/latency-models.md.
 """
 
 from __future__ import annotations

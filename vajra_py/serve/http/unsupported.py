@@ -15,7 +15,7 @@ from vajra_py.errors import did_you_mean
 _log = logging.getLogger(__name__)
 NOT_SUPPORTED: Final = "not_supported"
 """The code of such a refusal."""
-POINTER = 'vLLM\'s own server does; see "What is not supported" in docs/serving.md'
+POINTER = 'vLLM\'s own server does; see "Not supported" in docs/reference/server.md'
 
 _TOOLS = "tool calls"
 _STRUCTURED = "structured output"

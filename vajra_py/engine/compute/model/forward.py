@@ -100,6 +100,6 @@ def unsupported(where: str, model: torch.nn.Module, reason: str) -> ConfigError:
         Problem(
             where,
             f"this engine cannot run the architecture ({model_type}): {reason}",
-            "docs/models.md lists the types that pass",
+            "docs/reference/models.md lists the types that pass",
         )
     )

@@ -120,7 +120,7 @@ def _read_config(files: ModelFiles) -> Any:
             Problem(
                 where,
                 f"no causal language model of transformers {transformers.__version__} ({files.model_type!r})",
-                f"{known}docs/models.md lists the types that pass; a model's own code is never run",
+                f"{known}docs/reference/models.md lists the types that pass; a model's own code is never run",
             )
         )
     try:

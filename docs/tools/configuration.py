@@ -1,7 +1,6 @@
-"""Write docs/configuration.md from the models that check experiment files, so that the page cannot fall behind them.
+"""The reference of settings, generated from the models that check experiment files.
 
-python docs/generate_configuration.py           writes the page
-python docs/generate_configuration.py --check   fails when the page would change
+python docs/tools/configuration.py prints the page; `make site` builds it as reference/configuration.md.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence, Set
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -27,60 +25,20 @@ from vajra_py.workload.config import WorkloadOptions
 from vajra_py.workload.sessions import Sessions
 from vajra_py.workload.synthetic import Lengths
 
-PAGE = Path(__file__).with_name("configuration.md")
 OWN_PACKAGE = "vajra-py"
 
 INTRODUCTION = """\
-# Configuration
+# Settings
 
-<!-- Written by docs/generate_configuration.py from the models that check experiment files. Do not edit it here. -->
-
-Everything that an experiment file may say: each key with its type, its limits, its default. `vajra check FILE` tells what is wrong with a
-file, `vajra check FILE --effective` prints it with every default written out, and `vajra schema` prints a JSON schema that editors complete
-and check files by (with the parameters of every plug-in that is installed). The rules that hold throughout:
-
-- **Nothing is guessed.** Unknown keys, wrong types and unknown names are mistakes, all reported together with file and line. Whole numbers are not
-  written as `1.0`, switches are `true` or `false`, and text that looks like a number needs quotes.
-- **Units are in names or descriptions:** `_s` seconds, `_tokens` tokens, `_blocks` KV blocks, `_fraction` 0 to 1.
-- **Short forms.** A policy, a latency model, a predictor or an observer without parameters is written as its name: `request_prioritizer: lrs` is
-  `request_prioritizer: {policy: lrs}`.
-- **Paths** of files are tried from the experiment file's folder, then from the current one.
-- **Overrides.** `--set a.b=c` sets one value, read as YAML; lists are addressed by index; `null` takes a value away.
-- **Precedence,** strongest first: a point of the sweep, `--set`, a replicaset's own keys, its preset, the top of the file, the top's preset, defaults.
-  Where a stronger place names another policy, parameters given for the weaker one's are left behind.
-
-```yaml
-version: 1
-scheduling: {request_prioritizer: lrs, replicaset_scheduler: pull, replica_scheduler: dynamic_chunk}
-workload: {type: profile, profile: azure2023_conv, num_requests: 20, rate: 4}
-backend: {simulator: {latency: {type: roofline, model: llama-3.1-8b, device: a100-80gb-sxm}}}
-```
-
-That is a complete file. One with several replicasets, each with policies, sizes and requests of its own:
-
-```yaml
-version: 1
-name: chats-and-documents
-preset: vajra                        # all three layers and the replica's options; explicit keys win over it
-replicasets:
-  documents:
-    select: {min_prompt_tokens: 4000}
-    scheduling: {replica_scheduler: {policy: fixed_chunk, params: {chunk_size: 4096}}}
-  chats:                             # takes what is left; policies and sizes as above
-    num_replicas: 2
-workload: {type: profile, profile: azure2023_conv, num_requests: 40, rate: 8}
-admission: {max_queued_requests: 100}
-backend:
-  simulator:
-    latency: {type: roofline, model: llama-3.1-8b, device: a100-80gb-sxm}
-```
+Every key of an experiment file with its type, limits and default, generated from the schema. The rules that hold
+throughout are in [Write an experiment file](../configuration.md#rules).
 """
 
 TITLES = {
     "AdmissionConfig": "Admission",
     "BackendConfig": "Backend",
     "ClosedLoop": "Arrivals: `closed_loop`",
-    "DeviceConfig": "A device's figures",
+    "DeviceConfig": "Device",
     "EngineConfig": "Backend: `engine`",
     "VllmBackendConfig": "Backend: `vllm`",
     "ExperimentConfig": "The file",
@@ -95,12 +53,12 @@ TITLES = {
     "PriorityShare": "A priority",
     "ReplicaConfig": "Replica",
     "ReplicasetConfig": "A replicaset",
-    "ReplicasetEngineConfig": "What a replicaset has of its own",
+    "ReplicasetEngineConfig": "Backend: a replicaset of the engine",
     "ReplicasetSimulatorConfig": "Backend: a simulated replicaset",
     "SamplingConfig": "Sampling",
     "SchedulingConfig": "Scheduling",
     "SelectConfig": "Selection of requests",
-    "Sessions": "What sessions look like",
+    "Sessions": "Sessions",
     "SimulatorConfig": "Backend: `simulator`",
     "SloClassConfig": "A class of service",
     "SystemPrompts": "System prompts",
@@ -124,38 +82,26 @@ MANY = 5
 PARENTS: Mapping[type[BaseModel], str] = {
     WorkloadOptions: "the options of [Workload](#workload)",
     Lengths: "[Prompt and output lengths](#prompt-and-output-lengths)",
-    Sessions: "[What sessions look like](#what-sessions-look-like)",
+    Sessions: "[Sessions](#sessions)",
 }
 """Models whose fields others take over; they are described once."""
 PLACES = {
     (ExperimentConfig, "workload"): "[workload](#workload)",
     (ExperimentConfig, "observers"): "list of names or `{type: NAME, …}`",
-    (ExperimentConfig, "sweep"): "mapping or list of mappings, see [experiments.md](experiments.md#sweeps), or null",
+    (ExperimentConfig, "sweep"): "mapping or list of mappings, see [sweeps](../experiments.md#sweeps), or null",
     ("SimulatorConfig", "latency"): "[latency model](#latency-models)",
     ("SimulatorConfig", "predictions"): "[latency model](#latency-models) or null",
-    ("SimulatorConfig", "output_length"): "[predictor](#output-lengths-that-policies-are-told)",
+    ("SimulatorConfig", "output_length"): "[predictor](#output-length-predictors)",
     ("ReplicasetSimulatorConfig", "latency"): "[latency model](#latency-models) or null",
     ("ReplicasetSimulatorConfig", "predictions"): "[latency model](#latency-models) or null",
     ("EngineConfig", "latency"): "[latency model](#latency-models)",
     ("VllmBackendConfig", "latency"): "[latency model](#latency-models)",
-    ("VllmBackendConfig", "output_length"): "[predictor](#output-lengths-that-policies-are-told)",
+    ("VllmBackendConfig", "output_length"): "[predictor](#output-length-predictors)",
     ("ReplicasetEngineConfig", "latency"): "[latency model](#latency-models) or null",
-    ("EngineConfig", "output_length"): "[predictor](#output-lengths-that-policies-are-told)",
+    ("EngineConfig", "output_length"): "[predictor](#output-length-predictors)",
 }
 """Fields whose content is checked elsewhere, so that their annotation does not say it."""
 PLAIN = {int: "int", float: "number", str: "text", bool: "true or false", type(None): "null", Any: "anything"}
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Write or check the page."""
-    text = page()
-    if "--check" in arguments:
-        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
-            print(f"{PAGE}: is not what the models say. Write it again: python {Path(__file__)}", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
 
 
 def page() -> str:
@@ -334,8 +280,8 @@ def offered_sections() -> Iterator[str]:
     """Latency models and predictors: what is built in of what plug-ins can add to."""
     registry = load_registry()
     yield (
-        "## Latency models\n\nUnder `backend.simulator.latency`: `{type: NAME, …}`. What they compute, and from which sources:"
-        " [latency-models.md](latency-models.md).\n"
+        "## Latency models\n\nUnder `backend.simulator.latency`: `{type: NAME, …}`. The"
+        " [reference of latency models](latency-models.md) has their formulas.\n"
     )
     for name, offer in registry.latency_models.items():
         if offer.package == OWN_PACKAGE:
@@ -345,8 +291,8 @@ def offered_sections() -> Iterator[str]:
         if model not in own:
             yield section(model)
     yield (
-        "## Output lengths that policies are told\n\nUnder `backend.simulator.output_length`: `{type: NAME, …}`. Policies that plan with the"
-        " length of an answer ask this predictor; the true length is never shown to them.\n"
+        "## Output length predictors\n\nUnder `backend.simulator.output_length`: `{type: NAME, …}`. Policies see these predictions,"
+        " never the true length.\n"
     )
     for name, offer_ in registry.output_lengths.items():
         if offer_.package == OWN_PACKAGE:
@@ -359,7 +305,7 @@ def policies() -> str:
     lines = [
         "## Parameters of policies",
         "",
-        "Under `scheduling.<layer>.params`. What each policy does: [policies.md](policies.md).",
+        "Under `scheduling.<layer>.params`. The rules are in the [policy reference](policies.md).",
         "",
         "| layer | policy | parameter | type | default | meaning |",
         "|---|---|---|---|---|---|",
@@ -378,4 +324,4 @@ def policies() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.stdout.write(page())
