@@ -205,7 +205,11 @@ class Exposition(Collector):
             for tenant, count in dict(stats.service_tokens).items():
                 service.add_metric((tenant,), count)
             yield service
-        yield GaugeMetricFamily("vajra:tenant_jain_index", "Jain's index of the tenants' tokens.", stats.jain_index())
+        yield GaugeMetricFamily(
+            "vajra:tenant_total_service_jain_index",
+            "Jain's index of the tokens that tenants were served since the start, whatever each asked for.",
+            stats.total_service_jain_index(),
+        )
 
     def _troubles(self, stats: ServerStats) -> Iterator[Metric]:
         """Replicas that came and went, and policies likewise."""
