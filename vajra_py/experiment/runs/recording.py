@@ -139,6 +139,11 @@ class RunRecording:
 
     def begin(self, description: Mapping[str, Any], controller: Controller) -> None:
         """The model is loaded, and nothing has happened yet; `description` has its sizes by replicaset."""
+        import pyarrow as pa
+
+        pa.array(
+            [0]
+        )  # Arrow's first array imports pandas, where it is installed: half a second in which no step could end
         path = self._place.path
         (path / ENGINE_FILE).write_text(json.dumps(description, indent=1, sort_keys=True) + "\n")
         sizes = {name: one.replicas[0].memory.num_blocks for name, one in controller.replicasets.items()}
