@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from vajra_py.engine.compute import LoadRunner, ModelFacts, ModelRunner, RunnerOptions
-from vajra_py.engine.worker import calm_threads, keep_freed_memory, placed, said
+from vajra_py.engine.worker import calm_threads, placed, said
 from vajra_py.errors import ExecutorError
 
 WATCH = "watch"
@@ -23,7 +23,6 @@ class Rank:
 
     def __init__(self, options: RunnerOptions, load: LoadRunner) -> None:
         calm_threads()
-        keep_freed_memory()
         self._options = options
         self._load = load
         self._runner: ModelRunner | None = None
