@@ -106,7 +106,7 @@ vllm-prediction: $(VLLM_NEEDS) ## profile a vLLM on this CPU, run nine experimen
 	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || $(VLLM_PYTHON) benchmarks/prediction.py runs/vllm-prediction --backend vllm --rounds 4 --passes 6
 
 golden: install ## replay recorded decisions: DIR=folder
-	$(PY) -P -m vajra_py.testing.golden $(DIR)
+	$(PY) -m tests.golden.readers $(DIR)
 
 gauntlet: install ## attack a server in every way known, and count innocent clients harmed: SECONDS=600
 	$(PY) benchmarks/gauntlet.py --seconds $(SECONDS)
