@@ -95,7 +95,7 @@ class CpuPlan:
 
     @property
     def is_one_group(self) -> bool:
-        """Whether the whole batch is one group of consecutive rows, whose result is the output as it is."""
+        """True if the whole batch is one group of consecutive rows, so that its result is the output."""
         return len(self.groups) == 1 and not self.chunks and self.covers_all and self.groups[0].rows is None
 
 

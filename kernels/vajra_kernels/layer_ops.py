@@ -18,7 +18,7 @@ Norm: TypeAlias = tuple[torch.Tensor, float]
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What a step's tokens are rotated by: cos and sin [positions, rotary dim / 2] (dense), and positions int64 [T]."""
+    """Rotary embedding of a step: cos and sin [positions, rotary dim / 2] (dense), and positions int64 [T]."""
 
     cos: torch.Tensor
     sin: torch.Tensor

@@ -42,7 +42,7 @@ class Rank:
             return _sendable(error)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """What this method of the runner returns, or the error that it raised."""
+        """Return the result of this method of the runner, or the error that it raised."""
         try:
             return getattr(self._runner, name)(*arguments)
         except Exception as error:

@@ -192,7 +192,7 @@ class _Builder:
 
     @property
     def folds(self) -> bool:
-        """Whether norms' weights go into products, and rotary embedding is a complex product."""
+        """True if norm weights are folded into products and rotary embedding is a complex product."""
         return self.dtype == torch.float32 and not self.is_fused
 
     def layer(self, layer: Any, facts: LayerFacts) -> FusedLayer:
