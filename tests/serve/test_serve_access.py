@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.engine.fake_runner import FakeRunner
 from vajra_py.engine.compute import RunnerOptions
 from vajra_py.engine.processes import ProcessWorker
 from vajra_py.serve.http.logs import JsonFormatter, SaysOnce, TextFormatter, logging_to_stderr
-from vajra_py.testing.fake_runner import FakeRunner
 
 BODY = {"model": "puppet", "prompt": [1, 2, 3], "max_tokens": 2}
 

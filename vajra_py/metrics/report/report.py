@@ -99,7 +99,7 @@ def _known(comparison: Comparison) -> list[str]:
 
 
 def _counted(settings: Sequence[Setting]) -> str:
-    """How many runs, or settings of how many seeds."""
+    """Return the number of runs, or of settings and seeds, in words."""
     counts = sorted({len(setting.runs) for setting in settings})
     if counts == [1]:
         return f"{len(settings)} runs"
@@ -108,7 +108,7 @@ def _counted(settings: Sequence[Setting]) -> str:
 
 
 def _lead(settings: Sequence[Setting]) -> list[str]:
-    """What was compared, and on what, in sentences."""
+    """Return sentences on the settings and workloads compared."""
     runs = [run for setting in settings for run in setting.runs]
     varied = system_axes(runs)
     if len(runs) == 1:
@@ -169,7 +169,7 @@ def _verdicts(settings: Sequence[Setting], comparison: Comparison) -> list[dict[
 
 
 def _reason(setting: Setting, label: str) -> str:
-    """Why a setting has its label: the words of its first run that has it, and how many have."""
+    """Return the reason of a setting's label: that of its first run with it, and the number of runs with it."""
     runs = [run for run in setting.runs if (run.summary.value("stability.label") or "unknown") == label]
     reason = str(runs[0].summary.value("stability.reason") or "") if runs else ""
     return reason if len(setting.runs) == 1 else f"{len(runs)} of {len(setting.runs)} seeds, such as: {reason}"
