@@ -247,7 +247,7 @@ class ServerStats(Observer):
     def total_service_jain_index(self) -> float:
         """Jain's index of all tokens that tenants were served since the start: 1 when all got the same, 1/n when one got everything.
 
-        It compares what tenants asked for as much as what they got; `vajra_py.metrics.fairness` has service while backlogged.
+        It compares what tenants asked for as much as what they got; `vajra_py.metrics.summary.fairness` has service while backlogged.
         """
         shares = [float(count) for count in dict(self.service_tokens).values()]
         squares = sum(share * share for share in shares)
