@@ -12,7 +12,7 @@ from vajra_py.config.capacity import CapacityConfig
 from vajra_py.config.slo import Condition, parse_slo
 from vajra_py.experiment.capacity.answers import CapacityAnswer
 from vajra_py.experiment.capacity.seeds import ConditionCapacity, typical_curve
-from vajra_py.experiment.capacity_tables import condition_table, difference_table, run_table, seed_table
+from vajra_py.experiment.capacity.tables import condition_table, difference_table, run_table, seed_table
 from vajra_py.metrics.comparison.table_renderers import csv_table
 from vajra_py.metrics.plots.capacity import CapacityCurve, Limit, capacity_figure
 from vajra_py.metrics.report.figure_files import save_figure
