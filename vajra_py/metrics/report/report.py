@@ -55,7 +55,7 @@ def write_report(
 
 def render_report(runs: Sequence[RunData], title: str | None = None, metrics: Sequence[str] = ()) -> str:
     """The report as HTML text, `metrics` being the primary ones; RunError when there is no run, or a run's tables cannot be read."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from vajra_py.metrics.comparison.table_renderers import html_templates
 
     first = compare(runs)
     groups = group_replications(runs)
@@ -63,13 +63,6 @@ def render_report(runs: Sequence[RunData], title: str | None = None, metrics: Se
     ordered = [run for setting in settings for run in setting.every]
     comparison = compare(ordered, metrics=metrics)
     differing, num_more = difference_table([setting.first for setting in settings])
-    environment = Environment(
-        loader=PackageLoader("vajra_py.metrics"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     context = {
         "title": title or (ordered[0].name if len(ordered) == 1 else f"Comparison of {_counted(settings)}"),
         "num_settings": len(settings),
@@ -91,7 +84,7 @@ def render_report(runs: Sequence[RunData], title: str | None = None, metrics: Se
         "shared": _shared(ordered),
         "manifests": [(run.name, list(flatten(run.manifest).items())) for run in ordered],
     }
-    return environment.get_template("report.html.j2").render(context)
+    return html_templates().get_template("report.html.j2").render(context)
 
 
 def _known(comparison: Comparison) -> list[str]:
