@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from vajra_py.metrics.tables.steps import StepRow, StepsBuilder
 
 _PLACES = {
-    "comparison": ("Comparison", "compare"),
-    "comparison_metrics": ("METRICS", "Metric"),
+    "comparison.comparison": ("Comparison", "compare"),
+    "comparison.metrics": ("METRICS", "Metric"),
     "definitions": (
         "UNFINISHED",
         "GapStatistics",
@@ -56,14 +56,14 @@ _PLACES = {
         "quantiles",
         "weighted_quantiles",
     ),
-    "recorder": ("Recorder",),
-    "report": ("render_report", "write_report"),
-    "run_data": ("RunData", "load_runs"),
-    "stability": ("Stability", "StabilityLabel"),
-    "steps_table": ("StepRow", "StepsBuilder"),
-    "summary": ("Summary", "summarise"),
-    "tables": ("GapList", "RequestRow", "RequestsBuilder", "TbtBuilder", "write_parquet"),
-    "timeline": ("TimelineOptions", "write_timeline"),
+    "tables.recorder": ("Recorder",),
+    "report.report": ("render_report", "write_report"),
+    "runs.run_data": ("RunData", "load_runs"),
+    "summary.stability": ("Stability", "StabilityLabel"),
+    "tables.steps": ("StepRow", "StepsBuilder"),
+    "summary.summary": ("Summary", "summarise"),
+    "tables.requests": ("GapList", "RequestRow", "RequestsBuilder", "TbtBuilder", "write_parquet"),
+    "report.timeline": ("TimelineOptions", "write_timeline"),
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
 

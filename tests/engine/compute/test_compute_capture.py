@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from vajra_kernels import attention, backend, layer_ops, ops  # noqa: E402
 from vajra_kernels.launch import Launch  # noqa: E402
-from vajra_py.engine.compute import RunnerOptions, sampler  # noqa: E402
-from vajra_py.engine.compute.model import fused, fused_parts
+from vajra_py.engine.compute import RunnerOptions  # noqa: E402
+from vajra_py.engine.compute.model import fused, fused_parts  # noqa: E402
 from vajra_py.engine.compute.model.fused import KNOWN_TYPES  # noqa: E402
+from vajra_py.engine.compute.sampling import sampler  # noqa: E402
 from vajra_py.engine.compute.step.runner import TorchRunner  # noqa: E402
 
 READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "argwhere", "masked_select", "_unique2",

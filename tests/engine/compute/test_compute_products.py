@@ -14,7 +14,8 @@ pytest.importorskip("transformers")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from vajra_kernels import build_metadata  # noqa: E402
-from vajra_py.engine.compute import RunnerOptions, fused_parts  # noqa: E402
+from vajra_py.engine.compute import RunnerOptions  # noqa: E402
+from vajra_py.engine.compute.model import fused_parts  # noqa: E402
 from vajra_py.engine.compute.model.fused_parts import Product, can_pack  # noqa: E402
 from vajra_py.engine.compute.model.kv_memory import KvMemory  # noqa: E402
 from vajra_py.engine.compute.model.prepare import prepare  # noqa: E402

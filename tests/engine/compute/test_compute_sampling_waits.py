@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from vajra_kernels.launch import Launch  # noqa: E402
-from vajra_py.engine.compute import logprobs  # noqa: E402
+from vajra_py.engine.compute.sampling import logprobs  # noqa: E402
 from vajra_py.engine.compute.sampling.sampler import Sampler  # noqa: E402
 
 VOCAB = 50

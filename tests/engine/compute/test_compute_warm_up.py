@@ -17,12 +17,12 @@ pytest.importorskip("triton")
 from vajra_kernels import attention, backend, layer_ops, ops  # noqa: E402
 from vajra_kernels.aot import specialization  # noqa: E402
 from vajra_kernels.launch import Launch  # noqa: E402
-from vajra_py.engine.compute import Chunk, NewRow, RunnerOptions, SamplingParams, StepInput, TableUpdate, batch
+from vajra_py.engine.compute import Chunk, NewRow, RunnerOptions, SamplingParams, StepInput, TableUpdate, batch  # noqa: E402
 from vajra_py.engine.compute.model.kv_groups import GroupLinks  # noqa: E402
 from vajra_py.engine.compute.model.ranks import Ranks  # noqa: E402
 from vajra_py.engine.compute.model.shard import Shard  # noqa: E402
 from vajra_py.engine.compute.model.stage import Stage  # noqa: E402
-from vajra_py.engine.compute.sampling import sampler
+from vajra_py.engine.compute.sampling import sampler  # noqa: E402
 from vajra_py.engine.compute.step import runner as runner_module  # noqa: E402
 from vajra_py.engine.compute.step.runner import TorchRunner  # noqa: E402
 from vajra_py.engine.compute.step.warm_up import warm_up  # noqa: E402
