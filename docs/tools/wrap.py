@@ -13,8 +13,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 100
-UNTOUCHED = {"statistics.md", "evidence-statistics.md", "reliability.md"}
-"""Pages whose lines have other widths."""
 WORD = re.compile(r"(?:`[^`]*`|\S)+")
 ITEM = re.compile(r"(?P<indent> *)(?P<mark>[-*+]|\d+[.)]) +(?P<text>.*)")
 STARTS_A_BLOCK = re.compile(r"[-*+]|\d+[.)]|#+|>.*|\|.*|```.*|=+|:::.*|!!!.*")
@@ -27,7 +25,7 @@ def pages() -> list[Path]:
     found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *docs.glob("*.md")]
     for folder in ("api", "evidence", "reference"):
         found += (docs / folder).glob("*.md")
-    return sorted(page for page in found if page.name not in UNTOUCHED)
+    return sorted(found)
 
 
 def wrapped(text: str) -> str:

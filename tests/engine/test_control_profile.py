@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from tests.engine.fake_runner import FakeRunner
 from vajra_py.config import TypedChoice, config_from_mapping
 from vajra_py.contract import BatchFeatures
 from vajra_py.engine.compute import RunnerOptions, StepInput, StepOutput
@@ -22,7 +23,6 @@ from vajra_py.experiment.profiling.profile import ProfileSettings, profile_confi
 from vajra_py.experiment.runs.engined import EngineRun
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.latency import read_profile
-from vajra_py.testing.fake_runner import FakeRunner
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from vajra_py.testing.golden import compare_folder, vidur
-from vajra_py.testing.golden.__main__ import main
-from vajra_py.testing.golden.folder import report
+from tests.golden.readers import compare_folder, vidur
+from tests.golden.readers.__main__ import main
+from tests.golden.readers.folder import report
 
 SYSTEMS = ("vllm_v1", "nano_old", "nano_new", "minivllm_doc", "minivllm_real")
 

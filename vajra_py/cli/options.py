@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from vajra_py.experiment.measured.run import MeasuredRun
     from vajra_py.metrics.comparison.comparison import Comparison
+    from vajra_py.metrics.comparison.table_model import Table
     from vajra_py.metrics.runs.run_data import RunData
 
 
@@ -104,6 +105,14 @@ def wide_console(needed: int = 0) -> Console:
 
     console = Console()
     return console if console.is_terminal else Console(width=max(PIPED_WIDTH, needed))
+
+
+def show_table(table: Table) -> None:
+    """Print a table."""
+    from vajra_py.metrics.comparison.table_renderers import TerminalTable
+
+    shown = TerminalTable(table)
+    wide_console(shown.width).print(shown)
 
 
 def say_step_times(runs: Sequence[RunData], comparison: Comparison | None = None) -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from vajra_py.errors import RunError
 from vajra_py.experiment.measured.run import MeasuredRequests, MeasuredRun
+from vajra_py.metrics.comparison.table_model import Cell, Row, Table
 from vajra_py.metrics.runs.run_data import RunData
 
 Floats = npt.NDArray[np.float64]
@@ -80,17 +81,26 @@ class Accuracy:
         """Whether every mean is within its bound."""
         return all(one.passes for one in self.errors)
 
-    def lines(self) -> Iterator[str]:
-        """One line a metric: name, measured, simulated, error in percent."""
-        names = [*(error.name for error in self.errors), *(series.name for series in self.series)]
-        width = max(map(len, names)) + 2
-        yield f"{'metric':<{width}}{'measured':>12}{'simulated':>12}{'error':>9}"
-        for one in self.errors:
-            mark = "" if one.passes else f"  beyond {one.bound:.0%}"
-            yield f"{one.name:<{width}}{one.measured:>12.5g}{one.simulated:>12.5g}{one.relative:>+9.1%}{mark}"
+    def table(self) -> Table:
+        """A row for each metric: measured, simulated, error, and the bound of an error that is beyond it."""
+        rows = [
+            Row(
+                one.name,
+                (
+                    Cell(f"{one.measured:.5g}", value=one.measured),
+                    Cell(f"{one.simulated:.5g}", value=one.simulated),
+                    Cell(f"{one.relative:+.1%}", "" if one.passes else f"beyond {one.bound:.0%}", value=one.relative),
+                ),
+            )
+            for one in self.errors
+        ]
         for series in self.series:
-            means = f"{series.measured.mean():>12.4g}{series.simulated.mean():>12.4g}"
-            yield f"{series.name:<{width}}{means}{series.relative:>9.1%}"
+            means = float(series.measured.mean()), float(series.simulated.mean())
+            cells = [Cell(f"{mean:.4g}", value=mean) for mean in means]
+            rows.append(
+                Row(f"{series.name}, by second", (*cells, Cell(f"{series.relative:.1%}", value=series.relative)))
+            )
+        return Table("metric", ("measured", "simulated", "error"), tuple(rows))
 
 
 def compare_with_measured(run: MeasuredRun, simulated: RunData) -> Accuracy:

@@ -7,7 +7,6 @@ is predicted. Outputs have the lengths that the engine put out.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from vajra_py.experiment.runs.engined import ENGINE_FILE, OUTPUTS_FILE
 from vajra_py.experiment.runs.replay import sized_config
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.experiment.runs.simulated import SimulatedRun
+from vajra_py.metrics.comparison.table_model import Cell, Row, Table
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import Registry
 from vajra_py.runtime.records.input_log import read_rows
@@ -153,14 +153,17 @@ def _value(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def as_rows(validation: Validation) -> list[Mapping[str, str]]:
-    """What to show: one row a number."""
-    return [
-        {
-            "metric": f"{one.metric.removesuffix('_s').upper()} {one.quantile}",
-            "measured": f"{one.measured_s * 1e3:.2f} ms",
-            "simulated": f"{one.simulated_s * 1e3:.2f} ms",
-            "error": f"{one.relative:+.1%}",
-        }
+def error_table(validation: Validation) -> Table:
+    """A row for each quantile of a metric; without rows, the corner says that nothing was measured."""
+    rows = tuple(
+        Row(
+            f"{one.metric.removesuffix('_s').upper()} {one.quantile}",
+            (
+                Cell(f"{one.measured_s * 1e3:.2f} ms"),
+                Cell(f"{one.simulated_s * 1e3:.2f} ms"),
+                Cell(f"{one.relative:+.1%}"),
+            ),
+        )
         for one in validation.errors
-    ]
+    )
+    return Table("metric", ("measured", "simulated", "error"), rows) if rows else Table("nothing was measured", (), ())

@@ -34,7 +34,7 @@ class Run:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a backend says when nothing more will happen."""
+    """Result of a backend that has finished."""
 
     ended_at: float
     """Seconds on the run's clock."""
@@ -52,13 +52,13 @@ class Backend(Protocol):
 
     controller: Controller
     decision_log: type[DecisionLog]
-    """What keeps its decisions."""
+    """Class that records its decisions."""
     write: WriteTables
-    """What writes the tables of what was recorded."""
+    """Writes the tables of a run."""
 
     @property
     def step_times(self) -> StepTimes:
-        """Where the durations of steps come from."""
+        """Return the origin of the steps' durations."""
 
     def prepare(self, folder: Path) -> None:
         """The run's folder is ready: what this backend alone records goes there."""

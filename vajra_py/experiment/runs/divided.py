@@ -45,7 +45,7 @@ class Part:
 
 
 def why_whole(config: ExperimentConfig, registry: Registry) -> str | None:
-    """Why a run of these settings cannot be divided at all; None when its replicasets at least may share nothing."""
+    """Return the reason that a run of these settings cannot be divided at all; None if its replicasets can be."""
     if config.backend.kind != "simulator":
         return f"only simulations are divided (backend: {config.backend.kind})"
     settings = config.backend.settings
@@ -68,7 +68,7 @@ def why_whole(config: ExperimentConfig, registry: Registry) -> str | None:
 def why_together(
     replicaset: Replicaset, config: ExperimentConfig, seeds: NotedSeeds, first: RequestView | None
 ) -> str | None:
-    """Why the replicas of a replicaset stay in one part; None when each can be simulated by itself.
+    """Return the reason that the replicas of a replicaset stay in one part; None if each can be simulated alone.
 
     `seeds` are those that its policies were built with; `first` is a request that it takes.
     """
@@ -101,7 +101,7 @@ def _views(replicaset: Replicaset) -> list[ReplicaLoadView]:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Which part has which replicas.
+    """Assignment of replicas to parts.
 
     Attributes:
         owners: by replicaset, the part of each replica.

@@ -145,7 +145,7 @@ class EngineRun:
             self._output_file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
 
     def _facts(self, loop: EngineLoop) -> dict[str, object]:
-        """Where the time went: computing on the device, and everything else of the steps (scheduling, bookkeeping)."""
+        """Return the time spent computing on the device and the rest of the steps' time (scheduling, bookkeeping)."""
         replicas = self._engine.replicas.values()
         busy_s = to_seconds(sum(one.busy_ticks for one in replicas))
         compute_s = sum(one.compute_s for one in replicas)

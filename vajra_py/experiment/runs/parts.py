@@ -84,7 +84,7 @@ def run_in_parts(
 
 
 def _is_done(path: Path, config: ExperimentConfig, registry: Registry) -> bool:
-    """Whether a part is finished, and by what is installed now: all parts of a run are made by the same."""
+    """Return whether a part is finished by the versions installed now: all parts of a run are made by the same."""
     if not RunFolder(path).is_finished(config):
         return False
     made, now = json.loads((path / MANIFEST_FILE).read_text()), run_manifest(config, registry)
@@ -116,7 +116,7 @@ def _write_combined(config: ExperimentConfig, place: RunFolder, paths: Sequence[
 
 
 def _origin(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Where step times come from: as each part says, with what fell back in all of them."""
+    """Return the origin of step times over all parts, with the fallbacks of each."""
     facts = {name: value for name, value in parts[0].items() if name != "sentence"}
     return StepTimes(**facts | {"num_fallback": sum(one["num_fallback"] for one in parts)}).to_mapping()
 

@@ -26,7 +26,7 @@ _WARMUP_OFF = (0.0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What was recorded of a run."""
+    """Recorded tables of a run."""
 
     requests: RequestsBuilder
     steps: StepsBuilder

@@ -22,6 +22,16 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.golden.readers.rounding import (
+    EXACT_DIGITS,
+    Event,
+    Floats,
+    StepTimes,
+    half_units,
+    left_over,
+    significant_digits,
+)
+from tests.golden.readers.trace import Difference, Result
 from vajra_py.config import config_from_mapping
 from vajra_py.contract import RequestView
 from vajra_py.contract.latency import LatencyModel
@@ -36,16 +46,6 @@ from vajra_py.runtime.serving.build import ModelFacts, Services, build_controlle
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.sim.executor import PredictedTimer, SimulatedExecutor
 from vajra_py.sim.simulator import SimulationOptions, Simulator
-from vajra_py.testing.golden.rounding import (
-    EXACT_DIGITS,
-    Event,
-    Floats,
-    StepTimes,
-    half_units,
-    left_over,
-    significant_digits,
-)
-from vajra_py.testing.golden.trace import Difference, Result
 from vajra_py.workload.request import RequestSpec
 
 WORKLOAD = "_workload.csv.gz"
