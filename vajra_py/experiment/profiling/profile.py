@@ -192,7 +192,7 @@ def _fitted(steady: _Steady, live: Sequence[LiveStep], facts: Mapping[str, Any],
         for one in steady.grid
     ]
     fit = fit_steps(whole)
-    errors = held_out_errors(whole, SeedTree(seed).stream("held out"))
+    errors = held_out_errors(whole, SeedTree(seed).stream("held out").permutation(len(whole)).tolist())
     if live:
         errors["live"] = errors_of(fit.time_s, [Measured(one.shape, one.time_s) for one in live])["all"]
     return Profile(fit, facts, errors, len(whole), steady.variation)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from vajra_py.config import ExperimentConfig
+from vajra_py.contract.latency import LatencyModel
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.runs.results import Tables
 from vajra_py.latency import StepTimes
@@ -57,8 +58,12 @@ class Backend(Protocol):
     """What writes the tables of what was recorded."""
 
     @property
+    def latency_models(self) -> Mapping[str, LatencyModel]:
+        """Latency models of the steps, by replicaset; none where steps are computed."""
+
+    @property
     def step_times(self) -> StepTimes:
-        """Where the durations of steps come from."""
+        """Origin of the durations of steps."""
 
     def prepare(self, folder: Path) -> None:
         """The run's folder is ready: what this backend alone records goes there."""

@@ -15,7 +15,7 @@ from math import sqrt
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.contract.latency import BatchFeatures
+from vajra_py.contract.latency import BatchFeatures, ModelDescription
 from vajra_py.latency.hardware.deployment import Deployment, Parallelism
 from vajra_py.latency.hardware.devices import DeviceSpec
 from vajra_py.latency.hardware.model_spec import DTYPE_BYTES, ModelSpec
@@ -173,6 +173,19 @@ class RooflineModel:
     def kv_blocks(self, block_size: int, memory_fraction: float = 0.9) -> int:
         """KV blocks that fit; see `Deployment.kv_blocks`."""
         return self.deployment.kv_blocks(block_size, memory_fraction)
+
+    def describe(self) -> ModelDescription:
+        """Describe the model and its devices; see `DescribesModel`."""
+        model, device, split = self.deployment.model, self.deployment.device, self.deployment.parallelism
+        return ModelDescription(
+            "analytic",
+            f"roofline of {model.name} on {device.name}",
+            device=device.priced_as,
+            num_devices=split.tensor * split.pipeline * split.kv,
+            kv_blocks=self.kv_blocks,
+            kv_bytes_per_token=model.kv_bytes_per_token,
+            max_model_len=model.max_model_len,
+        )
 
     def breakdown_s(self, shape: BatchFeatures) -> dict[str, float]:
         """Seconds of a step by what they are spent on; they add up to `batch_time_s` but for rounding.

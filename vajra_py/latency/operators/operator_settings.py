@@ -74,10 +74,6 @@ class MeasuredOperatorsConfig(SettingsModel):
         complain_as_value_error(lambda: host_overhead(value), "host")
         return value
 
-    def replica_devices(self) -> tuple[str | None, int]:
-        """Name of the device and how many a replica has."""
-        return self.device_name, self.tensor_parallel * self.data_parallel
-
     @property
     def device_name(self) -> str | None:
         """Name of the device on which the operators ran."""

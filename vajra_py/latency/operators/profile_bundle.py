@@ -16,7 +16,7 @@ from math import sqrt
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.contract.latency import BatchFeatures
+from vajra_py.contract.latency import BatchFeatures, ModelDescription, Origin
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.latency.hardware.deployment import Deployment, Parallelism
 from vajra_py.latency.hardware.devices import DeviceSpec
@@ -153,7 +153,7 @@ class ProfileBundleModel:
 
     @property
     def source(self) -> str:
-        """Where the step times come from, in a few words."""
+        """Origin of the operator times, in a few words."""
         degree = f", TP {self.bundle.tensor_parallel}" if self.bundle.tensor_parallel > 1 else ""
         measured = f"operators measured on {self.bundle.gpu} inside {self.bundle.engine} ({self.bundle.model}{degree})"
         cut = self.options.routing.cut
@@ -234,6 +234,23 @@ class ProfileBundleModel:
         split = Parallelism(tensor=self.bundle.tensor_parallel, data=self._ranks)
         return self._ranks * Deployment(self.model, self.device, split).kv_blocks(block_size, memory_fraction)
 
+    def describe(self) -> ModelDescription:
+        """Describe the measurements, what they were calibrated on, and the replica's GPUs; see `DescribesModel`."""
+        calibration = self.options.calibration
+        origin: Origin = "measured" if calibration is None else "calibrated"
+        return ModelDescription(
+            origin,
+            self.source if calibration is None else f"{self.source}, fitted on {calibration.fitted_on}",
+            {} if calibration is None else {name: abs(value) for name, value in calibration.errors.items()},
+            num_fallback=self.num_fallback,
+            device=self.bundle.hardware or None if self.device is None else self.device.priced_as,
+            num_devices=self.bundle.tensor_parallel * self._ranks,
+            max_kv_groups=1,
+            kv_blocks=self.kv_blocks,
+            kv_bytes_per_token=self.model.kv_bytes_per_token,
+            max_model_len=self.model.max_model_len,
+        )
+
     # Parts
 
     def _beyond(self, shape: BatchFeatures) -> float:
@@ -277,7 +294,7 @@ class ProfileBundleModel:
 
     def _mixed_s(self, shape: BatchFeatures) -> float:
         """Seconds of a step with prompts, or with KV blocks to swap."""
-        decodes, context, prefills, tokens, _, _, _, pairs, merged, swap_bytes = shape
+        decodes, context, prefills, tokens, _, _, pairs, merged, swap_bytes = shape
         if merged or swap_bytes or self._ranks > 1 or tokens > self._attention.largest["prefill_chunk"]:
             gpu, (added, least) = sum(self._parts(shape).values()), self._host_s(shape.num_requests)
             return max(gpu + added, least)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from vajra_py.testing.golden import nano, vidur, vllm
+from vajra_py.testing.golden import nano, vllm
 from vajra_py.testing.golden.trace import Difference, Result, read_json
 
 SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl")
@@ -14,9 +14,6 @@ SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl")
 
 def compare_folder(folder: Path) -> Iterator[Result]:
     """Compare every trace below the folder, in order of path; the first folder of a path names its system."""
-    for path in sorted(folder.rglob(f"*{vidur.WORKLOAD}")):
-        parts = path.relative_to(folder).parts
-        yield vidur.compare(parts[0] if len(parts) > 1 else folder.name, path)
     for path in sorted(one for one in folder.rglob("*") if one.name.endswith(SUFFIXES)):
         parts = path.relative_to(folder).parts
         system = parts[0] if len(parts) > 1 else folder.name
