@@ -39,7 +39,7 @@ from vajra_py.config import ExperimentConfig, TypedChoice, config_from_mapping
 from vajra_py.engine.clock import WallClock
 from vajra_py.engine.compute import ModelRunner, RunnerOptions
 from vajra_py.engine.tiny import write_tiny_model
-from vajra_py.experiment.measured.validation import METRICS, Assumed, validate
+from vajra_py.experiment.measured.validation import Assumed, simulate_as_served
 from vajra_py.experiment.profiling.bench import Batch, Bench, Reference
 from vajra_py.experiment.profiling.other_load import OtherLoad
 from vajra_py.experiment.profiling.profile import ProfileSettings, profile_config, profile_model
@@ -52,7 +52,7 @@ from vajra_py.metrics.runs.run_data import RunData
 
 FIRST_PROFILE, PROFILE = "first-profile.json", "profile.json"
 FIRST_PASSES, SIMULATIONS = 3, 25
-KEYS = [(metric, quantile) for metric in METRICS for quantile in ("p50", "p90")]
+KEYS = [(metric, quantile) for metric in ("ttft_s", "tbt_s", "e2e_s") for quantile in ("p50", "p90")]
 TOLERANCE = 0.10
 _QUIET_CORES = 0.15
 _MOST_TRIES = 10
@@ -323,7 +323,7 @@ def compare(computing: Computing, load_name: str, policy: str, folders: Sequence
     latency = TypedChoice.model_validate({"type": "profiled", "path": str(profiles.file)})
     runs = [RunData.load(folder) for folder in folders]
     simulated = [
-        figures(validate(runs[0], config, assumed=Assumed(latency, seed)).simulated) for seed in range(SIMULATIONS)
+        figures(simulate_as_served(runs[0], config, assumed=Assumed(latency, seed))) for seed in range(SIMULATIONS)
     ]
     return Compared(
         load_name,

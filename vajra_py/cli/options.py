@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+    from vajra_py.experiment.measured.accuracy import Accuracy
     from vajra_py.experiment.measured.run import MeasuredRun
     from vajra_py.metrics.comparison.comparison import Comparison
     from vajra_py.metrics.runs.run_data import RunData
@@ -114,6 +115,13 @@ def say_step_times(runs: Sequence[RunData], comparison: Comparison | None = None
         click.echo(f"step times: {sentence}" + (f" ({', '.join(names)})" if names else ""))
     for sentence in judged_differences(runs, comparison) if comparison is not None else ():
         click.echo(sentence)
+
+
+def say_accuracy(accuracy: Accuracy) -> None:
+    """Print the errors of a simulation of a measured run, one line a metric, and the origin of its step times."""
+    for line in accuracy.lines():
+        click.echo(line)
+    click.echo(f"step times: {accuracy.trust}")
 
 
 def say_warnings(runs: Sequence[RunData]) -> None:

@@ -211,21 +211,13 @@ def _show(runs: list[RunData], report: Path | None, quiet: bool, num_copies: int
 
 
 def _validate(runs: list[RunData]) -> None:
-    from rich.table import Table
-
-    from vajra_py.cli.options import wide_console
+    from vajra_py.cli.options import say_accuracy
     from vajra_py.config import load_config
-    from vajra_py.experiment.measured.validation import as_rows
     from vajra_py.experiment.measured.validation import validate as validate_run
 
     for one in runs:
-        rows = as_rows(validate_run(one, load_config(one.path / "config.yaml")))
-        table = Table(
-            *rows[0] if rows else ("nothing was measured",), title=f"{one.name}: measured and simulated", box=None
-        )
-        for row in rows:
-            table.add_row(*row.values())
-        wide_console().print(table)
+        click.echo(f"{one.name}: measured and simulated")
+        say_accuracy(validate_run(one, load_config(one.path / "config.yaml")))
 
 
 class _Display:
