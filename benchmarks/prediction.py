@@ -3,7 +3,7 @@
 `python benchmarks/prediction.py DIR` writes a tiny model to DIR, profiles it, runs every combination of
 policies on every workload on the engine, simulates the same requests with the profile, and prints the errors of TTFT, TBT and
 E2E, and how both order the policies. `--backend vllm`, in an environment that has vLLM, computes with that. The engine keeps the
-time of a machine of steady pace (`vajra_py.experiment.profiling.steady`): a reference batch after each step tells how fast the machine is, and
+time of a machine of steady pace (`steady.py`): a reference batch after each step tells how fast the machine is, and
 its pace is taken out of the times; on a clock on the wall (`--wall`), two equal runs on a shared machine differ by more than what is
 looked for. One model is loaded for everything that a process measures.
 
@@ -33,6 +33,7 @@ from typing import Any, TypeAlias
 
 from loaded_once import LoadedOnce
 from machine import processor
+from steady import NormalizedClock, SteadyRunner
 
 from vajra_py import __version__
 from vajra_py.config import ExperimentConfig, TypedChoice, config_from_mapping
@@ -43,7 +44,6 @@ from vajra_py.experiment.measured.validation import Assumed, simulate_as_served
 from vajra_py.experiment.profiling.bench import Batch, Bench, Reference
 from vajra_py.experiment.profiling.other_load import OtherLoad
 from vajra_py.experiment.profiling.profile import ProfileSettings, profile_config, profile_model
-from vajra_py.experiment.profiling.steady import NormalizedClock, SteadyRunner
 from vajra_py.experiment.runs.backend import Backend, Run
 from vajra_py.experiment.runs.engined import EngineRun
 from vajra_py.experiment.runs.run import run_experiment
