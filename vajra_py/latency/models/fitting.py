@@ -173,46 +173,16 @@ def _robust(matrix: Floats, times: Floats) -> Floats:
 
     Relative to the prediction, since relative to the measurement short times would pull more than long ones.
     """
+    from scipy.optimize import nnls  # takes long to import, and most models are not fitted
+
     scale = np.abs(matrix).max(axis=0)
     scale[scale == 0.0] = 1.0
     scaled = matrix / scale
     weights = 1.0 / times
     solution = np.zeros(matrix.shape[1])
     for _ in range(_ROUNDS):
-        solution = non_negative_least_squares(scaled * weights[:, None], times * weights)
+        solution, _ = nnls(scaled * weights[:, None], times * weights, maxiter=10 * matrix.shape[1])
         predicted = np.maximum(scaled @ solution, 1e-12)
         residuals = np.abs(times / predicted - 1.0)
         weights = np.sqrt(np.minimum(1.0, _HUBER / np.maximum(residuals, 1e-12))) / predicted
     return np.asarray(solution / scale, np.float64)
-
-
-def non_negative_least_squares(matrix: Floats, target: Floats) -> Floats:
-    """The x >= 0 with the least ||matrix @ x - target||.
-
-    Source: Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23.
-    """
-    num_columns = matrix.shape[1]
-    solution = np.zeros(num_columns)
-    passive = np.zeros(num_columns, bool)
-    tolerance = 1e-10 * max(1.0, float(np.abs(matrix.T @ target).max()))
-    for _ in range(10 * num_columns):
-        gradient = matrix.T @ (target - matrix @ solution)
-        gradient[passive] = -np.inf
-        best = int(np.argmax(gradient))
-        if passive.all() or gradient[best] <= tolerance:
-            break
-        passive[best] = True
-        while True:
-            trial = np.zeros(num_columns)
-            trial[passive] = np.linalg.lstsq(matrix[:, passive], target, rcond=None)[0]
-            if (trial[passive] > 0).all():
-                break
-            leaving = passive & (trial <= 0)
-            steps = solution[leaving] / np.maximum(solution[leaving] - trial[leaving], 1e-300)
-            solution = solution + float(steps.min()) * (trial - solution)
-            passive &= solution > 1e-15
-            solution[~passive] = 0.0
-            if not passive.any():
-                return solution
-        solution = trial
-    return solution
