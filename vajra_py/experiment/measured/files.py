@@ -45,7 +45,7 @@ ENGINE_ARGUMENTS = (
     "gpu_memory_utilization",
     "kv_cache_dtype",
 )
-"""What may be said about an engine that its file is silent about, by vLLM's names."""
+"""Settings of an engine that its file may lack and a user may give, by vLLM's names."""
 
 
 def read_measured(path: str | Path, engine: Mapping[str, Any] | None = None) -> MeasuredRun:

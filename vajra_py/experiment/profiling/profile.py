@@ -55,7 +55,7 @@ Report: TypeAlias = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ProfileSettings:
-    """What is measured.
+    """Settings of a profile.
 
     Attributes:
         config: the engine and its replicas; see `profile_config`.
@@ -335,7 +335,7 @@ class _Journal:
 
     @property
     def typical_reference_s(self) -> float:
-        """What the reference typically took."""
+        """Median time of the reference."""
         return median(reference_s for _, reference_s in self.done.values())
 
     def steady_s(self, typical_s: float) -> dict[tuple[int, int], float]:
@@ -374,7 +374,7 @@ def _measure_grid(
 
 @dataclass(frozen=True, slots=True)
 class _Steady:
-    """What the measurements say: how long each shape takes on average, and how much equal steps differ."""
+    """Mean time of each measured shape, and the variation of equal steps."""
 
     grid: Sequence[Measured]
     variation: Variation | None

@@ -45,8 +45,8 @@ class SimulatedRun:
         latencies = latency_models(run.config, run.registry, latency)
         self.latency_models = latencies
         """See `Backend`."""
-        told = _told(latency, settings.predictions, run.registry, "backend.simulator")
-        models = _by_replicaset(run, latencies, told)
+        predictions = _predictions(latency, settings.predictions, run.registry, "backend.simulator")
+        models = _by_replicaset(run, latencies, predictions)
         _check_kv_groups(run.config, latencies)
         seeds = run.seeds.child("policies")
         truth = Truth(seeds.child("output_lengths").stream, run.workload.true_lengths())
@@ -57,7 +57,7 @@ class SimulatedRun:
         intake = _intake(latency)
         services = Services(
             registry=run.registry,
-            latency=told,
+            latency=predictions,
             output_lengths=predictor,
             seeds=seeds,
             facts=model_facts(latency),
@@ -113,14 +113,14 @@ class SimulatedRun:
 
 
 def _by_replicaset(
-    run: Run, latencies: Mapping[str, LatencyModel], told: LatencyModel
+    run: Run, latencies: Mapping[str, LatencyModel], predictions: LatencyModel
 ) -> dict[str, ReplicasetModel]:
     """Return the models of the replicasets that have settings of their own."""
     models = {}
     for name, own in run.config.backend.settings.replicasets.items():
         where = f"backend.simulator.replicasets.{name}"
         has_own = own.latency is not None or own.predictions is not None
-        asked = _told(latencies[name], own.predictions, run.registry, where) if has_own else told
+        asked = _predictions(latencies[name], own.predictions, run.registry, where) if has_own else predictions
         models[name] = ReplicasetModel(asked, model_facts(latencies[name]))
     return models
 
@@ -132,20 +132,24 @@ def _check_kv_groups(config: ExperimentConfig, latencies: Mapping[str, LatencyMo
         groups, most = replicaset.replica.kv_parallel.groups, description_of(latencies[name]).max_kv_groups
         if most is not None and groups > most:
             message = f"the latency model of {name} has no times for attention merged over {groups} KV-parallel groups"
-            problems.append(Problem("replica.kv_parallel.groups", message, f"Allowed: {most}" if most == 1 else f"Allowed: 1 to {most}"))
+            problems.append(
+                Problem(
+                    "replica.kv_parallel.groups", message, f"Allowed: {most}" if most == 1 else f"Allowed: 1 to {most}"
+                )
+            )
     if problems:
         raise ConfigError(problems)
 
 
-def _told(latency: LatencyModel, choice: TypedChoice | None, registry: Registry, where: str) -> LatencyModel:
+def _predictions(latency: LatencyModel, choice: TypedChoice | None, registry: Registry, where: str) -> LatencyModel:
     """Return the model that policies ask for predictions. Raises `ConfigError` where it cannot be of the same replica as `latency`."""
     if choice is None:
         return latency
-    told = build_latency_model(choice.type, choice.parameters, registry)
-    if told.num_stages != latency.num_stages and not isinstance(latency, ReplaysDurations):
-        message = f"is of {told.num_stages} pipeline stages, and the latency model of {latency.num_stages}"
+    predictions = build_latency_model(choice.type, choice.parameters, registry)
+    if predictions.num_stages != latency.num_stages and not isinstance(latency, ReplaysDurations):
+        message = f"is of {predictions.num_stages} pipeline stages, and the latency model of {latency.num_stages}"
         raise ConfigError(Problem(f"{where}.predictions", message, "Allowed: a model of as many"))
-    return told
+    return predictions
 
 
 def model_facts(latency: LatencyModel) -> ModelFacts:

@@ -37,16 +37,16 @@ class DevicePower:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCosts:
-    """What one device costs: price per hour and power, None where it is not known."""
+    """Costs of one device: price per hour and power, None where unknown."""
 
     device: str
     price_per_hour: float | None = None
     power: DevicePower | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Of the price (`price_per_hour`, with its date) and of each figure of the power."""
+    """Sources of the price (`price_per_hour`, with its date) and of each figure of the power."""
 
     def changed(self, given: Mapping[str, float], source: str) -> DeviceCosts:
-        """The same with some figures of the user's own: `price_per_hour` and those of `POWER_FIELDS`."""
+        """Return the costs with some figures of the user's own: `price_per_hour` and those of `POWER_FIELDS`."""
         watts = {name: value for name, value in given.items() if name in POWER_FIELDS}
         power = self.power
         if watts and power is not None:
@@ -58,7 +58,7 @@ class DeviceCosts:
 
 
 def device_costs(name: str) -> DeviceCosts:
-    """What is known of a device of that name (any case, short forms too); nothing of one that is not described."""
+    """Return the known costs of a device of that name (any case, short forms too); none of one that is not described."""
     try:
         canonical = device_name(name)
     except ConfigError:

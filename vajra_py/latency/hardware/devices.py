@@ -32,7 +32,7 @@ class DeviceSpec:
     """Bytes per second."""
     bandwidth_fraction: float
     memory_bytes: int
-    """What the driver reports."""
+    """Memory as the driver reports it."""
     link_bandwidth: float
     """Bytes per second to peers of the same replica, one direction."""
     link_fraction: float
@@ -173,7 +173,7 @@ def _figures(name: str) -> dict[str, Any]:
 
 
 def device_sources(name: str) -> dict[str, str]:
-    """Where each figure of a shipped device comes from, by field.
+    """Return the source of each figure of a shipped device, by field.
 
     Raises:
         ConfigError: there is no device of that name.

@@ -46,7 +46,7 @@ class Measured:
 
     @property
     def kind(self) -> str:
-        """What the step did: "decode", "prefill" or "mixed"."""
+        """Kind of the step: "decode", "prefill" or "mixed"."""
         if not self.shape.num_prefills:
             return "decode"
         return "mixed" if self.shape.num_decodes else "prefill"
@@ -160,7 +160,7 @@ def _functions(name: str, knots: list[float], values: Floats) -> list[Floats]:
 
 
 def _segments(values: Floats, knots: Sequence[float]) -> list[Floats]:
-    """How much of each value lies in each segment; the last one has no end."""
+    """Part of each value in each segment; the last one has no end."""
     columns = []
     for index, (low, high) in enumerate(pairwise(knots)):
         top = np.inf if index == len(knots) - 2 else high

@@ -108,7 +108,7 @@ class RooflineModel:
         self._step = step_coefficients(self.deployment)
         self._window = layers.window
         self._products: dict[int, float] = {}
-        """What `_products_s` answered, by tokens: most steps have as many as their budget allows."""
+        """Answers of `_products_s`, by tokens: most steps have as many as their budget allows."""
         self._rows: dict[int, float] = {}
         """Head and overhead, by rows."""
         self._decode_parts: dict[int, tuple[float, float]] = {}
@@ -225,7 +225,7 @@ class RooflineModel:
         return time
 
     def _products_s(self, num_tokens: int) -> float:
-        """What depends on the number of tokens alone: products with weights, element-wise work, latencies."""
+        """Seconds that depend on the number of tokens alone: products with weights, element-wise work, latencies."""
         (
             dense_weights_s, dense_token_s, dense_flops_s, expert_weights_s, expert_missed, expert_flops_s, expert_token_s,
             elementwise_s, fixed_s, _, _, _, _, _, _, _,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Grid = npt.NDArray[np.float64]
 Factor = Callable[[tuple[Array, ...]], Grid | None]
-"""What the times at the points of a grid with these axes are multiplied by; None: nothing."""
+"""Factors on the times at the points of a grid with these axes; None: all 1."""
 
 
 class DecodeRow:

@@ -47,7 +47,7 @@ UNIFORM = Routing()
 
 @dataclass(frozen=True, slots=True)
 class BundleOptions:
-    """What the tables do not say."""
+    """Settings of a bundle's model that the tables do not have."""
 
     link: Link | None = None
     """Needed with more than one GPU."""
@@ -57,7 +57,7 @@ class BundleOptions:
     cuda_graphs: bool = True
     capture_limit: int = CAPTURE_LIMIT
     reach: float = 4.0
-    """How many times the largest measured size is still answered."""
+    """Multiple of the largest measured size that is still answered."""
     data_parallel: int = 1
     """Data-parallel ranks that step together and share the experts (vLLM's data and expert parallelism); the replica is all of them."""
     routing: Routing = UNIFORM
@@ -66,7 +66,7 @@ class BundleOptions:
     fallback: RooflineModel | None = None
     """Answers where the tables do not reach; None: such a step is an error."""
     calibration: Calibration | None = None
-    """Where `scales` and `host` were fitted."""
+    """Source of fitted `scales` and `host`."""
 
 
 def capture_sizes(limit: int) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ def capture_sizes(limit: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeBatch:
-    """What is known of steps with one number of decodes and nothing else."""
+    """Precomputed terms of steps with one number of decodes and nothing else."""
 
     fixed_s: float
     least_s: float
@@ -165,7 +165,7 @@ class ProfileBundleModel:
 
     @property
     def host(self) -> HostOverhead:
-        """What the engine's host adds to steps and requests."""
+        """Overhead of the engine's host on steps and requests."""
         return self.options.host
 
     def batch_time_s(self, shape: BatchFeatures) -> float:
@@ -211,7 +211,7 @@ class ProfileBundleModel:
         return {**parts, "host": max(gpu + added, least) - gpu}
 
     def covers(self, shape: BatchFeatures) -> bool:
-        """Whether every size of the step is within `reach` times the largest that was measured."""
+        """Return true where every size of the step is within `reach` times the largest that was measured."""
         reach, largest = self.options.reach, self._attention.largest
         mean = shape.decode_context_tokens / max(1, shape.num_decodes)
         prefill = shape.prefill_context_tokens / max(1, shape.num_prefills)
@@ -272,7 +272,7 @@ class ProfileBundleModel:
         return (host.exposed_s, busy) if host.asynchronous else (busy, 0.0)
 
     def _per_rank(self, number: int) -> int:
-        """How many of these the fullest data-parallel rank has."""
+        """Number of these on the fullest data-parallel rank."""
         return -(-number // self._ranks)
 
     def _decodes(self, num_decodes: int) -> _DecodeBatch:
@@ -395,7 +395,7 @@ class ProfileBundleModel:
         return self.device is not None and self.device.uses_flash_attention_2 and self.model.latent is None
 
     def _unequal_contexts(self) -> UnequalContexts | None:
-        """How the kernel spreads decodes of unequal contexts; None: as the bundle's own batches of them say, where it has any."""
+        """Model of the kernel for decodes of unequal contexts; None: the bundle's own batches of them count, where it has any."""
         device = self.device
         if device is None or not self._has_flash_attention_2:
             return None
