@@ -76,7 +76,12 @@ def test_a_comparison_says_whether_it_shows_more_than_the_known_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: float, verdict: str
 ) -> None:
     known = ModelDescription("calibrated", "made up", {"ttft_s": error, "tpot_s": error, "e2e_s": error})
-    monkeypatch.setattr(AffineModel, "describe", lambda self: known, raising=False)
+
+    class Known(AffineModel):
+        def describe(self) -> ModelDescription:
+            return known
+
+    monkeypatch.setattr("vajra_py.latency.config.AffineModel", Known)
     runs = [
         ran(tmp_path, f"batch-{size}", replica={"max_batch_size": size, "memory": {"num_blocks": 2000}})
         for size in (8, 10)
