@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -210,14 +210,12 @@ def _show(runs: list[RunData], report: Path | None, quiet: bool, num_copies: int
 
 
 def _validate(runs: list[RunData]) -> None:
-    from vajra_py.cli.options import show_table
+    from vajra_py.cli.options import say_accuracy
     from vajra_py.config import load_config
-    from vajra_py.experiment.measured.validation import error_table
     from vajra_py.experiment.measured.validation import validate as validate_run
 
     for one in runs:
-        table = error_table(validate_run(one, load_config(one.path / "config.yaml")))
-        show_table(replace(table, title=f"{one.name}: measured and simulated"))
+        say_accuracy(validate_run(one, load_config(one.path / "config.yaml")), f"{one.name}: measured and simulated")
 
 
 class _Display:

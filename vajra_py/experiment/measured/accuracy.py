@@ -11,6 +11,7 @@ import numpy.typing as npt
 from vajra_py.errors import RunError
 from vajra_py.experiment.measured.run import MeasuredRequests, MeasuredRun
 from vajra_py.metrics.comparison.table_model import Cell, Row, Table
+from vajra_py.metrics.definitions import quantiles
 from vajra_py.metrics.runs.run_data import RunData
 
 Floats = npt.NDArray[np.float64]
@@ -32,7 +33,7 @@ class MetricError:
     measured: float
     simulated: float
     bound: float | None = None
-    """Largest relative error that passes; None: reported only."""
+    """Largest relative error that passes; None: any."""
 
     @property
     def relative(self) -> float:
@@ -43,13 +44,13 @@ class MetricError:
 
     @property
     def passes(self) -> bool:
-        """Whether it is within its bound."""
+        """True within the bound."""
         return self.bound is None or abs(self.relative) <= self.bound
 
 
 @dataclass(frozen=True, slots=True)
 class SeriesError:
-    """How far a quantity is off over time: mean absolute difference by second over the measured mean."""
+    """Error of a quantity over time: mean absolute difference by second over the measured mean."""
 
     name: str
     seconds: Floats
@@ -74,11 +75,11 @@ class Accuracy:
     errors: tuple[MetricError, ...]
     series: tuple[SeriesError, ...]
     trust: str
-    """Where the step times come from."""
+    """Origin of the step times."""
 
     @property
     def passes(self) -> bool:
-        """Whether every mean is within its bound."""
+        """True when every mean is within its bound."""
         return all(one.passes for one in self.errors)
 
     def table(self) -> Table:
@@ -110,8 +111,9 @@ def compare_with_measured(run: MeasuredRun, simulated: RunData) -> Accuracy:
         RunError: the simulation did not finish, or served other requests.
     """
     served = requests_of(simulated)
-    if served.request_id != run.requests.request_id:
+    if set(served.request_id) != set(run.requests.request_id):
         raise RunError(f"{simulated.path}: did not serve the requests of {run.path}. Simulate the run's own workload.")
+    served = served.in_order(run.requests.request_id)
     trust = str(simulated.summary.value("step_times.sentence") or "unknown")
     return Accuracy(
         run.path.name,
@@ -178,7 +180,8 @@ def gap_errors(measured: MeasuredRequests, simulated: RunData) -> Iterator[Metri
     gaps = measured.tbt_s
     if gaps is None or not len(gaps):
         return
-    mine = {"mean": float(gaps.mean())} | {name: float(np.percentile(gaps, one)) for name, one in QUANTILES.items()}
+    mine = {"mean": float(gaps.mean())}
+    mine |= dict(zip(QUANTILES, quantiles(gaps, [percent / 100 for percent in QUANTILES.values()]), strict=True))
     for name, value in mine.items():
         other = simulated.summary.value(f"overall.tbt_s.{name}")
         if other is not None:
@@ -216,14 +219,14 @@ def series_errors(run: MeasuredRun, simulated: MeasuredRequests, data: RunData) 
 
 
 def _present(start: Floats, stop: Floats, at: Floats) -> Floats:
-    """How many requests are between the two at each time."""
+    """Number of requests between the two at each time."""
     begun = np.searchsorted(np.sort(start), at, side="right")
     ended = np.searchsorted(np.sort(stop), at, side="right")
     return (begun - ended).astype(np.float64)
 
 
 def _log_shift(run: MeasuredRun, log: Mapping[str, Floats]) -> float:
-    """How many seconds the log's clock is ahead of the requests': where their running requests agree best.
+    """Seconds by which the log's clock is ahead of the requests': where their running requests agree best.
 
     Ends are seen by log and client at once, while the log counts a request as running only when the step that it was scheduled in is
     under way. Rows after the last scheduling are therefore preferred, where there are enough of them.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from vajra_py.config import ExperimentConfig
+from vajra_py.contract.latency import LatencyModel
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.runs.results import Tables
 from vajra_py.latency import StepTimes
@@ -55,6 +56,10 @@ class Backend(Protocol):
     """Class that records its decisions."""
     write: WriteTables
     """Writes the tables of a run."""
+
+    @property
+    def latency_models(self) -> Mapping[str, LatencyModel]:
+        """Latency models of the steps, by replicaset; none where steps are computed."""
 
     @property
     def step_times(self) -> StepTimes:

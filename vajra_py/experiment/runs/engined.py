@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason
 from vajra_py.engine.build import Engine
 from vajra_py.engine.config import ModelBackendConfig
@@ -62,6 +63,11 @@ class EngineRun:
         self.loop: EngineLoop | None = None
         self._log: InputLog | None = None
         self._output_file: gzip.GzipFile | None = None
+
+    @property
+    def latency_models(self) -> dict[str, LatencyModel]:
+        """See `Backend`: steps are computed."""
+        return {}
 
     @property
     def step_times(self) -> StepTimes:
