@@ -24,6 +24,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
+from vajra_py.config.single import only_replicaset
 from vajra_py.errors import ConfigError, VajraError
 from vajra_py.experiment.runs.recording import RunRecording
 from vajra_py.plugins import load_registry
@@ -100,7 +101,7 @@ class Scheduler(WithoutExtras):
         self._watchdog = ExitStack()
         """Interrupts policies that do not return, in the thread that schedules."""
         self._thread_id: int | None = None
-        memory = next(iter(self.config.effective_replicasets.values())).replica.memory
+        memory = only_replicaset(self.config).replica.memory
         arrivals = Arrivals(self._clock, as_said=orders_by_priority(self.config))
         self._rules = RecordRules(self._max_model_len, self._caches, memory.tenant_salt, arrivals, self._on_ended)
         self._records: dict[str, Record] = {}

@@ -13,6 +13,7 @@ from vajra_py.contract.observer import EndReason, Observer, ScheduledChunk, Step
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
 from vajra_py.runtime.kv import KvMemory, TokenBlockHashes
 from vajra_py.runtime.queues import RequestQueue
+from vajra_py.runtime.queues.keys import SlackReader
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.input_log import Gate
 from vajra_py.runtime.records.step_log import PlanRepeats, StepLog
@@ -54,6 +55,8 @@ class ReplicaParts:
     options: BuilderOptions
     executor: Executor
     listeners: Listeners = NOBODY
+    slack: SlackReader | None = None
+    """Slack by the prioritizer; None when it predicts none."""
 
 
 class Replica:
@@ -64,7 +67,7 @@ class Replica:
         self.replicaset = parts.replicaset
         self.replica_id = parts.replica_id
         self.limits = parts.limits
-        self.max_request_tokens = _max_request_tokens(parts.limits)
+        self.max_request_tokens = max_request_tokens(parts.limits)
         """Most tokens, prompt and output together, that one request may have here."""
         self.memory = parts.memory
         self.queue = parts.queue
@@ -97,6 +100,7 @@ class Replica:
         self.queue = self.running_set.queue = parts.queue
         self.lifecycle.listeners = parts.listeners
         self.builder.policy_name = parts.policy_name
+        self._view.slack = parts.slack
         schedule = parts.policy.schedule
         around, name = self.around, parts.policy_name
         self._schedule = (
@@ -169,6 +173,11 @@ class Replica:
         self.builder.swap_bytes_due = 0
         self.builder.slots_held = 0
         self.builder.dropped = []
+
+    def can_hold(self, request: Request) -> bool:
+        """Return whether limits and an empty memory have room for the longest that the request may become."""
+        num_tokens = request.num_prompt_tokens + request.max_tokens
+        return num_tokens <= self.limits.max_model_len and self.memory.fits(num_tokens - 1)
 
     @property
     def num_pending_tokens(self) -> int:
@@ -474,7 +483,8 @@ class Replica:
             observer.on_step_end(end)
 
 
-def _max_request_tokens(limits: ReplicaLimits) -> int:
+def max_request_tokens(limits: ReplicaLimits) -> int:
+    """Most tokens, prompt and output together, that one request may have on a replica of these sizes."""
     capacity = limits.num_blocks * limits.block_size
     if limits.kv_group_tokens is not None:
         capacity = min(capacity, limits.kv_parallel_groups * limits.kv_group_tokens)
