@@ -170,5 +170,10 @@ class Observer:
     def on_replica_restored(self, replicaset: str, replica_id: ReplicaId, now: float) -> None:
         """A replica that had failed computes again; its memory is empty."""
 
+    def on_cache_reset(
+        self, replicaset: str, replica_id: ReplicaId, requests: Sequence[RequestView], now: float
+    ) -> None:
+        """A replica's KV memory was emptied on demand; `requests` ran there and wait to be computed again, which is no preemption."""
+
     def on_run_end(self, now: float) -> None:
         """Nothing more will happen."""

@@ -115,7 +115,7 @@ class _VllmReplica(BackendReplica):
 
 
 class _GaveWay(Observer):
-    """Collects who was preempted, in attempts at a step that ran nothing too."""
+    """Collects who lost their KV blocks: preempted, in attempts at a step that ran nothing too, or with the cache."""
 
     wants_step_ends = False
 
@@ -125,6 +125,10 @@ class _GaveWay(Observer):
     def on_preempted(self, request: Any, mode: str, now: float) -> None:
         """See `Observer`."""
         self.names.append(request.request_id)
+
+    def on_cache_reset(self, replicaset: str, replica_id: int, requests: Sequence[Any], now: float) -> None:
+        """See `Observer`."""
+        self.names += [request.request_id for request in requests]
 
 
 class Mechanism(Backend[_VllmReplica]):

@@ -324,24 +324,24 @@ class Scheduler(WithoutExtras):
     def _told(self, plan: StepPlan) -> SchedulerOutput:
         for chunk in plan.chunks:
             if chunk.kind != "running":
-                self._admitted(chunk.request, chunk.num_computed_before)
+                self._admitted(chunk.request, chunk.num_computed_before, is_first=chunk.kind == "admitted")
         output = self._messages.tell(plan)
         if self._grammars.sampling(output):
             output.has_structured_output_requests = True
             output.pending_structured_output_tokens = self._is_async and bool(self._in_flight)
         return output
 
-    def _admitted(self, request: Request, num_cached: int) -> None:
+    def _admitted(self, request: Request, num_cached: int, *, is_first: bool) -> None:
         record = self._records[request.request_id]
         vllms = record.request
         vllms.status = RequestStatus.RUNNING
         vllms.num_preemptions = request.num_preemptions
-        if vllms.prefill_stats is not None and not request.num_preemptions:
+        if vllms.prefill_stats is not None and is_first:
             vllms.prefill_stats.set(request.num_prompt_tokens, min(num_cached, request.num_prompt_tokens), 0)
         if self.log_stats:
             vllms.record_event(EngineCoreEventType.SCHEDULED)
             if self._caches and not vllms.skip_reading_prefix_cache:
-                self._prefix_stats.record(request.num_known_tokens, num_cached, request.num_preemptions > 0)
+                self._prefix_stats.record(request.num_known_tokens, num_cached, not is_first)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """What the grammars of a step's requests allow."""

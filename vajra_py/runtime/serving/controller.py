@@ -16,7 +16,7 @@ from vajra_py.runtime.records.input_log import Failure, PolicyChange
 from vajra_py.runtime.requests.lifecycle import end_request
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.policy_swap import Swapped, swap_policy
-from vajra_py.runtime.serving.recovery import Losses, abandon, lose_replica, take_out_of_service
+from vajra_py.runtime.serving.recovery import Losses, abandon, lose_replica, reset_cache, take_out_of_service
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.support.clock import to_seconds
@@ -170,6 +170,13 @@ class Controller:
         self.replicasets[replica.replicaset].restore(replica.replica_id)
         for observer in self._observers:
             observer.on_replica_restored(replica.replicaset, replica.replica_id, to_seconds(now))
+
+    def reset_cache(self, replica: Replica, now: int) -> None:
+        """Empty a replica's KV memory and prefix cache; who ran there waits to be computed again."""
+        seconds = to_seconds(now)
+        held = reset_cache(replica, seconds)
+        for observer in self._observers:
+            observer.on_cache_reset(replica.replicaset, replica.replica_id, held, seconds)
 
     def abandon(self, replicaset: Replicaset, why: str, now: int) -> list[tuple[Request, EndReason]]:
         """No replica of it is up, and none will be in time: what waits for one ends."""

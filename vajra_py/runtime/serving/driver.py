@@ -40,11 +40,10 @@ from vajra_py.runtime.serving.backend import Backend, FastForward, R
 from vajra_py.runtime.serving.controller import ABORTED, EXPIRED, Controller
 from vajra_py.runtime.serving.events import EventQueue, Phase
 from vajra_py.runtime.serving.policy_swap import Swapped
-from vajra_py.runtime.serving.recovery import reset_cache
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.step.plan import StepPlan, StepResult
-from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
+from vajra_py.runtime.support.clock import NEVER, to_ticks
 
 # Looking a member of an enumeration up costs more than a call, and these are looked up for every event.
 _STEP_END, _FORM, _ARRIVAL = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL
@@ -371,7 +370,7 @@ class Driver(Generic[R]):
             one.replica.set_gate(what)
         else:
             try:
-                reset_cache(one.replica, to_seconds(self.now))
+                self.controller.reset_cache(one.replica, self.now)
             except PolicyError as error:
                 self._isolate(what.replicaset, error)
                 return
