@@ -288,7 +288,7 @@ class Mechanism(Backend[_VllmReplica]):
     def land(self) -> None:
         """End the step in flight, all of whose tokens are known, at the tick of this turn; the next one is formed with `step`."""
         if self._one.plan is not None:
-            self._driver.now = self.open_turn()
+            self._driver.advance_to(self.open_turn())
             self._end_step(at_once=False)
 
     def step(self) -> StepPlan | None:

@@ -99,7 +99,7 @@ class Replica:
         self.parts = parts
         self.queue = self.running_set.queue = parts.queue
         self.lifecycle.listeners = parts.listeners
-        self.builder.policy_name = parts.policy_name
+        self.builder.bind_policy(parts.policy_name)
         self._view.slack = parts.slack
         schedule = parts.policy.schedule
         around, name = self.around, parts.policy_name
@@ -115,7 +115,7 @@ class Replica:
         self._step_logs = [one for one in observers if isinstance(one, StepLog) and one.wants_plans]
         self.running_set.log_pool(on=bool(self._step_logs))
         self.lifecycle.observers = observers
-        self.parts.options.keep_notes = bool(self._step_watchers or self._step_logs)
+        self.builder.keep_notes(on=bool(self._step_watchers or self._step_logs))
 
     # Requests come and go
 
@@ -170,9 +170,7 @@ class Replica:
         self.running_set.clear()
         self.memory.clear()
         self.lifecycle.holding.clear()
-        self.builder.swap_bytes_due = 0
-        self.builder.slots_held = 0
-        self.builder.dropped = []
+        self.builder.reset()
 
     def can_hold(self, request: Request) -> bool:
         """Return whether limits and an empty memory have room for the longest that the request may become."""
@@ -203,7 +201,7 @@ class Replica:
             return None
         if not self.forms_steps:
             return None
-        builder.num_preempted_before = 0
+        builder.begin_attempts()
         for _ in range(MAX_EMPTY_STEPS):
             plan = self.form_step(now)
             if plan is None and builder.slots_held:
@@ -211,11 +209,11 @@ class Replica:
             if plan is None:
                 if not self._inherited or not self._give_way(now):
                     return None
-                builder.num_preempted_before += 1
+                builder.count_preempted(1)
                 continue
             if plan.chunks or plan.num_pool_decodes:
                 return plan
-            builder.num_preempted_before += len(plan.preempted)
+            builder.count_preempted(len(plan.preempted))
         stuck = PolicyError(self.parts.policy_name, "preempts without ever running anything")
         raise stuck.at(self.replica_id, self.num_steps)
 
@@ -226,7 +224,7 @@ class Replica:
 
     def _see_ends(self) -> None:
         """The scheduler knows which requests have ended: their slots and blocks are free."""
-        self.builder.slots_held = 0
+        self.builder.hold_slots(0)
         self.lifecycle.release_ended()
 
     def _give_way(self, now: int) -> bool:
@@ -276,12 +274,10 @@ class Replica:
 
     def take_dropped(self) -> list[tuple[Request, EndReason]]:
         """Requests that the policy has dropped since this was last asked; whoever lets the replica form steps counts them."""
-        dropped = self.builder.dropped
-        if dropped:
-            self.builder.dropped = []
-            for request, _ in dropped:
-                self._output_limits.pop(request, None)
-                self.parts.executor.release(request)
+        dropped = self.builder.take_dropped()
+        for request, _ in dropped:
+            self._output_limits.pop(request, None)
+            self.parts.executor.release(request)
         return dropped
 
     def _show(self, plan: StepPlan) -> None:
@@ -360,7 +356,7 @@ class Replica:
         if self._to_abort:
             finished.extend(self._abort_pending(to_seconds(now)))
         if finished and self.parts.options.holds_ended_slots:
-            self.builder.slots_held = len(finished)
+            self.builder.hold_slots(len(finished))
         if self._end_watchers:
             self._show_end(plan, finished, to_seconds(now))
         for log in self._step_logs:

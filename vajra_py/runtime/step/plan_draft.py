@@ -87,6 +87,26 @@ class PlanDraft:
         self._group_tokens: dict[int, int] = {}
         self._empty(0.0)
 
+    def keep_notes(self, *, on: bool) -> None:
+        """Keep the notes of policies from now on, or do not."""
+        self._options.keep_notes = on
+
+    def begin_attempts(self) -> None:
+        """Begin with the next step: nothing was preempted for it yet."""
+        self.num_preempted_before = 0
+
+    def count_preempted(self, num_requests: int) -> None:
+        """Count requests that were preempted in an attempt at this step that ran nothing."""
+        self.num_preempted_before += num_requests
+
+    def hold_slots(self, num_requests: int) -> None:
+        """Leave the slots of so many ended requests out of the next step, whose scheduler has not seen them end; 0: it has."""
+        self.slots_held = num_requests
+
+    def _drop_dues(self) -> None:
+        self.swap_bytes_due = 0
+        self.slots_held = 0
+
     def _empty(self, now: float) -> None:
         """Begin a new plan."""
         self.now = now
