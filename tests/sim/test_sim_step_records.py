@@ -66,9 +66,9 @@ class Expanded(Observer):
         row["ended_at"] = step.ended_at
         row["finished"] = [[request.request_id, reason.value] for request, reason in step.finished]
         self.rows.append(row)
-        shape, duration_s = step.shape, step.ended_at - step.formed_at
-        figures = (shape.num_decodes, shape.num_prefills, shape.num_decodes, shape.prefill_tokens)
-        waiting = (shape.decode_context_tokens, step.num_running, step.num_waiting, step.free_blocks)
+        features, duration_s = step.features, step.ended_at - step.formed_at
+        figures = (features.num_decodes, features.num_prefills, features.num_decodes, features.prefill_tokens)
+        waiting = (features.decode_context_tokens, step.num_running, step.num_waiting, step.free_blocks)
         place = (step.replicaset, step.replica_id, step.step_index, step.formed_at, duration_s)
         self.table.append((*place, *figures, *waiting, step.num_preempted, len(step.finished)))
 

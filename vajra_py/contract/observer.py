@@ -36,7 +36,7 @@ class StepRecord:
     chunks: Sequence[ScheduledChunk]
     preempted: Sequence[tuple[RequestView, str]]
     """(request, mode) in the order of preemption."""
-    shape: BatchFeatures
+    features: BatchFeatures
     free_blocks: int
     """Right after the step was formed."""
     num_waiting: int
@@ -56,7 +56,7 @@ class StepEnd:
     ended_at: float
     finished: Sequence[tuple[RequestView, EndReason]]
     free_blocks: int
-    shape: BatchFeatures
+    features: BatchFeatures
     num_waiting: int
     num_running: int
     num_preempted: int

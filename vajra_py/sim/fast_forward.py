@@ -35,8 +35,8 @@ class DecodeFastForward:
         num_steps = min(1 + replica.num_repeats(plan), one.run_limit)
         if num_steps < 2:
             return None
-        shape = plan.shape
-        ends = runs.run_ends(now, shape.num_decodes, shape.decode_context_tokens, num_steps)
+        features = plan.features
+        ends = runs.run_ends(now, features.num_decodes, features.decode_context_tokens, num_steps)
         if len(ends) < 2:
             return None
         one.run_ends = ends

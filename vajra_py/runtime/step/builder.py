@@ -417,7 +417,7 @@ class Builder(PlanDraft):
 
     def predicted_time(self) -> float:
         """Predicted seconds of the step as it stands."""
-        return self._latency.stage_time_s(self.shape())
+        return self._latency.stage_time_s(self.features())
 
     def predicted_time_with(self, request: RequestView, num_tokens: int) -> float:
         """Predicted seconds of the step with `num_tokens` of the request added."""

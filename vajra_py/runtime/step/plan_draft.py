@@ -155,7 +155,7 @@ class PlanDraft:
     def __contains__(self, request: object) -> bool:
         return request in self.chunks or request in (self._members if self.bulk else self.selected)
 
-    def shape(self) -> BatchFeatures:
+    def features(self) -> BatchFeatures:
         """Features of the batch so far, of its slowest group."""
         features = self._features or self._sum_features()
         return features[0] if self._one_group else self._group_features.slowest(features)
@@ -242,7 +242,7 @@ class PlanDraft:
             return None
         running_set, memory = self._running_set, self._memory
         pool = running_set.pool
-        shape = self.shape()
+        features = self.features()
         chunks = tuple(self.chunks.values())
         for request, num_tokens, computed, _ in chunks:
             request.set_computed(computed + num_tokens)
@@ -261,7 +261,7 @@ class PlanDraft:
             step_index,
             self._replica_id,
             formed_at,
-            shape,
+            features,
             chunks,
             pool if num_pool_decodes else None,
             num_pool_decodes,
@@ -291,7 +291,7 @@ class PlanDraft:
             plan.step_index + num_steps,
             plan.replica_id,
             formed_at,
-            BatchFeatures(num_decodes, plan.shape.decode_context_tokens + num_steps * num_decodes),
+            BatchFeatures(num_decodes, plan.features.decode_context_tokens + num_steps * num_decodes),
             plan.chunks,
             plan.pool,
             num_decodes,

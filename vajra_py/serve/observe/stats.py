@@ -209,18 +209,18 @@ class ServerStats(Observer):
 
     def on_step_end(self, step: StepEnd) -> None:
         """Count it."""
-        stats, shape = self.sets[step.replicaset], step.shape
+        stats, features = self.sets[step.replicaset], step.features
         seconds = step.ended_at - step.formed_at
         stats.step.add(seconds)
-        stats.step_tokens.add(shape.num_tokens)
-        stats.num_decodes += shape.num_decodes
-        stats.prefill_tokens += shape.prefill_tokens
-        stats.last_steps[step.replica_id] = (shape.num_decodes, shape.num_prefills, shape.prefill_tokens)
+        stats.step_tokens.add(features.num_tokens)
+        stats.num_decodes += features.num_decodes
+        stats.prefill_tokens += features.prefill_tokens
+        stats.last_steps[step.replica_id] = (features.num_decodes, features.num_prefills, features.prefill_tokens)
         replica = step.replicaset, step.replica_id
         model = self._latency[replica]
         if model is not None:
             try:
-                stats.predicted_s += model.batch_time_s(shape)
+                stats.predicted_s += model.batch_time_s(features)
                 stats.measured_s += seconds
             except VajraError:  # this model predicts nothing
                 self._latency[replica] = None
