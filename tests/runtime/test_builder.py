@@ -148,7 +148,7 @@ def test_what_an_empty_step_swapped_takes_its_time_in_the_next() -> None:
     bench.action = everything
     later = bench.replica.next_plan(3 * 10**12)
     assert later is not None
-    assert later.shape.swap_bytes == 300, "the way back, and nothing twice"
+    assert later.features.swap_bytes == 300, "the way back, and nothing twice"
 
 
 def test_who_gave_way_stays_out_of_the_step() -> None:

@@ -54,10 +54,11 @@ class RequestBounds:
 
     def holders(self, request: Request) -> Sequence[Replica]:
         """Replicas with room for the longest that the request may become, by id."""
-        fitting = [kind for kind in self._kinds if kind[0].can_hold(request)]
-        if len(fitting) < 2:
-            return fitting[0] if fitting else ()
-        return sorted((one for kind in fitting for one in kind), key=lambda one: one.replica_id)
+        if self.are_equal:
+            (kind,) = self._kinds
+            return kind if kind[0].can_hold(request) else ()
+        fitting = [one for kind in self._kinds if kind[0].can_hold(request) for one in kind]
+        return sorted(fitting, key=lambda one: one.replica_id)
 
 
 def kinds_of(replicas: Sequence[Replica]) -> list[list[Replica]]:
