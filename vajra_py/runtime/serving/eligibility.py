@@ -49,6 +49,8 @@ class RequestBounds:
         """
         if max_tokens is not None:
             return min(max_tokens, self.max_model_len - num_prompt_tokens)
+        if self.are_equal:
+            return self.max_request_tokens - num_prompt_tokens
         fitting = (one for one in self._request_tokens if one > num_prompt_tokens)
         return next(fitting, self.max_request_tokens) - num_prompt_tokens
 

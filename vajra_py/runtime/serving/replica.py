@@ -201,7 +201,8 @@ class Replica:
             return None
         if not self.forms_steps:
             return None
-        builder.begin_attempts()
+        if builder.num_preempted_before:
+            builder.begin_attempts()
         for _ in range(MAX_EMPTY_STEPS):
             plan = self.form_step(now)
             if plan is None and builder.slots_held:
