@@ -28,11 +28,12 @@ _DECLARATIONS = ("key_motion", "traits")
 _METHODS = (
     "key",
     "line",
+    "slack_s",
+    "slack_fraction",
     "assign",
     "pull",
     "schedule",
     "solo_chunk_size",
-    "lone_chunk",
     "refuses",
     "on_arrivals",
     "on_admission",
@@ -112,6 +113,8 @@ class StrictViews:
             {
                 "key": lambda request, now: policy.key(self.request(request), now),
                 "line": lambda request: policy.line(self.request(request)),
+                "slack_s": lambda request, now: policy.slack_s(self.request(request), now),
+                "slack_fraction": lambda request, now: policy.slack_fraction(self.request(request), now),
                 "assign": assign,
                 "pull": pull,
                 "schedule": schedule,
@@ -217,6 +220,14 @@ class StrictReplicaState(_View):
     def urgency(self, request: RequestView) -> PriorityKey:
         """See `LocalReplicaView.urgency`."""
         return cast(PriorityKey, self._target.urgency(self._views.real(request)))
+
+    def slack_s(self, request: RequestView) -> float | None:
+        """See `LocalReplicaView.slack_s`."""
+        return cast(float | None, self._target.slack_s(self._views.real(request)))
+
+    def slack_fraction(self, request: RequestView) -> float | None:
+        """See `LocalReplicaView.slack_fraction`."""
+        return cast(float | None, self._target.slack_fraction(self._views.real(request)))
 
 
 class StrictBatch(_View):

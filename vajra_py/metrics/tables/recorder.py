@@ -49,7 +49,9 @@ _ROWS_AT_ONCE = 512
 class Recorder(StepLog):
     """Collects the requests, steps and gaps of one run."""
 
-    def __init__(self, num_blocks_of: Callable[[str], int], *, steps: bool = True, log: StepLog | None = None) -> None:
+    def __init__(
+        self, num_blocks_of: Callable[[str, int], int], *, steps: bool = True, log: StepLog | None = None
+    ) -> None:
         """`log`: another that is told of every step, so that its records are made once."""
         super().__init__()
         self._steps = StepsBuilder(num_blocks_of)

@@ -169,7 +169,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class CacheReset:
-    """A replica's KV memory was emptied: who ran is preempted, the latest admitted first, and nothing is cached any more."""
+    """A replica's KV memory was emptied: who ran waits again, the latest admitted first, and nothing is cached any more."""
 
     tick: int
     replicaset: str
