@@ -25,7 +25,7 @@ _MAX_LIVE_STEPS = 600
 class LiveStep:
     """A step of the running engine: the time from forming it to taking in its tokens, and the part that was not computing."""
 
-    shape: BatchFeatures
+    features: BatchFeatures
     time_s: float
     overhead_s: float
 
