@@ -81,7 +81,8 @@ class Record:
     def hand_in_again(self) -> Intake:
         """Make it a new request to the mechanism that goes on after the output it has; all of it is to be computed again."""
         kept, before = len(self.output), self.intake
-        facts = before.facts._replace(
+        facts = replace(
+            before.facts,
             num_prompt_tokens=self.request.num_prompt_tokens + kept,
             max_tokens=self.limit - kept,
             expires_after_s=None if self.is_known else before.facts.expires_after_s,

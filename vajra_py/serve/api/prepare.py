@@ -129,7 +129,7 @@ class Preparer:
             self._check_queues(replicaset, queued[replicaset], queued_tokens[replicaset])
             for _ in range(body.n):
                 index = len(reply.tickets)
-                one = facts._replace(request_id=f"{name}-{index}")
+                one = replace(facts, request_id=f"{name}-{index}")
                 assert one.max_tokens is not None
                 sampling = body.sampling(one.max_tokens, _seed_of(body.seed, drawn, index))
                 sampling = replace(sampling, bad_words=(), bad_words_token_ids=words) if words else sampling
@@ -171,7 +171,7 @@ class Preparer:
         if replicaset is None:
             raise _no_replicaset()
         max_tokens = _max_tokens(wanted.body, prompt, self._session.prompt_limits(replicaset))
-        return replicaset, facts._replace(max_tokens=max_tokens)
+        return replicaset, replace(facts, max_tokens=max_tokens)
 
     def _submission(
         self, body: GenerationBody, prompt: list[int], replicaset: str, facts: RequestFacts, sampling: SamplingParams
