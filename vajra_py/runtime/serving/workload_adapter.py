@@ -10,7 +10,6 @@ from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.workload import RequestSpec
 from vajra_py.workload.generated import maker
 
-
 _FACTS = tuple(entry.name for entry in fields(RequestFacts))
 _facts_in = attrgetter(*_FACTS)
 _make_facts = maker(RequestFacts, _FACTS)
