@@ -395,7 +395,7 @@ def facts() -> str:
         headers = ", ".join(f"`{one}`" for one in fact.headers)
         extra = f"`vajra_{fact.name}`" if fact.has_extra_arg else ""
         seen = f"`{fact.seen_as}`" if fact.seen_as else ""
-        default = value_text(fact.default)
+        default = "empty" if fact.default in ("", ()) else value_text(fact.default)
         lines.append(
             f"| `{fact.name}` | {kind} | {default} | {cell(fact.meaning)} | `{fact.body}` | {headers} | {extra} | {seen} |"
         )

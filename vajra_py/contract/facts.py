@@ -72,9 +72,7 @@ class StatedFacts:
     tbt_slo_s: Annotated[
         float | None, FactInfo("Promised longest time between two tokens in a row", headers=("x-slo-tbt-ms",))
     ] = None
-    deadline_s: Annotated[
-        float | None, FactInfo("Promised end, from arrival; policies see the moment", seen_as="deadline_at")
-    ] = None
+    deadline_s: Annotated[float | None, FactInfo("Promised end, from arrival", seen_as="deadline_at")] = None
     expires_after_s: Annotated[
         float | None, FactInfo("Longest wait before it starts, from arrival", seen_as=None, span=None)
     ] = None

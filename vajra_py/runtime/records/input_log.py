@@ -313,7 +313,8 @@ def _input_of(row: dict[str, Any]) -> Input:
 
 def _facts_of(row: Mapping[str, Any]) -> RequestFacts:
     """Facts as a row has them; JSON has lists for tuples."""
-    return RequestFacts(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    return RequestFacts(**given)
 
 
 def _segment(name: Any) -> SegmentId:
