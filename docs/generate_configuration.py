@@ -383,9 +383,10 @@ def facts() -> str:
     lines = [
         "## Facts of a request",
         "",
-        "What a client may state. Columns of CSV files, keys of JSON lines and recordings have a fact's own name; of a list, a cell of a CSV file has the texts with"
-        " `;` between them, a header with commas. Over HTTP durations are in milliseconds, a microsecond or more, and a header goes before the body's field, the first"
-        " header before the second. In vLLM they are `extra_args` (`vllm_xargs` over HTTP). A view and the requests table have them under the last name.",
+        "What a client may state. Columns of CSV files, keys of JSON lines and recordings have a fact's own name; of a list, a cell of a CSV file has",
+        "the texts with `;` between them, a header with commas. Over HTTP durations are in milliseconds, a microsecond or more, and a header goes before",
+        "the body's field, the first header before the second. In vLLM they are `extra_args` (`vllm_xargs` over HTTP). A view and the requests table",
+        "have them under the last name.",
         "",
         "| fact | type | default | meaning | HTTP body | HTTP headers | vLLM | view, table |",
         "|---|---|---|---|---|---|---|---|",
