@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from vajra_py.config.choices import registered_backends, workload_annotation
 from vajra_py.config.schema import ExperimentConfig
 from vajra_py.contract import Layer
+from vajra_py.contract.facts import FACTS
 from vajra_py.plugins import load_registry, parameters_of
 from vajra_py.workload.config import WorkloadOptions
 from vajra_py.workload.sessions import Sessions
@@ -166,7 +167,7 @@ def page() -> str:
     models += [one for one in reachable([Sessions, *registered_backends().values()]) if one not in models]
     models = [one for one in dict.fromkeys(models) if one.__name__ != "TypedChoice"]
     sections = [section(model) for model in sorted(models, key=lambda one: order(one, models))]
-    parts = [INTRODUCTION, *sections, *offered_sections(), policies()]
+    parts = [INTRODUCTION, *sections, *offered_sections(), policies(), facts()]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
@@ -374,6 +375,31 @@ def policies() -> str:
             for one in parameters:
                 parts = row(offer.spec.config, one.name, one.limits, one.description)
                 lines.append(f"| {layer.value} | `{name}` {parts}")
+    return "\n".join(lines) + "\n"
+
+
+def facts() -> str:
+    """What clients may state about a request, and where."""
+    lines = [
+        "## Facts of a request",
+        "",
+        "What a client may state. Columns of CSV files, keys of JSON lines and recordings have a fact's own name; of a list, a cell of a CSV file has",
+        "the texts with `;` between them, a header with commas. Over HTTP durations are in milliseconds, a microsecond or more, and a header goes before",
+        "the body's field, the first header before the second. In vLLM they are `extra_args` (`vllm_xargs` over HTTP). A view and the requests table",
+        "have them under the last name.",
+        "",
+        "| fact | type | default | meaning | HTTP body | HTTP headers | vLLM | view, table |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for fact in FACTS:
+        kind = f"{fact.kind.value} or null" if fact.is_optional else fact.kind.value
+        headers = ", ".join(f"`{one}`" for one in fact.headers)
+        extra = f"`vajra_{fact.name}`" if fact.has_extra_arg else ""
+        seen = f"`{fact.seen_as}`" if fact.seen_as else ""
+        default = "empty" if fact.default in ("", ()) else value_text(fact.default)
+        lines.append(
+            f"| `{fact.name}` | {kind} | {default} | {cell(fact.meaning)} | `{fact.body}` | {headers} | {extra} | {seen} |"
+        )
     return "\n".join(lines) + "\n"
 
 
