@@ -52,8 +52,7 @@ def measure_run(mapping: dict[str, Any]) -> dict[str, float]:
     seeds = SeedTree(config.seed)
     workload: Workload = build_workload(config.workload, seeds.child("workload").stream, Path.cwd())
     backend = SimulatedRun(Run(config, load_registry(), workload, seeds))
-    sizes = {name: one.replicas[0].memory.num_blocks for name, one in backend.controller.replicasets.items()}
-    backend.controller.watch([Recorder(sizes.__getitem__, steps=False)])
+    backend.controller.watch([Recorder(backend.controller.num_blocks_of, steps=False)])
     started = time.process_time()
     outcome = backend.start()
     seconds = time.process_time() - started

@@ -142,7 +142,7 @@ class HalfForPrompts:
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int:
         budget = self._step_tokens // 2 if replica.num_decodes else self._step_tokens
-        return max(0, min(batch.max_chunk(request), budget - batch.shape().prefill_tokens))
+        return max(0, min(batch.max_chunk(request), budget - batch.features().prefill_tokens))
 
 
 def order_of_first_tokens(harness: Harness) -> Sequence[str]:

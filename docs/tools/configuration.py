@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from vajra_py.config.choices import registered_backends, workload_annotation
 from vajra_py.config.schema import ExperimentConfig
 from vajra_py.contract import Layer
+from vajra_py.contract.facts import FACTS
 from vajra_py.plugins import load_registry, parameters_of
 from vajra_py.workload.config import WorkloadOptions
 from vajra_py.workload.sessions import Sessions
@@ -112,7 +113,7 @@ def page() -> str:
     models += [one for one in reachable([Sessions, *registered_backends().values()]) if one not in models]
     models = [one for one in dict.fromkeys(models) if one.__name__ != "TypedChoice"]
     sections = [section(model) for model in sorted(models, key=lambda one: order(one, models))]
-    parts = [INTRODUCTION, *sections, *offered_sections(), policies()]
+    parts = [INTRODUCTION, *sections, *offered_sections(), policies(), facts()]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
@@ -320,6 +321,35 @@ def policies() -> str:
             for one in parameters:
                 parts = row(offer.spec.config, one.name, one.limits, one.description)
                 lines.append(f"| {layer.value} | `{name}` {parts}")
+    return "\n".join(lines) + "\n"
+
+
+def facts() -> str:
+    """Return the table of what clients may state of a request, with the names in every format."""
+    lines = [
+        "## Facts of a request",
+        "",
+        "What a client may state of its request, with the name in every format.",
+        "",
+        "- Columns of CSV files and keys of JSON lines and recordings have the fact's own name. A list is separated by `;` in a",
+        "  CSV cell, by commas in a header.",
+        "- Over HTTP, durations are in milliseconds, at least a microsecond. A header takes precedence over the body's field,",
+        "  and the first header over the second.",
+        "- In vLLM, facts are `extra_args` (`vllm_xargs` over HTTP).",
+        "- Views and the requests table have the last name.",
+        "",
+        "| fact | type | default | meaning | HTTP body | HTTP headers | vLLM | view, table |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for fact in FACTS:
+        kind = f"{fact.kind.value} or null" if fact.is_optional else fact.kind.value
+        headers = ", ".join(f"`{one}`" for one in fact.headers)
+        extra = f"`vajra_{fact.name}`" if fact.has_extra_arg else ""
+        seen = f"`{fact.seen_as}`" if fact.seen_as else ""
+        default = "empty" if fact.default in ("", ()) else value_text(fact.default)
+        lines.append(
+            f"| `{fact.name}` | {kind} | {default} | {cell(fact.meaning)} | `{fact.body}` | {headers} | {extra} | {seen} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -39,6 +39,11 @@ class Deadlines:
         self._config = config
         self._prefill_time = prefill_time
 
+    def slack_s(self, request: RequestView, now: float) -> float:
+        """Seconds that the request can lose before its remaining prompt alone makes it late; below 0 when it is late."""
+        remaining_s = self._prefill_time.remaining_s(request.num_prompt_tokens, request.num_computed_tokens)
+        return request.arrived_at + self.relative_s(request) - remaining_s - now
+
     def relative_s(self, request: RequestView) -> float:
         """Seconds from arrival to the request's deadline; above 0."""
         config = self._config

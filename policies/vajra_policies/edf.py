@@ -28,6 +28,14 @@ class Edf:
         """The deadline, seconds on the run's clock."""
         return request.arrived_at + self._deadlines.relative_s(request)
 
+    def slack_s(self, request: RequestView, now: float) -> float:
+        """Arrival + D - now - prefill_time(remaining prompt), seconds."""
+        return self._deadlines.slack_s(request, now)
+
+    def slack_fraction(self, request: RequestView, now: float) -> float:
+        """The same relative to D, as `lrs` orders by."""
+        return self._deadlines.slack_s(request, now) / self._deadlines.relative_s(request)
+
 
 def _build(config: EdfConfig, context: PolicyContext) -> Edf:
     return Edf(config, context.prefill_time)

@@ -40,6 +40,14 @@ class Lrs:
         intercept, slope = self.line(request)
         return intercept + slope * now
 
+    def slack_s(self, request: RequestView, now: float) -> float:
+        """Arrival + D - now - prefill_time(remaining prompt), seconds."""
+        return self._deadlines.slack_s(request, now)
+
+    def slack_fraction(self, request: RequestView, now: float) -> float:
+        """The key."""
+        return self.key(request, now)
+
 
 def _build(config: LrsConfig, context: PolicyContext) -> Lrs:
     return Lrs(config, context.prefill_time)

@@ -58,12 +58,9 @@ class SpaceSharing:
     """Dynamic chunks, with rules for prompts whose KV has reached `long_seq_kv_cache_len_threshold` tokens.
 
     Below the threshold a prompt gets its chunk for the full target time. At or above it: nothing if another long prefill
-    is in the batch, else a chunk for target * (1 - clamp(key, 0, 0.5)), where the key is the request's relative slack.
-    So a long prefill with slack leaves up to half of the step to short ones, and one without takes all of it.
-
-    The key is whatever the prioritizer says (of a tuple, the first part), which is relative slack under `lrs` alone.
-    Under `fcfs` and `edf` keys are points in time, nearly always above 0.5, and a long prefill leaves half of every step;
-    under `priority` it leaves nothing at priority 0 and below, half above.
+    is in the batch, else a chunk for target * (1 - clamp(slack, 0, 0.5)), with slack as part of the time that the request is
+    allowed (`LocalReplicaView.slack_fraction`). So a long prefill with slack leaves up to half of the step to short ones, and one
+    without takes all of it. The prioritizer has to predict slack, as `lrs` and `edf` do.
 
     `class_shares` is a separate option, off by default: hard limits on the part of a step that the prompts of each class
     add, for isolation between classes of service or tenants. A step without anything else in it ignores them.
@@ -72,7 +69,7 @@ class SpaceSharing:
     documentation describes space sharing as isolation between tenants is what `class_shares` answers.
     """
 
-    traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
+    traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), needs_slack=True, is_work_conserving=True)
     """With nothing but decodes to run, or room for nothing else, `fill` adds nothing else; whatever waits gets a chunk when nothing runs."""
 
     def __init__(self, config: SpaceSharingConfig, context: PolicyContext) -> None:
@@ -103,7 +100,9 @@ class SpaceSharing:
         if self._is_long(request, batch):
             if self._long_prefill is not None and self._long_prefill in batch:
                 return 0
-            spared = spared_fraction(replica.urgency(request)[0])
+            slack = replica.slack_fraction(request)
+            assert slack is not None  # `needs_slack`
+            spared = spared_fraction(slack)
             batch.note(request, spared_fraction=spared)
             target_s *= 1.0 - spared
             if self._chunks.is_full(batch, target_s):
@@ -123,10 +122,9 @@ class SpaceSharing:
         return max(request.num_computed_tokens, batch.cached_tokens(request)) >= threshold
 
 
-def spared_fraction(key: float | tuple[float, ...]) -> float:
-    """The part of a step that a long prefill leaves to others: its relative slack, from 0 to one half."""
-    slack = key[0] if isinstance(key, tuple) else key
-    return min(max(float(slack), 0.0), MAX_SPARED_FRACTION)
+def spared_fraction(slack: float) -> float:
+    """The part of a step that a long prefill leaves to others: its slack as part of the allowed time, from 0 to one half."""
+    return min(max(slack, 0.0), MAX_SPARED_FRACTION)
 
 
 def _build(config: SpaceSharingConfig, context: PolicyContext) -> SpaceSharing:

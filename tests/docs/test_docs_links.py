@@ -12,6 +12,7 @@ import pytest
 from tests.docs.tools import GENERATED, generated_page
 from vajra_py import contract
 from vajra_py.contract import hookspecs, latency, observer
+from vajra_py.contract.facts import FACTS
 from vajra_py.plugins.build import hooks_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,6 +97,7 @@ def test_the_reference_lists_every_name_of_the_contract() -> None:
     text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in pages)
     views = (contract.RequestView, contract.LocalReplicaView, contract.ReplicaLoadView, contract.BatchBuilder)
     members = {name for view in (*views, contract.ReplicaLimits) for name in dir(view) if not name.startswith("_")}
+    members -= {fact.seen_as for fact in FACTS}  # the page links to their table
     members |= {field.name for kind in (contract.PolicyContext, contract.EndedStep) for field in fields(kind)}
     members |= {refusal.name for refusal in contract.Refusal} | {motion.name for motion in contract.KeyMotion}
     hooks = {name for layer in contract.Layer for name in hooks_of(layer)}

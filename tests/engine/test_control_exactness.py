@@ -93,7 +93,10 @@ def schedule(model: str, number: int) -> dict[str, Any]:
         return {**mapping, "preset": presets[int(rng.integers(len(presets)))]}
     chosen = {"request_prioritizer": PRIORITIZERS, "replicaset_scheduler": CHOOSERS}
     drawn = {layer: names[int(rng.integers(len(names)))] for layer, names in chosen.items()}
-    return {**mapping, "scheduling": {**drawn, "replica_scheduler": batcher(rng)}}
+    scheduler = batcher(rng)
+    if "space_sharing" in str(scheduler) and drawn["request_prioritizer"] not in ("lrs", "edf"):
+        drawn["request_prioritizer"] = "lrs"  # it needs slack
+    return {**mapping, "scheduling": {**drawn, "replica_scheduler": scheduler}}
 
 
 class LoadedOnce:

@@ -18,6 +18,7 @@ from vajra_py.errors import ConfigError, Problem
 from vajra_py.runtime.queues import make_queue
 from vajra_py.runtime.records.input_log import PolicyChange
 from vajra_py.runtime.requests.request import RequestFacts
+from vajra_py.runtime.serving.policy_binding import LayerPolicies
 from vajra_py.testing import Harness
 from vajra_py.testing.reference_policies import PlainChunks
 
@@ -61,11 +62,13 @@ class HeldPolicies:
 
     def __init__(self, harness: Harness) -> None:
         self._harness = harness
-        self.choices = {layer: PolicyChoice(policy="this one") for layer in Layer}
         self.shared = SharedState()
 
     def new_queue(self) -> Any:
         return make_queue(self._harness.prioritizer)
+
+    def layer(self, layer: Layer) -> LayerPolicies:
+        return LayerPolicies((PolicyChoice(policy="this one"),), ())
 
     def make(self, layer: Layer, choice: PolicyChoice) -> Any:
         raise ConfigError(Problem("policy", "was asked for, and cannot be built"))

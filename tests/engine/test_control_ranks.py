@@ -185,6 +185,7 @@ def schedule(ranks: Ranks, number: int) -> dict[str, Any]:
         {"policy": "dynamic_chunk", "params": {"target_batch_time_s": 0.008}},
         {"policy": "space_sharing", "params": {"target_batch_time_s": 0.008, "long_seq_kv_cache_len_threshold": 40}},
     ]
+    scheduler = batchers[number % len(batchers)]
     replica: dict[str, Any] = {
         "max_batch_size": int(rng.integers(3, 9)),
         "max_model_len": MAX_LEN,
@@ -205,9 +206,9 @@ def schedule(ranks: Ranks, number: int) -> dict[str, Any]:
         "seed": number % 2,
         "replica": replica,
         "scheduling": {
-            "request_prioritizer": ["fcfs", "lrs"][number % 2],
+            "request_prioritizer": "lrs" if scheduler["policy"] == "space_sharing" else ["fcfs", "lrs"][number % 2],
             "replicaset_scheduler": "round_robin",
-            "replica_scheduler": batchers[number % len(batchers)],
+            "replica_scheduler": scheduler,
         },
         "workload": {
             "type": "sessions",
@@ -282,7 +283,7 @@ def compare(ranks: Ranks, specs: Mapping[str, Any], seed: int, folder: Path, num
 def crowd(ranks: Ranks) -> dict[str, Any]:
     """Long prompts, which need both groups, among many short ones that come while they are computed."""
     settings = schedule(ranks, 3)
-    settings["scheduling"]["request_prioritizer"] = "fcfs"
+    settings["scheduling"]["request_prioritizer"] = "edf"
     settings["replica"]["max_batch_size"] = 12
     settings["replica"]["memory"]["num_blocks"] = MAX_BLOCKS
     params = {"target_batch_time_s": 0.016, "long_seq_kv_cache_len_threshold": 24}

@@ -8,8 +8,8 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
+from steady import NormalizedClock, SteadyRunner
 
-from benchmarks.steady import NormalizedClock, SteadyRunner
 from tests.engine.fake_runner import FakeRunner
 from vajra_py.config import config_from_mapping
 from vajra_py.engine.clock import TICKS_PER_NANOSECOND

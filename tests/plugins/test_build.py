@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from vajra_py import contract
 from vajra_py.contract import KeyMotion, Layer, SchedulerTraits, SteadyState
 from vajra_py.contract.policies import traits_of
 from vajra_py.errors import ConfigError, PluginError, UnknownNameError
@@ -17,7 +16,7 @@ from vajra_py.plugins import (
     build_policy,
     check_policy_shape,
 )
-from vajra_py.runtime.serving.policy_binding import solo_chunk_rule
+from vajra_py.runtime.serving.prefill_times import solo_chunk_rule
 
 PRIORITIZER, ROUTER, SCHEDULER = Layer
 CONTEXT: Any = SimpleNamespace()
@@ -215,15 +214,9 @@ def test_what_is_no_policy_of_the_layer_is_refused(site: Any, classes: str, laye
         (SCHEDULES + "    repeats_decodes = 1\n", SCHEDULER, r"'repeats_decodes'.*SchedulerTraits\(repeats_decodes"),
         (ASSIGNS + "    reads_load = False\n", ROUTER, r"'reads_load'.*SchedulerTraits\(reads_load"),
         (ASSIGNS + "    is_work_conserving = True\n", ROUTER, r"'is_work_conserving'.*Traits\(is_work_conserving"),
-        (
-            SCHEDULES + "    def chunk_beside(self, n, m): return 1\n",
-            SCHEDULER,
-            "'chunk_beside'.*Delete it: every step",
-        ),
-        (SCHEDULES + "    admits_in_turn = True\n", SCHEDULER, r"'admits_in_turn'.*SchedulerTraits\(repeats_decodes"),
     ],
 )
-def test_traits_that_are_wrong_or_declared_as_they_once_were(
+def test_traits_that_are_wrong_or_declared_in_the_wrong_place(
     site: Any, classes: str, layer: Layer, complaint: str
 ) -> None:
     registry = install(site, classes, layer)
@@ -231,24 +224,11 @@ def test_traits_that_are_wrong_or_declared_as_they_once_were(
         build_policy(layer, "mine", {}, CONTEXT, registry)
 
 
-def test_a_deprecated_name_is_warned_of_and_still_asked(site: Any) -> None:
-    registry = install(site, SCHEDULES + "    def lone_chunk(self, done, remaining): return 7\n", SCHEDULER)
-    with pytest.warns(DeprecationWarning, match="lone_chunk is now solo_chunk_size"):
-        policy = build_policy(SCHEDULER, "mine", {}, CONTEXT, registry)
+def test_without_a_rule_of_its_own_a_scheduler_chunks_a_solo_prompt_by_the_budget() -> None:
     limits: Any = SimpleNamespace(max_batch_tokens=3)
-    assert solo_chunk_rule(policy, limits)(0, 9) == 7  # type: ignore[arg-type]
-    with pytest.warns(DeprecationWarning, match="ChunksLonePrompts is now ChunksSoloPrompts"):
-        assert contract.ChunksLonePrompts is contract.ChunksSoloPrompts
     assert solo_chunk_rule(object(), limits)(0, 9) == 3  # type: ignore[arg-type]
     limits.max_batch_tokens = None
     assert solo_chunk_rule(object(), limits)(0, 9) == 9  # type: ignore[arg-type]
-
-
-def test_an_observer_with_a_former_method_is_refused(site: Any) -> None:
-    former = "class Former(Observer):\n    def on_uprooted(self, request, replica_id, now): pass\n"
-    registry = install(site, GOOD + former, observer="Former")
-    with pytest.raises(PluginError, match="nothing calls on_uprooted any more"):
-        build_observer("watch", {}, registry)
 
 
 def test_traits_may_depend_on_parameters(site: Any) -> None:
@@ -258,12 +238,6 @@ def test_traits_may_depend_on_parameters(site: Any) -> None:
         policy: Any = build_policy(SCHEDULER, "mine", {"slope": slope}, CONTEXT, registry)
         assert traits_of(policy) == SchedulerTraits(is_work_conserving=slope > 1)
     assert traits_of(object()) == SchedulerTraits()
-
-
-@pytest.mark.parametrize("name", ["ReadsNoLoad", "RepeatsDecodes", "WorkConserving"])
-def test_protocols_that_became_traits_say_so(name: str) -> None:
-    with pytest.raises(ImportError, match=rf"{name} is gone. Use SchedulerTraits\("):
-        getattr(contract, name)
 
 
 @pytest.mark.parametrize(

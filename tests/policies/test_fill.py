@@ -228,7 +228,7 @@ def test_a_full_host_means_recompute() -> None:
 @pytest.mark.parametrize("policy", ["fixed_chunk", "dynamic_chunk", "space_sharing"])
 def test_swapping_needs_somewhere_to_swap_to(policy: str) -> None:
     with pytest.raises(ConfigError, match=r"host_blocks is 0"):
-        Harness("fcfs", "round_robin", (policy, {"preemption": "swap"}))
+        Harness("lrs", "round_robin", (policy, {"preemption": "swap"}))
 
 
 # Who is admitted

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from vajra_policies.space_sharing import spared_fraction
+from vajra_py.config import config_from_mapping
 from vajra_py.contract import KeyMotion, RequestView
 from vajra_py.errors import ConfigError
+from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.latency import AffineModel
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.testing.harness import Harness, HarnessOptions, PolicySource, Step
@@ -20,15 +22,21 @@ SIZES = HarnessOptions(num_blocks=1000, latency=AffineModel(base_s=0.0, per_toke
 
 
 class FixedSlack:
-    """A prioritizer whose keys are given, as relative slack would be."""
+    """A prioritizer whose slack is given, as part of an allowed time of ten seconds; its keys are no slack, but in the same order."""
 
     key_motion = KeyMotion.ARBITRARY
 
-    def __init__(self, **keys: float | tuple[float, ...]) -> None:
-        self.keys = keys
+    def __init__(self, **slacks: float) -> None:
+        self.slacks = slacks
 
-    def key(self, request: RequestView, now: float) -> float | tuple[float, ...]:
-        return self.keys[request.request_id]
+    def key(self, request: RequestView, now: float) -> float:
+        return 1000.0 + self.slacks[request.request_id]
+
+    def slack_s(self, request: RequestView, now: float) -> float:
+        return 10.0 * self.slacks[request.request_id]
+
+    def slack_fraction(self, request: RequestView, now: float) -> float:
+        return self.slacks[request.request_id]
 
 
 def harness_with(prioritizer: PolicySource, **params: Any) -> Harness:
@@ -75,7 +83,7 @@ def test_one_long_prefill_a_step() -> None:
     harness = harness_with(slacks)
     harness.submit("one", 3000)
     stepped(harness, 3)
-    slacks.keys["one"], slacks.keys["two"] = 0.6, 0.5
+    slacks.slacks["one"], slacks.slacks["two"] = 0.6, 0.5
     harness.submit("two", 3000)
     stepped(harness, 3)
     assert [harness.request(name).num_computed_tokens for name in ("one", "two")] == [1440, 1440]
@@ -83,7 +91,7 @@ def test_one_long_prefill_a_step() -> None:
     assert stepped(harness).tokens == {"two": 224, "short": 100}, (
         "the second long one gets nothing, though there is time"
     )
-    slacks.keys["one"] = 0.4
+    slacks.slacks["one"] = 0.4
     assert stepped(harness).tokens == {"one": 288}
 
 
@@ -92,10 +100,10 @@ def test_a_long_prompt_that_decodes_keeps_no_other_one_waiting() -> None:
     harness = harness_with(slacks)
     harness.submit("one", 1500, 20)
     stepped(harness, 3)
-    slacks.keys["two"] = 0.4
+    slacks.slacks["two"] = 0.4
     harness.submit("two", 3000)
     stepped(harness, 3)
-    slacks.keys["two"] = 0.6
+    slacks.slacks["two"] = 0.6
     assert stepped(harness).tokens == {"one": 60}
     assert stepped(harness).tokens == {"one": 1, "two": 224}
 
@@ -144,20 +152,44 @@ def test_under_lrs_a_long_prefill_leaves_its_slack_at_first_and_takes_all_when_l
     assert stepped(harness).tokens == {"long": 480}
 
 
-@pytest.mark.parametrize(
-    ("key", "fraction"), [(-1.0, 0.0), (0.2, 0.2), (0.5, 0.5), (17.0, 0.5), ((0.25, 9.0), 0.25), ((1.0, 0.0), 0.5)]
-)
-def test_any_key_is_read_as_slack(key: Any, fraction: float) -> None:
-    assert spared_fraction(key) == fraction
+@pytest.mark.parametrize(("slack", "fraction"), [(-1.0, 0.0), (0.2, 0.2), (0.5, 0.5), (17.0, 0.5)])
+def test_at_most_half_of_a_step_is_left_to_others(slack: float, fraction: float) -> None:
+    assert spared_fraction(slack) == fraction
 
 
-def test_under_fcfs_a_long_prefill_leaves_half() -> None:
-    harness = harness_with("fcfs")
-    harness.wait(10.0)
-    harness.submit("long", 4000)
-    stepped(harness, 3)
-    harness.submit("short", 100)
-    assert stepped(harness).tokens == {"long": 224, "short": 100}
+def test_under_edf_a_long_prefill_leaves_its_slack_as_under_lrs() -> None:
+    tokens: list[dict[str, int]] = []
+    for prioritizer in ("lrs", "edf"):
+        harness = harness_with(prioritizer)
+        harness.submit("long", 8000)
+        stepped(harness, 3)
+        harness.submit("short", 20_000)  # its deadline is later, and it has as much slack
+        tokens.append(stepped(harness).tokens)
+    assert tokens[0] == tokens[1]
+    assert 224 < tokens[0]["long"] < 480
+
+
+@pytest.mark.parametrize("prioritizer", ["fcfs", "priority"])
+def test_without_slack_it_is_refused_when_policies_are_built(prioritizer: str) -> None:
+    settings = {
+        "version": 1,
+        "scheduling": {
+            "request_prioritizer": prioritizer,
+            "replicaset_scheduler": "round_robin",
+            "replica_scheduler": "space_sharing",
+        },
+        "replica": {"memory": {"num_blocks": 100}},
+        "workload": {
+            "type": "synthetic",
+            "num_requests": 1,
+            "arrivals": {"type": "poisson", "rate": 1},
+            "prompt_tokens": {"type": "constant", "value": 8},
+            "output_tokens": {"type": "constant", "value": 8},
+        },
+        "backend": {"simulator": {"latency": {"type": "constant", "step_time_s": 0.01}}},
+    }
+    with pytest.raises(ConfigError, match=f"'{prioritizer}' predicts no slack, .*'space_sharing' needs.*lrs or edf"):
+        run_experiment(config_from_mapping(settings))
 
 
 def test_the_cached_part_of_a_prompt_counts_as_processed() -> None:

@@ -123,18 +123,18 @@ class BruteForce:
         self.latency, self.target_s, self.tolerance = latency, target_s, tolerance
         self.min_chunk, self.max_chunk = bounds
         self.tokens_left = budget if budget is not None else 1 << 60
-        self.shape = BatchFeatures()
+        self.features = BatchFeatures()
 
     def take_decode(self, context: int) -> None:
-        self.shape = self.shape.with_decodes(1, context)
+        self.features = self.features.with_decodes(1, context)
         self.tokens_left -= 1
 
     def take_prompt(self, remaining: int, context: int) -> int:
         """The chunk that the prompt gets; 0: nothing."""
         if not self.tokens_left:
             return 0
-        is_empty = self.shape.num_requests == 0
-        if not is_empty and self.latency.stage_time_s(self.shape) > (1 - self.tolerance) * self.target_s:
+        is_empty = self.features.num_requests == 0
+        if not is_empty and self.latency.stage_time_s(self.features) > (1 - self.tolerance) * self.target_s:
             return 0
         cap = min(self.max_chunk, self.tokens_left)
         sizes = allowed_sizes(self.min_chunk, remaining, cap)
@@ -143,12 +143,12 @@ class BruteForce:
         else:
             chunk = max((n for n in sizes if self.time_with(n, context) <= self.target_s), default=sizes[0])
         if chunk:
-            self.shape = self.shape.with_chunk(chunk, context)
+            self.features = self.features.with_chunk(chunk, context)
             self.tokens_left -= chunk
         return chunk
 
     def time_with(self, num_tokens: int, context: int) -> float:
-        return self.latency.stage_time_s(self.shape.with_chunk(num_tokens, context))
+        return self.latency.stage_time_s(self.features.with_chunk(num_tokens, context))
 
 
 def check_step(harness: Harness, step: Step, brute: BruteForce) -> None:

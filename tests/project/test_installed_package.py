@@ -108,19 +108,3 @@ def test_the_front_door_offers_what_it_lists_and_nothing_else(repository_root: P
 def test_the_front_door_loads_no_tensor_library_before_it_is_needed(tmp_path: Path) -> None:
     code = "import sys, vajra_py as vajra; vajra.load, vajra.run, vajra.KeyMotion; print('torch' in sys.modules)"
     assert run_python(code, tmp_path).strip() == "False"
-
-
-def test_a_renamed_name_of_the_contract_answers_with_the_new_one() -> None:
-    old = "Replica" + "State"
-    with pytest.raises(ImportError, match=rf"{old} is gone. Use LocalReplicaView\."):
-        exec(f"from vajra_py.contract import {old}")
-
-
-@pytest.mark.parametrize(
-    ("name", "home"), [("Observer", "observer"), ("Preset", "hookspecs"), ("LatencyModel", "latency")]
-)
-def test_a_name_that_left_the_policies_contract_is_still_found_and_says_where(name: str, home: str) -> None:
-    found: dict[str, object] = {}
-    with pytest.warns(DeprecationWarning, match=rf"import {name} from vajra_py\.contract\.{home}:"):
-        exec(f"from vajra_py.contract import {name}", found)
-    assert found[name] is getattr(importlib.import_module(f"vajra_py.contract.{home}"), name)

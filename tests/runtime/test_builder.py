@@ -121,7 +121,7 @@ def test_swapping_needs_room_on_the_host() -> None:
     assert bench.result == (Refusal.HOST_BLOCKS, None, None), "b holds ten blocks, but only two are computed"
     assert b.is_swapped
     assert b.num_computed_tokens == 8
-    step = bench.step(lambda replica, batch: (batch.add(b, 32), batch.shape().swap_bytes))
+    step = bench.step(lambda replica, batch: (batch.add(b, 32), batch.features().swap_bytes))
     assert bench.result == (None, 200)
     assert step is not None
     assert [entry.num_computed_before for entry in step.entries] == [8]
@@ -142,13 +142,13 @@ def test_what_an_empty_step_swapped_takes_its_time_in_the_next() -> None:
     bench.action = lambda replica, batch: batch.preempt(a, SWAP) if a.is_resident else batch.add(b, 4)
     plan = bench.replica.next_plan(10**12)
     assert plan is not None
-    assert plan.shape == BatchFeatures().with_chunk(4, 0)._replace(swap_bytes=300)
+    assert plan.features == BatchFeatures().with_chunk(4, 0)._replace(swap_bytes=300)
     bench.replica.complete_step(plan, StepResult(), 2 * 10**12)
-    assert [(end.num_preempted, end.shape.swap_bytes) for end in ends] == [(1, 300)]
+    assert [(end.num_preempted, end.features.swap_bytes) for end in ends] == [(1, 300)]
     bench.action = everything
     later = bench.replica.next_plan(3 * 10**12)
     assert later is not None
-    assert later.shape.swap_bytes == 300, "the way back, and nothing twice"
+    assert later.features.swap_bytes == 300, "the way back, and nothing twice"
 
 
 def test_who_gave_way_stays_out_of_the_step() -> None:
@@ -280,7 +280,7 @@ def test_the_bulk_of_decodes_is_worth_its_parts() -> None:
         plan = bench.replica.next_plan(10)
         assert plan is not None
         entries = [(entry.request.request_id, *entry[1:]) for entry in plan.entries()]
-        plans.append((entries, plan.shape, plan.free_blocks, plan.num_running))
+        plans.append((entries, plan.features, plan.free_blocks, plan.num_running))
     assert plans.count(plans[0]) == len(plans)
     assert [entry[0] for entry in plans[0][0]] == ["a", "b", "c"]
     assert plans[0][1] == BatchFeatures(num_decodes=3, decode_context_tokens=12)
@@ -312,9 +312,9 @@ def test_a_victim_takes_its_tokens_out_of_the_batch() -> None:
         batch.preempt(a, SWAP)
         batch.add(b, 6)
         batch.add(c, 5)
-        before = batch.shape(), batch.tokens_left, batch.num_requests
+        before = batch.features(), batch.tokens_left, batch.num_requests
         batch.preempt(b)
-        return before, (batch.shape(), batch.tokens_left, batch.num_requests), b in batch
+        return before, (batch.features(), batch.tokens_left, batch.num_requests), b in batch
 
     bench.step(action)
     before, after, inside = bench.result
@@ -403,14 +403,14 @@ def test_chunks_end_at_the_boundary_of_a_kv_parallel_group() -> None:
 def test_a_step_is_as_slow_as_its_slowest_group() -> None:
     bench = Bench(replace(OPTIONS, kv_parallel_groups=2, kv_group_tokens=16, num_blocks=16))
     long, short = bench.submit("long", 24, 20), bench.submit("short", 4, 20)
-    bench.step(lambda replica, batch: (batch.add(long, 16), batch.shape()))
+    bench.step(lambda replica, batch: (batch.add(long, 16), batch.features()))
     assert bench.result[1] == BatchFeatures().with_chunk(16, 0)
-    bench.step(lambda replica, batch: (batch.add(long, 8), batch.add(short, 4), batch.shape(), batch.num_tokens))
+    bench.step(lambda replica, batch: (batch.add(long, 8), batch.add(short, 4), batch.features(), batch.num_tokens))
     groups = [BatchFeatures().with_chunk(8, 16), BatchFeatures().with_chunk(8, 0)]
-    shape, num_tokens = bench.result[2:]
+    features, num_tokens = bench.result[2:]
     assert num_tokens == 12
-    assert shape.num_merged_tokens == 8, "both groups work on the long request's chunk"
-    assert shape.prefill_tokens == 12, "and the slower one on the short request too"
+    assert features.num_merged_tokens == 8, "both groups work on the long request's chunk"
+    assert features.prefill_tokens == 12, "and the slower one on the short request too"
     assert groups[0].prefill_tokens == 8
 
 

@@ -156,9 +156,9 @@ class Machine(RuleBasedStateMachine):
             if self.options.kv_group_tokens:
                 assert done // self.options.kv_group_tokens == (done + num_new - 1) // self.options.kv_group_tokens
         if self.options.kv_parallel_groups == 1:
-            assert plan.shape.num_tokens == num_tokens
-            assert plan.shape.num_requests == len(entries)
-            contexts = plan.shape.decode_context_tokens + plan.shape.prefill_context_tokens
+            assert plan.features.num_tokens == num_tokens
+            assert plan.features.num_requests == len(entries)
+            contexts = plan.features.decode_context_tokens + plan.features.prefill_context_tokens
             assert contexts == sum(entry.num_computed_before for entry in entries)
         preempted = {request for request, _ in plan.preempted}
         assert not preempted & {entry.request for entry in entries}
@@ -286,7 +286,7 @@ class Machine(RuleBasedStateMachine):
         assert batch.blocks_needed(one, one.num_known_tokens) >= 0
         assert batch.cached_tokens(one) < max(one.num_known_tokens, 1)
         assert batch.predicted_time_with(one, 1) >= batch.predicted_time() > 0
-        assert isinstance(batch.shape(), BatchFeatures)
+        assert isinstance(batch.features(), BatchFeatures)
         assert replica.num_running == replica.num_decodes + replica.num_partial_prefills + len(
             [request for request in self.alive if request.in_flight]
         )
@@ -310,7 +310,7 @@ class Machine(RuleBasedStateMachine):
             for request in self.requests
         ]
         figures = (batch.num_tokens, batch.num_requests, batch.tokens_left, batch.slots_left, batch.num_preempted)
-        return requests, figures, memory.free_blocks, memory.free_host_blocks, batch.shape()
+        return requests, figures, memory.free_blocks, memory.free_host_blocks, batch.features()
 
     def check_batch(self, batch: BatchBuilder) -> None:
         options = self.options

@@ -109,7 +109,7 @@ def serve(core: EngineCore, workload: Sequence[RequestSpec]) -> None:
         if plan is None:
             now = to_ticks(left[0].arrived_at)
             continue
-        end = now + to_ticks(LATENCY.stage_time_s(plan.shape))
+        end = now + to_ticks(LATENCY.stage_time_s(plan.features))
         while left and to_ticks(left[0].arrived_at) < end:
             core.add_request(left[0], to_ticks(left.pop(0).arrived_at))
         core.update_from_output(plan, due(plan), end)

@@ -329,7 +329,7 @@ def test_repeated_steps_are_the_same_one_by_one_or_at_once() -> None:
                 plan = bench.form()
         ended = bench.complete(plan)
         assert ended == [("a", EndReason.STOP)]
-        rows.append([(row.step_index, row.shape, row.free_blocks, row.num_running) for row in ends.rows])
+        rows.append([(row.step_index, row.features, row.free_blocks, row.num_running) for row in ends.rows])
         requests.append([(one.num_output_tokens, len(token_times(one)), one.num_computed_tokens) for one in (a, b)])
     assert rows[0] == rows[1]
     assert requests[0] == requests[1]

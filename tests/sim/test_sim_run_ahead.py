@@ -171,7 +171,7 @@ class Rows(Observer):
 
     def on_step_end(self, step: Any) -> None:
         finished = tuple((request.request_id, reason) for request, reason in step.finished)
-        figures = (step.shape, step.free_blocks, step.num_waiting, step.num_running, step.num_preempted)
+        figures = (step.features, step.free_blocks, step.num_waiting, step.num_running, step.num_preempted)
         self.steps.append((step.replica_id, step.step_index, step.formed_at, step.ended_at, *figures, finished))
 
     def on_step_run(self, run: StepRun) -> None:

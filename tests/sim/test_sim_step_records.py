@@ -66,9 +66,9 @@ class Expanded(Observer):
         row["ended_at"] = step.ended_at
         row["finished"] = [[request.request_id, reason.value] for request, reason in step.finished]
         self.rows.append(row)
-        shape, duration_s = step.shape, step.ended_at - step.formed_at
-        figures = (shape.num_decodes, shape.num_prefills, shape.num_decodes, shape.prefill_tokens)
-        waiting = (shape.decode_context_tokens, step.num_running, step.num_waiting, step.free_blocks)
+        features, duration_s = step.features, step.ended_at - step.formed_at
+        figures = (features.num_decodes, features.num_prefills, features.num_decodes, features.prefill_tokens)
+        waiting = (features.decode_context_tokens, step.num_running, step.num_waiting, step.free_blocks)
         place = (step.replicaset, step.replica_id, step.step_index, step.formed_at, duration_s)
         self.table.append((*place, *figures, *waiting, step.num_preempted, len(step.finished)))
 
@@ -105,9 +105,9 @@ def test_records_read_as_single_steps(scenario: Scenario, policy: str, tmp_path:
     expected = Expanded()
     run(scenario, policy, [expected], fast_forward=True)
     for fast_forward in (True, False):
-        recorder, runs = Recorder(lambda name: scenario.options.num_blocks), CountsRuns()
+        recorder, runs = Recorder(lambda name, replica_id: scenario.options.num_blocks), CountsRuns()
         log = DecisionLog(tmp_path / "decisions.parquet")
-        sharing = Recorder(lambda name: scenario.options.num_blocks, log=log)
+        sharing = Recorder(lambda name, replica_id: scenario.options.num_blocks, log=log)
         run(scenario, policy, [recorder, log, sharing, runs], fast_forward=fast_forward)
         assert (runs.num_steps > 0) == (fast_forward and scenario not in (PIPELINED, KV_PARALLEL)), "those never repeat"
         log.close()
@@ -124,7 +124,7 @@ def test_records_read_as_single_steps(scenario: Scenario, policy: str, tmp_path:
 
 
 def test_a_run_of_steps_is_one_record(tmp_path: Path) -> None:
-    recorder = Recorder(lambda name: LIGHT.options.num_blocks)
+    recorder = Recorder(lambda name, replica_id: LIGHT.options.num_blocks)
     num_steps = run(LIGHT, "fixed_chunk", [recorder], fast_forward=True)
     assert len(recorder.steps) == num_steps
     write_parquet(recorder.steps, tmp_path / STEPS_FILE)
@@ -137,7 +137,7 @@ def test_a_log_in_several_parts_is_read_as_one(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr("vajra_py.runtime.records.step_log.RECORDS_PER_BATCH", min(3, records_at_once))
         monkeypatch.setattr("vajra_py.runtime.records.decision_log.RECORDS_AT_ONCE", records_at_once)
         log = DecisionLog(tmp_path / f"{records_at_once}.parquet")
-        recorder = Recorder(lambda name: STARVED.options.num_blocks, log=log)
+        recorder = Recorder(lambda name, replica_id: STARVED.options.num_blocks, log=log)
         run(STARVED, "fixed_chunk", [log, recorder], fast_forward=True)
         log.close()
         rows = list(read_decisions(tmp_path / f"{records_at_once}.parquet"))

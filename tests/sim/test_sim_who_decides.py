@@ -38,7 +38,7 @@ class Steps(Observer):
 
     def on_step_end(self, step: StepEnd) -> None:
         self.num_steps += 1
-        self.num_with_prompts += step.shape.num_prefills > 0
+        self.num_with_prompts += step.features.num_prefills > 0
 
 
 @pytest.mark.parametrize("prioritizer", ["fcfs", "lrs"])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import tracemalloc
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from vajra_py.contract import KeyMotion, PolicyContext, Refusal, fill
+from vajra_py.contract import DecodeStop, KeyMotion, PolicyContext, Refusal, RequestView, fill
 from vajra_py.errors import ConfigError, PluginError, PolicyError, UnknownNameError
 from vajra_py.latency import AffineModel
 from vajra_py.testing.harness import Harness, HarnessOptions
+from vajra_py.testing.strict import StrictBatch, StrictViews
 from vajra_py.workload.request import RequestSpec
 
 WORKLOAD = [RequestSpec(f"r{i}", 0.0, 20 + 37 * i % 90, 1 + 5 * i % 17) for i in range(12)]
@@ -164,3 +165,22 @@ def test_counting_everything_costs_what_was_used_not_what_there_is() -> None:
         return peak
 
     assert peak_bytes(200_000) < 2 * peak_bytes(200)
+
+
+def test_strict_views_hand_on_a_verb_that_they_do_not_know() -> None:
+    """A new verb of the builder needs no line in them."""
+
+    class Builder:
+        def shelve(self, request: object, *, until: float, behind: object = None) -> DecodeStop:
+            self.given = (request, until, behind)
+            return DecodeStop(cast(RequestView, request), Refusal.TOKEN_BUDGET)
+
+    views, target = StrictViews(), Builder()
+    one, other = (Harness("fcfs", "round_robin", "fixed_chunk").submit(name, 8, 2) for name in "ab")
+    batch: Any = StrictBatch(views, target, frozenset({"shelve"}))
+    stop = batch.shelve(views.request(one), until=1.0, behind=views.request(other))
+    assert target.given == (one, 1.0, other)
+    assert stop.request is views.request(one)
+    assert stop.refusal is Refusal.TOKEN_BUDGET
+    with pytest.raises(AttributeError, match="take_away"):
+        batch.take_away(views.request(one))

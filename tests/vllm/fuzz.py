@@ -1,6 +1,6 @@
 """Random sessions of a vLLM: its own scheduler and this one get the same, and what they tell the workers is carried out.
 
-`make vllm-fuzz` plays many. What is compared, and what is not, because `docs/vllm.md` names it as a difference, says `difference`.
+`make vllm-fuzz` plays many. What is compared, and what is not, because `docs/evidence/vllm.md` names it as a difference, says `difference`.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _options(rng: random.Random, max_len: int) -> dict[str, Any]:
 def _wishes(rng: random.Random, options: dict[str, Any], block_size: int, capacity: int) -> list[Wish]:
     trunks = [[rng.randrange(8, 400) for _ in range(capacity)] for _ in range(rng.randint(1, 3))]
     is_long = rng.random() < 0.4
-    # Requests that wait for a grammar count in other ways for the threshold and for the interval: docs/vllm.md.
+    # Requests that wait for a grammar count in other ways for the threshold and for the interval: docs/evidence/vllm.md.
     is_named = options["long_prefill_token_threshold"] > 0 or options["prefill_schedule_interval"] > 1
     has_grammars = rng.random() < 0.3 and not is_named
     wishes: list[Wish] = []
@@ -428,7 +428,7 @@ def _that_run(play: Play) -> list[tuple[dict[str, int], dict[str, int], list[str
 
 
 def difference(session: Session, own: Play, ours: Play) -> str | None:
-    """The first thing that this scheduler does otherwise than vLLM's; None: nothing but what `docs/vllm.md` names."""
+    """The first thing that this scheduler does otherwise than vLLM's; None: nothing but what `docs/evidence/vllm.md` names."""
     if not session.is_async:
         theirs, mine = _that_run(own), _that_run(ours)
         for number, (one, other) in enumerate(zip(theirs, mine, strict=False)):

@@ -282,8 +282,8 @@ def test_requests_without_a_session_are_drawn_one_by_one() -> None:
 
 
 def test_a_service_class_brings_its_objectives(three: Workload) -> None:
-    chat = SloClass("chat", 1.0, ttft_slo_s=0.5, tpot_slo_s=0.05, priority=-1)
-    batch = SloClass("batch", 1.0, deadline_s=60.0, expires_after_s=30.0)
+    chat = SloClass("chat", 1.0, {"ttft_slo_s": 0.5, "tpot_slo_s": 0.05, "priority": -1})
+    batch = SloClass("batch", 1.0, {"deadline_s": 60.0, "expires_after_s": 30.0})
     labelled = Workload.from_requests([RequestSpec(str(i), 0.0, 1, 1, priority=8) for i in range(50)])
     classes = {r.slo_class: r for r in labelled.with_slo_classes([chat, batch], rng())}
     assert (classes["chat"].ttft_slo_s, classes["chat"].tpot_slo_s, classes["chat"].deadline_s) == (0.5, 0.05, None)

@@ -6,9 +6,6 @@ Others import from the submodules: `hookspecs` has what a package registers, `ob
 
 from __future__ import annotations
 
-import importlib
-import warnings
-
 from vajra_py.contract.batch import BatchBuilder, DecodeStop, PreemptionMode, Refusal
 from vajra_py.contract.context import EmitFigure, PolicyConfig, PolicyContext, RandomStream, SharedState
 from vajra_py.contract.fill import ChunkRule, add_all_decodes, fill
@@ -17,10 +14,10 @@ from vajra_py.contract.latency import BatchFeatures, LengthEstimate, PrefillTime
 from vajra_py.contract.policies import (
     ChunksSoloPrompts,
     EndedStep,
-    Key,
     KeyMotion,
     Layer,
     ListensToRequests,
+    PredictsSlack,
     RefusesRequests,
     ReplicaScheduler,
     ReplicasetScheduler,
@@ -31,7 +28,7 @@ from vajra_py.contract.policies import (
     TimeLinearPrioritizer,
 )
 from vajra_py.contract.requests import EndReason, ReplicaId, RequestId, RequestView
-from vajra_py.contract.views import LocalReplicaView, PriorityKey, QueueView, ReplicaLimits, ReplicaLoadView
+from vajra_py.contract.views import Key, LocalReplicaView, PriorityKey, QueueView, ReplicaLimits, ReplicaLoadView
 
 __all__ = [
     "BatchBuilder",
@@ -51,6 +48,7 @@ __all__ = [
     "PolicyConfig",
     "PolicyContext",
     "PolicySpec",
+    "PredictsSlack",
     "PreemptionMode",
     "PrefillTime",
     "PriorityKey",
@@ -75,37 +73,3 @@ __all__ = [
     "fill",
     "hookimpl",
 ]
-
-
-_RENAMED = {
-    "BatchShape": "BatchFeatures",
-    "ReadsNoLoad": "SchedulerTraits(reads_load=False)",
-    "RepeatsDecodes": "SchedulerTraits(repeats_decodes=...)",
-    "ReplicaState": "LocalReplicaView",
-    "ReplicaView": "ReplicaLoadView",
-    "WorkConserving": "SchedulerTraits(is_work_conserving=True)",
-}
-
-_ALIASES = {"ChunksLonePrompts": "ChunksSoloPrompts"}
-"""Deprecated names, by the present ones."""
-
-_MOVED = {
-    **dict.fromkeys(("LatencyModelSpec", "ObserverSpec", "OutputLengthSpec", "Preset"), "hookspecs"),
-    **dict.fromkeys(("LatencyModel", "OutputLengthPredictor"), "latency"),
-    **dict.fromkeys(("Observer", "PolicySwap", "ScheduledChunk", "StepEnd", "StepRecord", "StepRun"), "observer"),
-}
-"""Names that stood here once, by the submodule that has them."""
-
-
-def __getattr__(name: str) -> object:
-    """Answer an old name: an alias or one that moved with a warning, another one with an error that says the present one."""
-    if name in _ALIASES:
-        warnings.warn(f"{name} is now {_ALIASES[name]}", DeprecationWarning, stacklevel=2)
-        return globals()[_ALIASES[name]]
-    if name in _MOVED:
-        home = f"{__name__}.{_MOVED[name]}"
-        warnings.warn(f"import {name} from {home}: {__name__} is for policies", DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module(home), name)
-    if name in _RENAMED:
-        raise ImportError(f"vajra_py.contract.{name} is gone. Use {_RENAMED[name]}.", name=name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

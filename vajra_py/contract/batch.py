@@ -126,7 +126,7 @@ class BatchBuilder(Protocol):
     def max_chunk(self, request: RequestView) -> int:
         """Most tokens that one chunk of the request may have: what remains, cut at its KV-parallel group's boundary."""
 
-    def shape(self) -> BatchFeatures:
+    def features(self) -> BatchFeatures:
         """Features of the batch so far (of its slowest KV-parallel group)."""
 
     def predicted_time(self) -> float:

@@ -75,7 +75,10 @@ class SharedState:
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """Services for one policy object. Policies of one replicaset have the same services, but for `emit`, which knows whose it is."""
+    """Services for one policy object. Policies of one replicaset have the same services, but for `emit`, which knows whose it is.
+
+    A replica scheduler has limits and latency model of its replica; where replicas differ, the other layers have the largest of each limit.
+    """
 
     limits: ReplicaLimits
     num_replicas: int

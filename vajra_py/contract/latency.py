@@ -70,16 +70,16 @@ class BatchFeatures(NamedTuple):
 
 
 class LatencyModel(Protocol):
-    """Predict step durations. Pure: equal shapes get equal answers, and asking changes nothing."""
+    """Predict step durations. Pure: equal features get equal answers, and asking changes nothing."""
 
     @property
     def num_stages(self) -> int:
         """Pipeline stages that a step passes through; 1 without pipeline parallelism."""
 
-    def stage_time_s(self, shape: BatchFeatures) -> float:
-        """Seconds that the slowest stage is busy with a batch of this shape; the whole step when there is one stage."""
+    def stage_time_s(self, features: BatchFeatures) -> float:
+        """Seconds that the slowest stage is busy with a batch with these features; the whole step when there is one stage."""
 
-    def batch_time_s(self, shape: BatchFeatures) -> float:
+    def batch_time_s(self, features: BatchFeatures) -> float:
         """Seconds from the batch's entry into the first stage to its tokens leaving the last."""
 
 

@@ -36,7 +36,7 @@ class StepRecord:
     chunks: Sequence[ScheduledChunk]
     preempted: Sequence[tuple[RequestView, str]]
     """(request, mode) in the order of preemption."""
-    shape: BatchFeatures
+    features: BatchFeatures
     free_blocks: int
     """Right after the step was formed."""
     num_waiting: int
@@ -56,7 +56,7 @@ class StepEnd:
     ended_at: float
     finished: Sequence[tuple[RequestView, EndReason]]
     free_blocks: int
-    shape: BatchFeatures
+    features: BatchFeatures
     num_waiting: int
     num_running: int
     num_preempted: int
@@ -169,6 +169,11 @@ class Observer:
 
     def on_replica_restored(self, replicaset: str, replica_id: ReplicaId, now: float) -> None:
         """A replica that had failed computes again; its memory is empty."""
+
+    def on_cache_reset(
+        self, replicaset: str, replica_id: ReplicaId, requests: Sequence[RequestView], now: float
+    ) -> None:
+        """A replica's KV memory was emptied on demand; `requests` ran there and wait to be computed again, which is no preemption."""
 
     def on_run_end(self, now: float) -> None:
         """Nothing more will happen."""

@@ -14,10 +14,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 from vajra_py.contract.batch import BatchBuilder
 from vajra_py.contract.requests import ReplicaId, RequestView
-from vajra_py.contract.views import LocalReplicaView, QueueView, ReplicaLoadView
-
-Key: TypeAlias = float | tuple[float, ...]
-"""What a prioritizer returns: a finite number, or a tuple of finite numbers of one length. Lower is more urgent."""
+from vajra_py.contract.views import Key, LocalReplicaView, QueueView, ReplicaLoadView
 
 
 class Layer(Enum):
@@ -67,6 +64,20 @@ class TimeLinearPrioritizer(RequestPrioritizer, Protocol):
 
 
 @runtime_checkable
+class PredictsSlack(Protocol):
+    """Optional methods of a prioritizer that knows deadlines; replica schedulers read slack from `LocalReplicaView`.
+
+    A replica scheduler that cannot do without declares `SchedulerTraits.needs_slack`.
+    """
+
+    def slack_s(self, request: RequestView, now: float) -> float:
+        """Seconds that the request can still lose at `now` before it is late; negative when it is late already."""
+
+    def slack_fraction(self, request: RequestView, now: float) -> float:
+        """The same as part of the time that the request is allowed in all, from arrival to deadline; at most 1."""
+
+
+@runtime_checkable
 class ReplicasetScheduler(Protocol):
     """Assigns requests to replicas' queues at arrival, or lets replicas pull them."""
 
@@ -102,12 +113,6 @@ class ChunksSoloPrompts(Protocol):
 
 SoloChunkSize: TypeAlias = Callable[[int, int], int]
 """(done, remaining) tokens of a prompt to the size of its next chunk."""
-
-
-def solo_chunk_size_of(policy: object) -> SoloChunkSize | None:
-    """A replica scheduler's `solo_chunk_size`, also under its former name `lone_chunk`; None where it has neither."""
-    method: SoloChunkSize | None = getattr(policy, "solo_chunk_size", None) or getattr(policy, "lone_chunk", None)
-    return method
 
 
 @runtime_checkable
@@ -154,6 +159,8 @@ class SchedulerTraits:
 
     A simulator then need not bring every replica up to date at each arrival.
     """
+    needs_slack: bool = False
+    """Of a replica scheduler: it reads slack, and is refused beside a prioritizer without `PredictsSlack`, when policies are built."""
     is_work_conserving: bool = False
     """No replica idles while there is work that it could do.
 

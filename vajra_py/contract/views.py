@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from vajra_py.contract.requests import ReplicaId, RequestView
 
-PriorityKey: TypeAlias = tuple[Any, float, int]
+Key: TypeAlias = float | tuple[float, ...]
+"""What a prioritizer returns: a finite number, or a tuple of finite numbers of one length. Lower is more urgent."""
+
+PriorityKey: TypeAlias = tuple[Key, float, int]
 """A total order: (the prioritizer's key, arrival, submission index); smaller is more urgent."""
 
 
@@ -80,6 +83,12 @@ class LocalReplicaView(Protocol):
 
     def urgency(self, request: RequestView) -> PriorityKey:
         """The prioritizer's key of the request now, ties broken: what orders admission and victims alike."""
+
+    def slack_s(self, request: RequestView) -> float | None:
+        """Seconds that the request can still lose before it is late (`PredictsSlack`); None when the prioritizer predicts none."""
+
+    def slack_fraction(self, request: RequestView) -> float | None:
+        """The same as part of the time that it is allowed in all; None when the prioritizer predicts none."""
 
 
 class ReplicaLoadView(Protocol):

@@ -207,13 +207,15 @@ class Engine:
         scheduling = {}
         for name, one in self.controller.replicasets.items():
             assert one.policies is not None
-            scheduling[name] = {other.value: choice.model_dump() for other, choice in one.policies.choices.items()}
+            scheduling[name] = {
+                other.value: choice.model_dump() for other, choice in one.policies.common_choices().items()
+            }
         scheduling[replicaset][layer.value] = {"policy": policy, "params": dict(params)}
         for name, each in scheduling.items():
             (settings["replicasets"][name] if settings.get("replicasets") else settings)["scheduling"] = each
         config = config_from_mapping(settings, (), self.maker.services.registry)
         sizes = {
-            name: _sizes_of(facts, self.controller.replicasets[name].replicas[0].limits.num_blocks)
+            name: _sizes_of(facts, self.controller.replicasets[name].limits_in_common.num_blocks)
             for name, facts in self.models.items()
         }
         _probe(_dry_controller(config, self.maker.services, sizes), strict=True)
@@ -272,7 +274,7 @@ class Engine:
     def prompt_limits_of(self, replicaset: str) -> PromptLimits:
         """What a prompt may be there."""
         facts = self.models[replicaset]
-        longest = self.controller.replicasets[replicaset].replicas[0].max_request_tokens
+        longest = self.controller.replicasets[replicaset].bounds.max_request_tokens
         return PromptLimits(facts.vocab_size, facts.max_model_len, longest)
 
     def description(self) -> dict[str, object]:
@@ -287,7 +289,7 @@ class Engine:
                 "max_model_len": facts.max_model_len,
                 "kv_bytes_per_token": facts.kv_bytes_per_token,
                 "vocab_size": facts.vocab_size,
-                "num_blocks": self.controller.replicasets[name].replicas[0].limits.num_blocks,
+                "num_blocks": self.controller.replicasets[name].limits_in_common.num_blocks,
             }
             for name, facts in self.models.items()
         }
@@ -323,7 +325,7 @@ def _probe(controller: Controller, *, strict: bool = False) -> None:
     Raises the `ConfigError` that a policy met; what else it may raise is the run's business, unless it is `strict`.
     """
     for name, replicaset in controller.replicasets.items():
-        num_tokens = max(1, min(_PROBE_TOKENS, replicaset.replicas[0].limits.max_model_len - 1))
+        num_tokens = max(1, min(_PROBE_TOKENS, replicaset.bounds.max_model_len - 1))
         request = Request(RequestFacts("probe", num_tokens), 0, 0.0, 1)
         request.replicaset = name
         request.hashes = PrivateBlockHashes("probe")

@@ -85,7 +85,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._note = note
         rules = DriverOptions(options.check_every_steps, isolates_policies=options.isolates_policies)
         self._driver = Driver(controller, self, self._replicas.values(), rules, note)
-        self._driver.form_step = self._form_step
+        self._driver.form_through(self._form_step)
         self._events = self._driver.events
         self._finished: deque[News] = deque()
         self._suspects: dict[Request, int] = {}
@@ -236,7 +236,8 @@ class EngineLoop(Backend[EngineReplica]):
 
     def _turn(self) -> None:
         driver = self._driver
-        driver.now = now = max(self._clock.now(), driver.now + TICKS_PER_NANOSECOND)
+        now = max(self._clock.now(), driver.now + TICKS_PER_NANOSECOND)
+        driver.advance_to(now)
         if self._finished:
             self._take_news(self._finished.popleft())
         for name in [name for name, tick in self._abandon_at.items() if tick <= now]:

@@ -47,7 +47,7 @@ class HasHostOverhead(Protocol):
 class CountsSteps(Protocol):
     """Counts what the steps that are taken, as against those that policies ask about, were predicted from."""
 
-    def taken_time_s(self, shape: BatchFeatures) -> float:
+    def taken_time_s(self, features: BatchFeatures) -> float:
         """The same as `stage_time_s`, of a step that is taken."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -45,7 +44,7 @@ LISTENING_METHODS: Mapping[str, int] = {
 """What a policy of any layer may have, to be told about requests."""
 
 OPTIONAL_METHODS: Mapping[Layer, Mapping[str, int]] = {
-    Layer.REQUEST_PRIORITIZER: {"line": 1},
+    Layer.REQUEST_PRIORITIZER: {"line": 1, "slack_s": 2, "slack_fraction": 2},
     Layer.REPLICASET_SCHEDULER: {},
     Layer.REPLICA_SCHEDULER: {"solo_chunk_size": 2, "refuses": 3},
 }
@@ -61,22 +60,11 @@ DECLARATIONS: Mapping[Layer, frozenset[str]] = {
 TRAITS: Mapping[Layer, frozenset[str]] = {
     Layer.REQUEST_PRIORITIZER: frozenset(),
     Layer.REPLICASET_SCHEDULER: frozenset({"reads_load", "is_work_conserving"}),
-    Layer.REPLICA_SCHEDULER: frozenset({"repeats_decodes", "is_work_conserving"}),
+    Layer.REPLICA_SCHEDULER: frozenset({"repeats_decodes", "needs_slack", "is_work_conserving"}),
 }
 """Which fields of `SchedulerTraits` mean something in a layer."""
 
-_ASKED_EVERY_STEP = (
-    "Delete it: every step is decided by `schedule`, and traits = SchedulerTraits(repeats_decodes=...) declares steps of "
-    "decodes that repeat"
-)
-_FORMER_DECLARATIONS = {
-    "repeats_decodes": "Declare traits = SchedulerTraits(repeats_decodes=...)",
-    "reads_load": "Declare traits = SchedulerTraits(reads_load=...)",
-    "is_work_conserving": "Declare traits = SchedulerTraits(is_work_conserving=...)",
-    "chunk_beside": _ASKED_EVERY_STEP,
-    "admits_in_turn": _ASKED_EVERY_STEP,
-}
-"""Attributes by which policies declared something once, and what to write now."""
+_TRAIT_NAMES = frozenset(field.name for field in fields(SchedulerTraits))
 
 _NEAR = 0.9
 """How like a hook's name (0 to 1) another name has to be to be taken for a misspelling of it."""
@@ -146,8 +134,6 @@ def build_observer(name: str, params: Mapping[str, Any] | BaseModel, registry: R
         raise PluginError(
             str(offer.source), f"observer {name!r}: built {observer!r}; expected a vajra_py.contract.observer.Observer"
         )
-    if hasattr(observer, "on_uprooted"):
-        raise PluginError(str(offer.source), f"observer {name!r}: nothing calls on_uprooted any more. Use on_requeued")
     return observer
 
 
@@ -175,9 +161,6 @@ def check_policy_shape(layer: Layer, policy: object, what: str, plugin: str) -> 
     present = {name: count for name, count in optional.items() if getattr(policy, name, None) is not None}
     _check_methods(policy, present, what, plugin)
     _check_names(layer, policy, what, plugin)
-    if hasattr(policy, "lone_chunk"):
-        _check_methods(policy, {"lone_chunk": 2}, what, plugin)
-        warnings.warn(f"{what}: lone_chunk is now solo_chunk_size", DeprecationWarning, stacklevel=2)
     _check_traits(policy, what, plugin)
     if layer is Layer.REQUEST_PRIORITIZER:
         _check_key_motion(policy, what, plugin)
@@ -198,8 +181,9 @@ def _check_names(layer: Layer, policy: object, what: str, plugin: str) -> None:
     for name in dir(policy):
         if name.startswith("_") or name in own or name in hooks:
             continue
-        if name in _FORMER_DECLARATIONS:
-            raise PluginError(plugin, f"{what}: nothing reads {name!r} any more. {_FORMER_DECLARATIONS[name]}")
+        if name in _TRAIT_NAMES:
+            where = f"Declare traits = SchedulerTraits({name}=...)"
+            raise PluginError(plugin, f"{what}: nothing reads {name!r} of a policy. {where}")
         if name in everywhere:
             layers = ", ".join(kind_of(other) for other in Layer if name in hooks_of(other))
             raise PluginError(plugin, f"{what}: {name!r} is never asked of a {kind_of(layer)}. It is for a {layers}")

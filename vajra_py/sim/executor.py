@@ -47,7 +47,7 @@ class PredictedTimer:
 
     def stage_ticks(self, plan: StepPlan) -> int:
         """The latency model's answer for the plan's slowest group."""
-        seconds = self._stage_time_s(plan.shape)
+        seconds = self._stage_time_s(plan.features)
         if not 0.0 <= seconds <= LAST_S:
             check_step_time(seconds)
         return round(seconds * TICKS_PER_SECOND) + self._overhead_ticks
@@ -71,9 +71,9 @@ class VariedTimer(PredictedTimer):
 
     def stage_ticks(self, plan: StepPlan) -> int:
         """The latency model's answer for the plan's slowest group, varied."""
-        shape = plan.shape
-        (factor,) = self._factors.of(plan.step_index, 1, has_prompts=shape.num_prefills > 0)
-        seconds = self._stage_time_s(shape) * float(factor)
+        features = plan.features
+        (factor,) = self._factors.of(plan.step_index, 1, has_prompts=features.num_prefills > 0)
+        seconds = self._stage_time_s(features) * float(factor)
         check_step_time(seconds)
         return to_ticks(seconds) + self._overhead_ticks
 

@@ -35,8 +35,8 @@ class DecodeFastForward:
         num_steps = min(1 + replica.num_repeats(plan), one.run_limit)
         if num_steps < 2:
             return None
-        shape = plan.shape
-        ends = runs.run_ends(now, shape.num_decodes, shape.decode_context_tokens, num_steps)
+        features = plan.features
+        ends = runs.run_ends(now, features.num_decodes, features.decode_context_tokens, num_steps)
         if len(ends) < 2:
             return None
         one.run_ends = ends
@@ -98,18 +98,16 @@ class DecodeFastForward:
         num_done = bisect_left(ends, driver.now)
         if num_done:
             one.plan = replica.complete_repeats(plan, ends[:num_done], driver.now)
-            driver.num_steps += num_done
+            driver.count_repeats(num_done)
             del ends[:num_done]
         if up_to_now and len(ends) > 1 and ends[0] == driver.now:  # the next one follows what happens now
-            one.epoch += 1
             del ends[1:]
-            one.free_at = driver.now
+            driver.end_run_at(one, driver.now)
             self._end_now(one)
             return
         if not goes_on and len(ends) > 1:
-            one.epoch += 1
             del ends[1:]
-            one.free_at = ends[0]
+            driver.end_run_at(one, ends[0])
             driver.events.push(ends[0], _STEP_END, (one, None, one.epoch), one.rank)
             self._running[replica.replicaset].pop(replica.replica_id, None)
             one.run_limit = FIRST_STEPS

@@ -142,7 +142,8 @@ class Simulator(Backend[SimReplica]):
                 return
             if driver.until == NEVER:
                 raise ExecutorError(f"simulator: the clock ends after {LAST_S:,.0f} s, and requests are left.")
-            until = driver.now = driver.until
+            until = driver.until
+            driver.advance_to(until)
             for name in self.controller.replicasets:
                 self._fast_forward.interrupt_all(name)
             if driver.events.heap[0][0] > until:  # else a step that ended just now is followed by another
@@ -173,7 +174,7 @@ class Simulator(Backend[SimReplica]):
         if spec is not None:
             self._driver.events.push(to_ticks(spec.arrived_at), _ARRIVAL, spec)
         elif not self._options.drain and self._horizon == NEVER:
-            self._driver.until = min(self._driver.until, self._driver.now)
+            self._driver.stop_now()
 
     def on_arrival(self, payload: RequestSpec | Acceptance) -> None:
         """See `Backend`."""

@@ -32,7 +32,7 @@ from vajra_py.contract import (
     RequestPrioritizer,
     RequestView,
 )
-from vajra_py.contract.policies import solo_chunk_size_of, traits_of
+from vajra_py.contract.policies import ChunksSoloPrompts, traits_of
 from vajra_py.errors import DidNotReturn, VajraError
 from vajra_py.plugins import check_policy_shape, load_registry
 from vajra_py.plugins.build import hooks_of
@@ -42,7 +42,7 @@ from vajra_py.testing.habits import futile_preemptions, kept_requests, uncalled_
 from vajra_py.testing.harness import Harness
 from vajra_py.testing.hash_seeds import Rows, first_difference, rows_by_hash_seed
 from vajra_py.testing.purity import ImpureError, only_pure
-from vajra_py.testing.reference_policies import ByArrival, InTurn
+from vajra_py.testing.reference_policies import ByArrivalInTime, InTurn
 from vajra_py.testing.scenarios import Outcome, Scenario, StuckError
 from vajra_py.testing.strict import StrictViews, interpose
 from vajra_py.testing.subject import NUM_REPLICAS, UNCOUNTED, Interposing, Subject, context_of
@@ -402,13 +402,13 @@ def _is_the_same_when_fast_forwarded(subject: Subject) -> None:
 # Replica schedulers
 
 
-def _lone_chunks_are_true(subject: Subject) -> None:
+def _solo_chunks_are_true(subject: Subject) -> None:
     policy = subject.build(context_of(scenarios.LIGHT))
-    solo_chunk_size = solo_chunk_size_of(policy)
-    if solo_chunk_size is None:
+    if not isinstance(policy, ChunksSoloPrompts):
         return
+    solo_chunk_size = policy.solo_chunk_size
     for num_tokens in (1, 40, 700):
-        harness = Harness(ByArrival(), InTurn(), subject.build, scenarios.SMALL)
+        harness = Harness(ByArrivalInTime(), InTurn(), subject.build, scenarios.SMALL)
         harness.submit("lone", num_tokens, 1)
         done = 0
         for step in harness.steps_until_idle():
@@ -480,7 +480,7 @@ _CHECKS: tuple[Check, ...] = (
     Check("declares how keys move", (Layer.REQUEST_PRIORITIZER,), _order_would_be_the_same_if_volatile),
     Check("leaves alone who is down", (Layer.REPLICASET_SCHEDULER,), _respects_who_is_up),
     Check("decides the same with decode fast-forward", ALL_LAYERS, _is_the_same_when_fast_forwarded),
-    Check("chunks lone prompts as it says", (Layer.REPLICA_SCHEDULER,), _lone_chunks_are_true),
+    Check("chunks lone prompts as it says", (Layer.REPLICA_SCHEDULER,), _solo_chunks_are_true),
     Check("preempts for somebody", (Layer.REPLICA_SCHEDULER,), _preempts_for_somebody),
     Check("works while there is work, where it says so", _SCHEDULERS, _works_while_there_is_work),
 )

@@ -28,7 +28,8 @@ from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.listeners import Listeners, listeners_among
 from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.controller import Controller
-from vajra_py.runtime.serving.policy_binding import LatePrefillTime, solo_chunk_rule
+from vajra_py.runtime.serving.policy_binding import check_slack, slack_reader
+from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime, solo_chunk_rule
 from vajra_py.runtime.serving.replica import Replica, ReplicaParts
 from vajra_py.runtime.serving.replicaset import AdmissionLimits, Replicaset
 from vajra_py.runtime.serving.workload_adapter import facts_of, hashes_of
@@ -224,18 +225,21 @@ class Harness:
         self._now = 0
         self._executor = SimulatedExecutor()
         self._timer_of = cache(predicted_timers(options.latency, SeedTree(options.seed)))
-        late = LatePrefillTime()
+        prefill_time = ReplicasetPrefillTime()
         self.context = PolicyContext(
             limits=limits,
             num_replicas=options.num_replicas,
             latency=options.latency,
-            prefill_time=late,
+            prefill_time=prefill_time,
             output_lengths=options.output_lengths,
             random_stream=SeedTree(options.seed).stream,
         )
         schedulers = [self._policy(Layer.REPLICA_SCHEDULER, replica_scheduler) for _ in range(options.num_replicas)]
-        late.table = PrefillTimeTable(options.latency, solo_chunk_rule(schedulers[0], limits), limits.pipeline_stages)
+        prefill_time.follow([self._prefill_table(one) for one in schedulers[:1]])  # all were built from one source
         self.prioritizer = self._policy(Layer.REQUEST_PRIORITIZER, prioritizer)
+        prioritizer_name = type(self.prioritizer).__name__
+        check_slack(self.prioritizer, prioritizer_name, [(type(one).__name__, one) for one in schedulers])
+        self._slack = slack_reader(self.prioritizer, prioritizer_name)
         self.replicaset_scheduler = self._policy(Layer.REPLICASET_SCHEDULER, replicaset_scheduler)
         self.replica_schedulers: list[Any] = schedulers
         self.replicaset = Replicaset(
@@ -257,6 +261,12 @@ class Harness:
         policy = source if is_object else cast(Callable[[PolicyContext], Any], source)(self.context)
         check_policy_shape(layer, policy, f"{layer.value} {policy!r}", _NAME)
         return policy
+
+    def _prefill_table(self, scheduler: Any) -> PrefillTable:
+        limits = self._limits
+        rule = solo_chunk_rule(scheduler, limits)
+        times = PrefillTimeTable(self.options.latency, rule, limits.pipeline_stages)
+        return PrefillTable(limits.max_model_len, times)
 
     def _replica(self, replica_id: int, shared: SharedAccess) -> Replica:
         options = self.options
@@ -281,6 +291,7 @@ class Harness:
                 ),
                 executor=self._executor,
                 listeners=_listeners(self.prioritizer, self.replicaset_scheduler, scheduler),
+                slack=self._slack,
             )
         )
 

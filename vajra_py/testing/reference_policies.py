@@ -30,6 +30,18 @@ class ByArrival:
         return request.arrived_at
 
 
+class ByArrivalInTime(ByArrival):
+    """The same with slack: every request is allowed a second."""
+
+    def slack_s(self, request: RequestView, now: float) -> float:
+        """Seconds to a second after arrival."""
+        return request.arrived_at + 1.0 - now
+
+    def slack_fraction(self, request: RequestView, now: float) -> float:
+        """The same: the allowed time is a second."""
+        return self.slack_s(request, now)
+
+
 class BySlack:
     """Who has less of the allowed time left is more urgent: keys that cross as time goes by."""
 
@@ -40,7 +52,7 @@ class BySlack:
 
     def line(self, request: RequestView) -> tuple[float, float]:
         """Slack as a part of the time allowed, which is twice the prompt's prefill time and a tenth of a second."""
-        allowed_s = 2.0 * self._prefill_time.total_s(request.num_prompt_tokens) + 0.1
+        allowed_s = self._allowed_s(request)
         left_s = self._prefill_time.remaining_s(request.num_prompt_tokens, request.num_computed_tokens)
         return (request.arrived_at + allowed_s - left_s) / allowed_s, -1.0 / allowed_s
 
@@ -48,6 +60,17 @@ class BySlack:
         """The line at `now`."""
         intercept, slope = self.line(request)
         return intercept + slope * now
+
+    def slack_s(self, request: RequestView, now: float) -> float:
+        """Seconds of slack at `now`."""
+        return self.key(request, now) * self._allowed_s(request)
+
+    def slack_fraction(self, request: RequestView, now: float) -> float:
+        """The key."""
+        return self.key(request, now)
+
+    def _allowed_s(self, request: RequestView) -> float:
+        return 2.0 * self._prefill_time.total_s(request.num_prompt_tokens) + 0.1
 
 
 def by_slack(context: PolicyContext) -> BySlack:

@@ -94,7 +94,7 @@ class _Watch(Observer):
 
     def on_step_end(self, step: StepEnd) -> None:
         finished = tuple((request.request_id, reason) for request, reason in step.finished)
-        figures = (step.shape, step.free_blocks, step.num_waiting, step.num_running, step.num_preempted)
+        figures = (step.features, step.free_blocks, step.num_waiting, step.num_running, step.num_preempted)
         place = (step.replicaset, step.replica_id, step.step_index)
         self.outcome.steps.append((*place, step.formed_at, step.ended_at, *figures, finished))
         served = (len(self._alive), sum(request.num_output_tokens for request in self._alive.values()))

@@ -14,10 +14,8 @@ from vajra_py.contract import (
     BatchBuilder,
     DecodeStop,
     LocalReplicaView,
-    PreemptionMode,
     PriorityKey,
     QueueView,
-    Refusal,
     ReplicaId,
     ReplicaLoadView,
     RequestView,
@@ -28,11 +26,12 @@ _DECLARATIONS = ("key_motion", "traits")
 _METHODS = (
     "key",
     "line",
+    "slack_s",
+    "slack_fraction",
     "assign",
     "pull",
     "schedule",
     "solo_chunk_size",
-    "lone_chunk",
     "refuses",
     "on_arrivals",
     "on_admission",
@@ -112,6 +111,8 @@ class StrictViews:
             {
                 "key": lambda request, now: policy.key(self.request(request), now),
                 "line": lambda request: policy.line(self.request(request)),
+                "slack_s": lambda request, now: policy.slack_s(self.request(request), now),
+                "slack_fraction": lambda request, now: policy.slack_fraction(self.request(request), now),
                 "assign": assign,
                 "pull": pull,
                 "schedule": schedule,
@@ -218,6 +219,14 @@ class StrictReplicaState(_View):
         """See `LocalReplicaView.urgency`."""
         return cast(PriorityKey, self._target.urgency(self._views.real(request)))
 
+    def slack_s(self, request: RequestView) -> float | None:
+        """See `LocalReplicaView.slack_s`."""
+        return cast(float | None, self._target.slack_s(self._views.real(request)))
+
+    def slack_fraction(self, request: RequestView) -> float | None:
+        """See `LocalReplicaView.slack_fraction`."""
+        return cast(float | None, self._target.slack_fraction(self._views.real(request)))
+
 
 class StrictBatch(_View):
     """A `BatchBuilder` and nothing more."""
@@ -229,46 +238,18 @@ class StrictBatch(_View):
     def __contains__(self, request: object) -> bool:
         return self._views.real(request) in self._target
 
-    def add(self, request: RequestView, num_tokens: int, *, reserve_tokens: int | None = None) -> Refusal | None:
-        """See `BatchBuilder.add`."""
-        real = self._views.real(request)
-        return cast("Refusal | None", self._target.add(real, num_tokens, reserve_tokens=reserve_tokens))
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return self._verb(found) if callable(found) else found
 
-    def add_decodes(self) -> DecodeStop | None:
-        """See `BatchBuilder.add_decodes`."""
-        return self._stop(self._target.add_decodes())
+    def _verb(self, verb: Callable[..., Any]) -> Callable[..., Any]:
+        """The same verb for strict views: the mechanism gets the requests behind them, the policy a view back."""
+        views = self._views
 
-    def add_running(self, max_chunk_tokens: int | None = None) -> DecodeStop | None:
-        """See `BatchBuilder.add_running`."""
-        return self._stop(self._target.add_running(max_chunk_tokens))
+        def called(*given: Any, **named: Any) -> Any:
+            answer = verb(*map(views.real, given), **{name: views.real(one) for name, one in named.items()})
+            return (
+                DecodeStop(views.request(answer.request), answer.refusal) if isinstance(answer, DecodeStop) else answer
+            )
 
-    def _stop(self, stop: DecodeStop | None) -> DecodeStop | None:
-        return None if stop is None else DecodeStop(self._views.request(stop.request), stop.refusal)
-
-    def preempt(self, request: RequestView, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> Refusal | None:
-        """See `BatchBuilder.preempt`."""
-        return cast("Refusal | None", self._target.preempt(self._views.real(request), mode))
-
-    def drop(self, request: RequestView, reason: str) -> None:
-        """See `BatchBuilder.drop`."""
-        self._target.drop(self._views.real(request), reason)
-
-    def cached_tokens(self, request: RequestView) -> int:
-        """See `BatchBuilder.cached_tokens`."""
-        return cast(int, self._target.cached_tokens(self._views.real(request)))
-
-    def blocks_needed(self, request: RequestView, num_tokens: int) -> int:
-        """See `BatchBuilder.blocks_needed`."""
-        return cast(int, self._target.blocks_needed(self._views.real(request), num_tokens))
-
-    def max_chunk(self, request: RequestView) -> int:
-        """See `BatchBuilder.max_chunk`."""
-        return cast(int, self._target.max_chunk(self._views.real(request)))
-
-    def predicted_time_with(self, request: RequestView, num_tokens: int) -> float:
-        """See `BatchBuilder.predicted_time_with`."""
-        return cast(float, self._target.predicted_time_with(self._views.real(request), num_tokens))
-
-    def note(self, request: RequestView, **scores: float | int | str) -> None:
-        """See `BatchBuilder.note`."""
-        self._target.note(self._views.real(request), **scores)
+        return called

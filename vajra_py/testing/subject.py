@@ -10,7 +10,7 @@ from vajra_py.contract import Layer, PolicyContext, PolicySpec
 from vajra_py.errors import VajraError
 from vajra_py.testing import scenarios
 from vajra_py.testing.harness import Harness, PolicySource
-from vajra_py.testing.reference_policies import ByArrival, InTurn, PlainChunks, Shared, by_slack
+from vajra_py.testing.reference_policies import ByArrival, ByArrivalInTime, InTurn, PlainChunks, Shared, by_slack
 from vajra_py.testing.scenarios import Outcome, Policies, Rules, Scenario, StuckError, simulate
 
 NUM_REPLICAS = {Layer.REQUEST_PRIORITIZER: 2, Layer.REPLICASET_SCHEDULER: 2, Layer.REPLICA_SCHEDULER: 1}
@@ -82,7 +82,7 @@ def context_of(scenario: Scenario) -> PolicyContext:
 def _beside_partners(layer: Layer, source: PolicySource, scenario: Scenario) -> Policies:
     """The policy with plain ones in the other layers; where it is told apart by them, scenarios take turns."""
     odd = scenarios.SCENARIOS.index(scenario) % 2 == 1 if scenario in scenarios.SCENARIOS else False
-    prioritizer: PolicySource = by_slack if odd else ByArrival()
+    prioritizer: PolicySource = by_slack if odd else ByArrivalInTime()
     if layer is Layer.REQUEST_PRIORITIZER:
         return Policies(source, InTurn() if odd else Shared(), lambda context: PlainChunks())
     if layer is Layer.REPLICASET_SCHEDULER:

@@ -20,6 +20,7 @@ from typing import Any
 from vajra_py.config import ExperimentConfig, PolicyChoice
 from vajra_py.contract import Layer
 from vajra_py.contract.observer import EndReason, Observer
+from vajra_py.contract.policies import traits_of
 from vajra_py.errors import ConfigError, PolicyError, Problem, VajraError
 from vajra_py.latency.models.unknown import NoPredictions
 from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
@@ -114,7 +115,7 @@ class _VllmReplica(BackendReplica):
 
 
 class _GaveWay(Observer):
-    """Collects who was preempted, in attempts at a step that ran nothing too."""
+    """Collects who lost their KV blocks: preempted, in attempts at a step that ran nothing too, or with the cache."""
 
     wants_step_ends = False
 
@@ -125,13 +126,17 @@ class _GaveWay(Observer):
         """See `Observer`."""
         self.names.append(request.request_id)
 
+    def on_cache_reset(self, replicaset: str, replica_id: int, requests: Sequence[Any], now: float) -> None:
+        """See `Observer`."""
+        self.names += [request.request_id for request in requests]
+
 
 class Mechanism(Backend[_VllmReplica]):
     """One replica, driven in turns. For one thread."""
 
     def __init__(self, controller: Controller, clock: Clock, note: Callable[[Input], None] | None = None) -> None:
         self.controller = controller
-        self.replica = next(iter(controller.replicasets.values())).replicas[0]
+        self.replica = controller.only_replica()
         self.note = note
         self.fault: PolicyError | None = None
         """What a policy did for which nothing is scheduled any more."""
@@ -254,7 +259,11 @@ class Mechanism(Backend[_VllmReplica]):
         Raises what building them raises (`VajraError`).
         """
         tick, name = self.open_turn(), self.replica.replicaset
-        for layer, choice in choices.items():
+        # One that needs slack goes before the prioritizer that predicts it; else it comes after one that may.
+        needs_slack = traits_of(self.replica.parts.policy).needs_slack
+        order = sorted(choices, key=lambda layer: needs_slack and layer is not Layer.REPLICA_SCHEDULER)
+        for layer in order:
+            choice = choices[layer]
             self._driver.events.push(tick, Phase.POLICY, PolicyChange(name, layer, choice))
         self._refusal = None
         self.step()
@@ -286,7 +295,7 @@ class Mechanism(Backend[_VllmReplica]):
     def land(self) -> None:
         """End the step in flight, all of whose tokens are known, at the tick of this turn; the next one is formed with `step`."""
         if self._one.plan is not None:
-            self._driver.now = self.open_turn()
+            self._driver.advance_to(self.open_turn())
             self._end_step(at_once=False)
 
     def step(self) -> StepPlan | None:

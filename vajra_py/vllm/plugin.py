@@ -61,10 +61,10 @@ def _check_requests_early() -> None:
     @functools.wraps(process)
     def checked(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any) -> Any:
         if is_own(self.vllm_config.scheduler_config.scheduler_cls):
-            from vajra_py.vllm.records import given_in
+            from vajra_py.vllm.extra_args import stated_in
 
             try:
-                given_in(getattr(params, "extra_args", None) or {})
+                stated_in(getattr(params, "extra_args", None) or {})
             except ConfigError as error:
                 raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
         return process(self, request_id, prompt, params, *args, **options)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
-from vajra_py.errors import ConfigError, Problem, did_you_mean
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.vllm.extra_args import stated_in
 from vajra_py.vllm.mechanism import EndReason, Intake, Request, RequestFacts
-
-PREFIX = "vajra_"
-"""How the names of `extra_args` (`vllm_xargs` of an HTTP request) begin that are for the scheduler."""
-_TEXTS = ("tenant", "slo_class", "session_id")
-_SECONDS = ("ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_s", "expires_after_s")
 
 
 class Record:
@@ -81,7 +76,8 @@ class Record:
     def hand_in_again(self) -> Intake:
         """Make it a new request to the mechanism that goes on after the output it has; all of it is to be computed again."""
         kept, before = len(self.output), self.intake
-        facts = before.facts._replace(
+        facts = replace(
+            before.facts,
             num_prompt_tokens=self.request.num_prompt_tokens + kept,
             max_tokens=self.limit - kept,
             expires_after_s=None if self.is_known else before.facts.expires_after_s,
@@ -182,7 +178,7 @@ def record_of(request: VllmRequest, rules: RecordRules) -> Record:
 def facts_of(request: VllmRequest, limit: int) -> RequestFacts:
     """What the client says of its request. Raises `ConfigError` for what it says of its objectives in a wrong way."""
     params = request.sampling_params
-    given = given_in({} if params is None else params.extra_args or {})
+    given = stated_in({} if params is None else params.extra_args or {})
     if request.session_id is not None:
         given.setdefault("session_id", request.session_id)
     return RequestFacts(
@@ -192,32 +188,3 @@ def facts_of(request: VllmRequest, limit: int) -> RequestFacts:
         priority=request.priority,
         **given,
     )
-
-
-def given_in(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What a client says of its objectives, by names of `RequestFacts`. Raises `ConfigError` for what it says in a wrong way."""
-    given: dict[str, Any] = {}
-    for name, value in extra.items():
-        if not name.startswith(PREFIX):
-            continue
-        key, where = name.removeprefix(PREFIX), f"extra_args.{name}"
-        if key in _TEXTS:
-            if not isinstance(value, str):
-                raise ConfigError(Problem(where, f"is not a text ({value!r})"))
-            given[key] = value
-        elif key in _SECONDS:
-            given[key] = _seconds(where, value)
-        else:
-            known = [PREFIX + one for one in (*_TEXTS, *_SECONDS)]
-            raise ConfigError(Problem(where, "is not known", did_you_mean(name, known)))
-    return given
-
-
-def _seconds(where: str, value: Any) -> float:
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        seconds = -1.0
-    if isinstance(value, bool) or not 0 < seconds < float("inf"):
-        raise ConfigError(Problem(where, f"is not a time ({value!r})", "Seconds above 0"))
-    return seconds

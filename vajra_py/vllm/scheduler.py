@@ -24,6 +24,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
+from vajra_py.config.single import only_replicaset
 from vajra_py.errors import ConfigError, VajraError
 from vajra_py.experiment.runs.recording import RunRecording
 from vajra_py.plugins import load_registry
@@ -100,7 +101,7 @@ class Scheduler(WithoutExtras):
         self._watchdog = ExitStack()
         """Interrupts policies that do not return, in the thread that schedules."""
         self._thread_id: int | None = None
-        memory = next(iter(self.config.effective_replicasets.values())).replica.memory
+        memory = only_replicaset(self.config).replica.memory
         arrivals = Arrivals(self._clock, as_said=orders_by_priority(self.config))
         self._rules = RecordRules(self._max_model_len, self._caches, memory.tenant_salt, arrivals, self._on_ended)
         self._records: dict[str, Record] = {}
@@ -323,24 +324,24 @@ class Scheduler(WithoutExtras):
     def _told(self, plan: StepPlan) -> SchedulerOutput:
         for chunk in plan.chunks:
             if chunk.kind != "running":
-                self._admitted(chunk.request, chunk.num_computed_before)
+                self._admitted(chunk.request, chunk.num_computed_before, is_first=chunk.kind == "admitted")
         output = self._messages.tell(plan)
         if self._grammars.sampling(output):
             output.has_structured_output_requests = True
             output.pending_structured_output_tokens = self._is_async and bool(self._in_flight)
         return output
 
-    def _admitted(self, request: Request, num_cached: int) -> None:
+    def _admitted(self, request: Request, num_cached: int, *, is_first: bool) -> None:
         record = self._records[request.request_id]
         vllms = record.request
         vllms.status = RequestStatus.RUNNING
         vllms.num_preemptions = request.num_preemptions
-        if vllms.prefill_stats is not None and not request.num_preemptions:
+        if vllms.prefill_stats is not None and is_first:
             vllms.prefill_stats.set(request.num_prompt_tokens, min(num_cached, request.num_prompt_tokens), 0)
         if self.log_stats:
             vllms.record_event(EngineCoreEventType.SCHEDULED)
             if self._caches and not vllms.skip_reading_prefix_cache:
-                self._prefix_stats.record(request.num_known_tokens, num_cached, request.num_preemptions > 0)
+                self._prefix_stats.record(request.num_known_tokens, num_cached, not is_first)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """What the grammars of a step's requests allow."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vajra_py.config import ExperimentConfig, PolicyChoice, config_from_mapping, load_config
+from vajra_py.config.single import only_replicaset
 from vajra_py.config.yaml_file import read_mapping
 from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, Problem, did_you_mean
@@ -108,19 +109,19 @@ def fallback_of(config: ExperimentConfig, registry: Registry) -> dict[Layer, Pol
         "backend": {"vllm": {"model": str(settings.model)}},
     }
     other = config_from_mapping(given, (), registry)
-    scheduling = next(iter(other.effective_replicasets.values())).scheduling
+    scheduling = only_replicaset(other).scheduling
     return {layer: scheduling.choice(layer) for layer in Layer}
 
 
 def orders_by_priority(config: ExperimentConfig) -> bool:
     """Whether requests go by their priorities, so that arrival times count as their frontends say them."""
-    scheduling = next(iter(config.effective_replicasets.values())).scheduling
+    scheduling = only_replicaset(config).scheduling
     return scheduling.choice(Layer.REQUEST_PRIORITIZER).policy == "priority"
 
 
 def described(config: ExperimentConfig, wishes: Wishes, *, is_async: bool) -> str:
     """One line: by which policies a vLLM is scheduled, and who says so."""
-    scheduling = next(iter(config.effective_replicasets.values())).scheduling
+    scheduling = only_replicaset(config).scheduling
     policies = ", ".join(f"{layer.value} {scheduling.choice(layer).policy}" for layer in Layer)
     source = f"by {wishes.experiment}" if wishes.experiment else "by vLLM's own algorithm (no experiment file is named)"
     fallback = f"; fallback {config.backend.settings.fallback}" if config.backend.settings.fallback else ""
@@ -172,7 +173,7 @@ def _experiment_of_file(
     if not config.is_single:
         what = "replications" if config.sweep is None else "sweep"
         raise ConfigError(Problem(f"{path} {what}", "a vLLM is scheduled by one experiment", f"Leave the {what} out"))
-    problems = problems_of(f"{path} replica", next(iter(config.effective_replicasets.values())).replica)
+    problems = problems_of(f"{path} replica", only_replicaset(config).replica)
     if problems:
         raise ConfigError(problems)
     return config

@@ -113,7 +113,10 @@ def _with_options(workload: Workload, config: WorkloadOptions, rng_for: RngFor) 
             named = {f"tenant-{index}": share for index, share in enumerate(drawn.tolist())}
         workload = workload.with_tenants(named, rng_for("tenants"))
     if config.slo_classes:
-        classes = [SloClass(**entry.model_dump()) for entry in config.slo_classes]
+        classes = [
+            SloClass(entry.name, entry.share, entry.model_dump(exclude={"name", "share"}))
+            for entry in config.slo_classes
+        ]
         workload = workload.with_slo_classes(classes, rng_for("slo_classes"))
     return workload
 

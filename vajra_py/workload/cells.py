@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,19 @@ import numpy.typing as npt
 from vajra_py.workload.arrays import F64, I64, objects
 from vajra_py.workload.files import Parser
 
-__all__ = ["TimeUnit", "durations", "finite_times", "limits", "text", "times_in", "token_counts", "whole_numbers"]
+__all__ = [
+    "TimeUnit",
+    "durations",
+    "finite_times",
+    "limits",
+    "maybe_numbers",
+    "maybe_whole_numbers",
+    "text",
+    "texts",
+    "times_in",
+    "token_counts",
+    "whole_numbers",
+]
 
 TimeUnit: TypeAlias = Literal["s", "ms", "us", "ns", "datetime"]
 
@@ -73,25 +85,39 @@ def finite_times(cells: Sequence[str]) -> F64:
     return values
 
 
-def durations(cells: Sequence[str]) -> F64:
-    """Seconds >= 0; an empty cell is NaN, which stands for none."""
-    blank = [not cell.strip() for cell in cells]
-    values = finite_times(["0" if empty else cell for cell, empty in zip(cells, blank, strict=True)])
-    values[np.array(blank, dtype=np.bool_)] = np.nan
-    return values
+def _or_nothing(parse: Parser, nothing: float) -> Parser:
+    """A parser that also takes empty cells, which become `nothing`."""
+
+    def parse_some(cells: Sequence[str]) -> npt.NDArray[Any]:
+        blank = [not cell.strip() for cell in cells]
+        values = parse(["1" if empty else cell for cell, empty in zip(cells, blank, strict=True)])
+        values[np.array(blank, dtype=np.bool_)] = nothing
+        return values
+
+    return parse_some
 
 
-def limits(cells: Sequence[str]) -> I64:
-    """Whole numbers >= 1; an empty cell is -1, which stands for none."""
-    blank = [not cell.strip() for cell in cells]
-    values = token_counts(1)(["1" if empty else cell for cell, empty in zip(cells, blank, strict=True)])
-    values[np.array(blank, dtype=np.bool_)] = -1
-    return values
+durations = _or_nothing(finite_times, np.nan)
+"""Parser of seconds >= 0; an empty cell is NaN, which stands for none."""
+maybe_numbers = _or_nothing(_numbers, np.nan)
+"""Parser of numbers; an empty cell is NaN."""
+limits = _or_nothing(token_counts(1), -1)
+"""Parser of whole numbers >= 1; an empty cell is -1, which stands for none."""
+
+
+def maybe_whole_numbers(nothing: int) -> Parser:
+    """Parser of whole numbers of either sign; an empty cell is `nothing`."""
+    return _or_nothing(whole_numbers, nothing)
 
 
 def text(cells: Sequence[str]) -> npt.NDArray[np.object_]:
     """Any text, as it stands."""
     return objects([cell.strip() for cell in cells])
+
+
+def texts(cells: Sequence[str]) -> npt.NDArray[np.object_]:
+    """Several texts a cell, with `;` between them; an empty cell has none."""
+    return objects([tuple(filter(None, (part.strip() for part in cell.split(";")))) for cell in cells])
 
 
 def _datetimes(cells: Sequence[str]) -> I64:

@@ -7,19 +7,31 @@ Invariants: all columns are as long as `arrived_at`; a request comes after those
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
+from vajra_py.contract.facts import FACTS, Fact
 from vajra_py.workload.arrays import F64, I64, ObjectArray, StringColumn, int64s, objects
 from vajra_py.workload.content import NO_NODE, ContentColumn, concat_content, content_from_prompts
+from vajra_py.workload.generated import maker
 from vajra_py.workload.request import NO_METADATA, MetadataValue, PromptContent, RequestSpec, follows_of
+from vajra_py.workload.stated import FactColumn, FactFormat, format_of
 
-__all__ = ["Columns", "columns_from_requests", "concat_columns", "follow_columns"]
+__all__ = ["Columns", "columns_from_requests", "concat_columns", "follow_columns", "in_order"]
 
 BLOCK_ROWS = 4096
-FLOAT_OPTIONS = ("ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_s", "expires_after_s")
+_FORMATS: Mapping[str, tuple[Fact, FactFormat]] = {fact.name: (fact, format_of(fact)) for fact in FACTS}
+_make_request = maker(
+    RequestSpec,
+    (
+        *("request_id", "arrived_at", "num_prompt_tokens", "num_output_tokens", "max_tokens", *_FORMATS),
+        *("content", "prompt_token_ids", "follows", "think_time_s", "metadata"),
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +43,8 @@ class Columns:
     num_output_tokens: I64
     request_id: StringColumn
     max_tokens: I64 | None = None
-    priority: I64 | None = None
-    tenant: StringColumn | None = None
-    slo_class: StringColumn | None = None
-    ttft_slo_s: F64 | None = None
-    tpot_slo_s: F64 | None = None
-    tbt_slo_s: F64 | None = None
-    deadline_s: F64 | None = None
-    expires_after_s: F64 | None = None
-    session_id: StringColumn | None = None
+    stated: Mapping[str, FactColumn] = field(default_factory=dict)
+    """What clients stated, by the fact's name; in the order of `FACTS`, which `stating` keeps."""
     content: ContentColumn | None = None
     prompt_token_ids: ObjectArray | None = None
     follows: I64 | None = None
@@ -53,6 +58,20 @@ class Columns:
         """Number of requests."""
         return len(self.arrived_at)
 
+    def stating(self, changes: Mapping[str, FactColumn]) -> Columns:
+        """The same requests with other values of these facts."""
+        return replace(self, stated=in_order({**self.stated, **changes}))
+
+    def values(self, name: str) -> list[Any]:
+        """The values of a fact, a request each."""
+        return self._stated(name, 0, len(self))
+
+    @property
+    def session_id(self) -> StringColumn | None:
+        """The conversation of each request; None where no request has one."""
+        column = self.stated.get("session_id")
+        return column if isinstance(column, StringColumn) else None
+
     def take(self, rows: I64) -> Columns:
         """The rows asked for, in that order.
 
@@ -63,7 +82,10 @@ class Columns:
             value = getattr(self, column.name)
             if value is None or column.name in ("follows", "joins"):
                 continue
-            changed[column.name] = value.take(rows) if isinstance(value, StringColumn | ContentColumn) else value[rows]
+            if column.name == "stated":
+                changed["stated"] = {name: _taken(one, rows) for name, one in self.stated.items()}
+            else:
+                changed[column.name] = _taken(value, rows)
         if self.joins is not None:
             changed |= follow_columns(_kept_parents(self.parents, len(self), rows))
         elif self.follows is not None:
@@ -78,10 +100,10 @@ class Columns:
 
     def renamed(self, prefix: str, *, share_content: bool) -> Columns:
         """The same requests with `prefix` before their ids and their sessions'; content stays the same only with `share_content`."""
+        sessions = {} if self.session_id is None else {"session_id": self.session_id.renamed(prefix)}
         return replace(
-            self,
+            self.stating(sessions),
             request_id=self.request_id.renamed(prefix),
-            session_id=None if self.session_id is None else self.session_id.renamed(prefix),
             content=None if self.content is None else self.content.renamed(prefix, share=share_content),
         )
 
@@ -110,18 +132,21 @@ class Columns:
             prompts,
             self.num_output_tokens[start:stop].tolist(),
             _optional_ints(self.max_tokens, start, stop),
-            [0] * size if self.priority is None else self.priority[start:stop].tolist(),
-            _strings(self.tenant, start, stop),
-            _strings(self.slo_class, start, stop),
-            *(_optional_floats(getattr(self, name), start, stop) for name in FLOAT_OPTIONS),
-            _strings(self.session_id, start, stop),
+            *(self._stated(name, start, stop) for name in _FORMATS),
             self._contents(start, prompts),
             self._token_ids(start, prompts),
             self._followed(start, stop),
             [0.0] * size if self.think_time_s is None else self.think_time_s[start:stop].tolist(),
             [NO_METADATA] * size if self.metadata is None else self.metadata[start:stop].tolist(),
         )
-        return map(RequestSpec, *columns)
+        return map(_make_request, *columns)
+
+    def _stated(self, name: str, start: int, stop: int) -> list[Any]:
+        fact, format = _FORMATS[name]
+        column = self.stated.get(name)
+        if column is None:
+            return [fact.default] * (stop - start)
+        return format.values(column.slice(start, stop) if isinstance(column, StringColumn) else column[start:stop])
 
     def _contents(self, start: int, prompts: Sequence[int]) -> list[PromptContent | None]:
         column = self.content
@@ -143,20 +168,19 @@ class Columns:
         return [None if row < 0 else self.request_id[row] for row in self.follows[start:stop].tolist()]
 
 
-def _strings(column: StringColumn | None, start: int, stop: int) -> list[str]:
-    return [""] * (stop - start) if column is None else column.slice(start, stop).tolist()
-
-
 def _optional_ints(column: I64 | None, start: int, stop: int) -> list[int | None]:
     if column is None:
         return [None] * (stop - start)
     return [None if value < 0 else value for value in column[start:stop].tolist()]
 
 
-def _optional_floats(column: F64 | None, start: int, stop: int) -> list[float | None]:
-    if column is None:
-        return [None] * (stop - start)
-    return [None if value != value else value for value in column[start:stop].tolist()]
+def in_order(stated: Mapping[str, FactColumn]) -> dict[str, FactColumn]:
+    """Columns of facts in the order of their declaration."""
+    return {name: stated[name] for name in _FORMATS if name in stated}
+
+
+def _taken(column: Any, rows: I64) -> Any:
+    return column.take(rows) if isinstance(column, StringColumn | ContentColumn) else column[rows]
 
 
 def _kept_ancestors(follows: I64, rows: I64) -> I64:
@@ -205,11 +229,26 @@ def follow_columns(parents: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 def _joined(parts: Sequence[Columns], name: str, default: Callable[[int], Any]) -> Any:
     """One optional array column of all parts, filled with its default where a part has none."""
-    values = [getattr(part, name) for part in parts]
+    return _concatenated([getattr(part, name) for part in parts], parts, default)
+
+
+def _concatenated(values: Sequence[Any], parts: Sequence[Columns], default: Callable[[int], Any]) -> Any:
     if all(value is None for value in values):
         return None
     filled = [default(len(part)) if value is None else value for part, value in zip(parts, values, strict=True)]
     return StringColumn.concat(filled) if isinstance(filled[0], StringColumn) else np.concatenate(filled)
+
+
+def _default_column(format: FactFormat, value: Any, size: int) -> FactColumn:
+    return format.column([value] * size)
+
+
+def _joined_facts(parts: Sequence[Columns]) -> dict[str, FactColumn]:
+    joined = {}
+    for name, (fact, format) in _FORMATS.items():
+        default = partial(_default_column, format, fact.default)
+        joined[name] = _concatenated([part.stated.get(name) for part in parts], parts, default)
+    return {name: column for name, column in joined.items() if column is not None}
 
 
 def _shifted(part: Columns, offset: int) -> Columns:
@@ -227,12 +266,6 @@ def concat_columns(parts: Sequence[Columns]) -> Columns:
     offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
     shifted = [_shifted(part, offset) for part, offset in zip(parts, offsets[:-1].tolist(), strict=True)]
 
-    def nothing(size: int) -> F64:
-        return np.full(size, np.nan)
-
-    def blank(size: int) -> StringColumn:
-        return StringColumn.constant("", size)
-
     def absent(size: int) -> I64:
         return int64s(size, NO_NODE)
 
@@ -242,11 +275,7 @@ def concat_columns(parts: Sequence[Columns]) -> Columns:
         num_output_tokens=np.concatenate([part.num_output_tokens for part in parts]),
         request_id=StringColumn.concat([part.request_id for part in parts]),
         max_tokens=_joined(parts, "max_tokens", absent),
-        priority=_joined(parts, "priority", int64s),
-        tenant=_joined(parts, "tenant", blank),
-        slo_class=_joined(parts, "slo_class", blank),
-        **{name: _joined(parts, name, nothing) for name in FLOAT_OPTIONS},
-        session_id=_joined(parts, "session_id", blank),
+        stated=_joined_facts(parts),
         content=concat_content([(part.content, len(part)) for part in parts]),
         prompt_token_ids=_joined(parts, "prompt_token_ids", lambda size: objects([None] * size)),
         follows=_joined(shifted, "follows", absent),
@@ -263,14 +292,6 @@ def columns_from_requests(requests: Sequence[RequestSpec]) -> Columns:
     def ints(values: list[int], default: int) -> I64 | None:
         return None if all(value == default for value in values) else np.array(values, dtype=np.int64)
 
-    def floats(values: list[float | None]) -> F64 | None:
-        if all(value is None for value in values):
-            return None
-        return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
-
-    def strings(values: list[str]) -> StringColumn | None:
-        return StringColumn.of(values) if any(values) else None
-
     has_ids = any(r.prompt_token_ids is not None for r in requests)
     has_metadata = any(r.metadata for r in requests)
     thinks = [r.think_time_s for r in requests]
@@ -281,18 +302,20 @@ def columns_from_requests(requests: Sequence[RequestSpec]) -> Columns:
         num_output_tokens=np.array([r.num_output_tokens for r in requests], dtype=np.int64),
         request_id=StringColumn.of(row_of),
         max_tokens=ints([-1 if r.max_tokens is None else r.max_tokens for r in requests], -1),
-        priority=ints([r.priority for r in requests], 0),
-        tenant=strings([r.tenant for r in requests]),
-        slo_class=strings([r.slo_class for r in requests]),
-        ttft_slo_s=floats([r.ttft_slo_s for r in requests]),
-        tpot_slo_s=floats([r.tpot_slo_s for r in requests]),
-        tbt_slo_s=floats([r.tbt_slo_s for r in requests]),
-        deadline_s=floats([r.deadline_s for r in requests]),
-        expires_after_s=floats([r.expires_after_s for r in requests]),
-        session_id=strings([r.session_id for r in requests]),
+        stated=_stated_columns(requests),
         content=content_from_prompts([r.content for r in requests]),
         prompt_token_ids=objects([r.prompt_token_ids for r in requests]) if has_ids else None,
         **follow_columns([[row_of[parent] for parent in r.parents] for r in requests]),
         think_time_s=np.array(thinks, dtype=np.float64) if any(thinks) else None,
         metadata=objects(metadata) if has_metadata else None,
     )
+
+
+def _stated_columns(requests: Sequence[RequestSpec]) -> dict[str, FactColumn]:
+    """A column for each fact that a request states."""
+    stated = {name: list(map(attrgetter(name), requests)) for name in _FORMATS}
+    return {
+        name: _FORMATS[name][1].column(values)
+        for name, values in stated.items()
+        if any(value != _FORMATS[name][0].default for value in values)
+    }

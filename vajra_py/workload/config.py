@@ -9,14 +9,16 @@ context.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator, model_validator
 
+from vajra_py.contract.facts import FACTS, FactKind
 from vajra_py.workload.arrivals import ArrivalProcess, AtOnce, PiecewiseConstant
 from vajra_py.workload.cells import TimeUnit
 from vajra_py.workload.distributions import NonNegative, Positive
 from vajra_py.workload.sessions import Sessions
+from vajra_py.workload.stated import CSV_FIELDS
 from vajra_py.workload.synthetic import ClosedLoop, Lengths
 
 __all__ = [
@@ -43,10 +45,10 @@ __all__ = [
 
 _Count: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000_000)]
 _Priority: TypeAlias = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
-CsvField: TypeAlias = Literal[
-    "arrived_at", "num_prompt_tokens", "num_output_tokens", "max_tokens", "priority", "ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_s",
-    "expires_after_s", "think_time_s", "request_id", "tenant", "slo_class", "session_id", "follows",
-]  # fmt: skip
+if TYPE_CHECKING:
+    CsvField: TypeAlias = str
+else:
+    CsvField = Literal[CSV_FIELDS]
 ProfileName: TypeAlias = Literal[
     "agentic_coding", "agentic_coding_sessions", "arxiv_summarization", "azure2023_code", "azure2023_conv", "mooncake_conversation",
     "mooncake_conversation_sessions", "mooncake_synthetic", "mooncake_toolagent", "servegen_deepseek_r1", "servegen_m_large",
@@ -85,18 +87,29 @@ class TenantShares(_Config):
         return self
 
 
-class SloClassConfig(_Config):
-    """A service class and what its requests expect."""
-
+class _ClassShare(_Config):
     name: str = Field(min_length=1, description="The class's name.")
     share: Positive = Field(1.0, description="Share of the requests, relative to the other classes'.")
-    ttft_slo_s: Positive | None = Field(None, description="Time to the first token at most, in seconds.")
-    tpot_slo_s: Positive | None = Field(None, description="Time per output token after the first at most, in seconds.")
-    tbt_slo_s: Positive | None = Field(None, description="Time between any two tokens in a row at most, in seconds.")
-    deadline_s: Positive | None = Field(None, description="End-to-end deadline in seconds from arrival.")
-    expires_after_s: Positive | None = Field(
-        None, description="Leaves the queue when not started so many seconds after arrival."
+
+
+if TYPE_CHECKING:
+    _ClassDurations: TypeAlias = _ClassShare
+else:
+    _ClassDurations = create_model(
+        "_ClassDurations",
+        __base__=_ClassShare,
+        __module__=__name__,
+        **{
+            fact.name: (Positive | None, Field(None, description=f"{fact.meaning}, in seconds."))
+            for fact in FACTS
+            if fact.kind is FactKind.DURATION
+        },
     )
+
+
+class SloClassConfig(_ClassDurations):
+    """A service class and what its requests expect."""
+
     priority: _Priority | None = Field(
         None, description="Client priority of the class, lower is more urgent; null leaves the requests' own."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -23,15 +24,21 @@ def fingerprint(columns: Columns) -> str:
     Requests drawn or read in the same way are meant: the same prompts put together otherwise have another one.
     """
     digest = hashlib.blake2b(digest_size=_SIZE)
-    for column in fields(columns):
-        value = getattr(columns, column.name)
-        if value is None:
-            continue
+    for name, value in _named(columns):
         for part in _parts(value):
             data = part if isinstance(part, bytes) else _bytes(part)
-            digest.update(f"{column.name} {len(data)} ".encode())
+            digest.update(f"{name} {len(data)} ".encode())
             digest.update(data)
     return digest.hexdigest()
+
+
+def _named(columns: Columns) -> Iterator[tuple[str, Any]]:
+    for column in fields(columns):
+        value = getattr(columns, column.name)
+        if column.name == "stated":
+            yield from columns.stated.items()
+        elif value is not None:
+            yield column.name, value
 
 
 def _parts(value: Any) -> list[Any]:

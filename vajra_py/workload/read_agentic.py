@@ -166,7 +166,7 @@ def read_agentic(
         num_prompt_tokens=np.array(rows.prompts, dtype=np.int64),
         num_output_tokens=np.array(rows.outputs, dtype=np.int64),
         request_id=StringColumn.numbered("", np.arange(len(rows.nodes), dtype=np.int64)),
-        session_id=StringColumn.of(rows.sessions),
+        stated={"session_id": StringColumn.of(rows.sessions)},
         follows=np.array(rows.follows, dtype=np.int64) if closed else None,
         think_time_s=np.array(rows.thinks, dtype=np.float64) if closed else None,
         content=content,

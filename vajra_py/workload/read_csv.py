@@ -14,22 +14,21 @@ from typing import Any
 
 import numpy as np
 
+from vajra_py.contract.facts import FACTS
 from vajra_py.errors import WorkloadError, did_you_mean
 from vajra_py.workload.arrays import F64, ObjectArray, StringColumn, int64s, objects
-from vajra_py.workload.cells import TimeUnit, durations, limits, text, times_in, token_counts, whole_numbers
-from vajra_py.workload.columns import Columns, follow_columns
+from vajra_py.workload.cells import TimeUnit, durations, limits, text, times_in, token_counts
+from vajra_py.workload.columns import Columns, follow_columns, in_order
 from vajra_py.workload.content import NO_NODE, ContentBuilder, ContentColumn, SegmentSpace
 from vajra_py.workload.files import Array, Column, Table, file_facts, read_header, read_table
 from vajra_py.workload.followers import problem_with_parents
 from vajra_py.workload.request import MetadataValue
+from vajra_py.workload.stated import CSV_FIELDS, REQUIRED_FIELDS, FactColumn, format_of
 from vajra_py.workload.workload import Workload
 
-__all__ = ["CSV_FIELDS", "CsvLayout", "read_azure", "read_burstgpt", "read_csv", "read_lengths"]
+__all__ = ["CsvLayout", "read_azure", "read_burstgpt", "read_csv", "read_lengths"]
 
-DURATION_FIELDS = ("ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_s", "expires_after_s", "think_time_s")
-TEXT_FIELDS = ("request_id", "tenant", "slo_class", "session_id", "follows")
-REQUIRED_FIELDS = ("arrived_at", "num_prompt_tokens", "num_output_tokens")
-CSV_FIELDS = (*REQUIRED_FIELDS, "max_tokens", "priority", *DURATION_FIELDS, *TEXT_FIELDS)
+_STATED = {fact.name: format_of(fact) for fact in FACTS}
 MOST_SHOWN = 300
 """Characters of a header in an error."""
 
@@ -212,9 +211,9 @@ def _wanted(layout: CsvLayout) -> list[Column]:
         "num_prompt_tokens": tokens,
         "num_output_tokens": tokens,
         "max_tokens": (limits, "A whole number >= 1, or nothing"),
-        "priority": (whole_numbers, "A whole number"),
-        **dict.fromkeys(DURATION_FIELDS, (durations, "A finite number of seconds >= 0, or nothing")),
-        **dict.fromkeys(TEXT_FIELDS, (text, "Any text")),
+        "think_time_s": (durations, "A finite number of seconds >= 0, or nothing"),
+        **dict.fromkeys(("request_id", "follows"), (text, "Any text")),
+        **{name: (format.parse_cells, format.cells_allowed) for name, format in _STATED.items()},
     }
     columns = [Column(key, name, *parsers[key]) for key, name in layout.columns.items()]
     others = dict.fromkeys([*layout.metadata, *layout.filters, *layout.blocks])
@@ -261,12 +260,16 @@ def _seconds(stamps: Array, layout: CsvLayout) -> F64:
 def _all_rows(table: Table, layout: CsvLayout) -> Columns:
     """Every row of the table, in the file's order; arrivals still in the file's unit."""
     changes: dict[str, Any] = {"request_id": StringColumn.numbered("", np.arange(len(table), dtype=np.int64))}
+    stated: dict[str, FactColumn] = {}
     for key in layout.columns:
         values = table[key]
-        if key == "think_time_s":
+        if key in _STATED:
+            is_text = values.dtype == np.object_
+            stated[key] = _STATED[key].column(values.tolist()) if is_text else values
+        elif key == "think_time_s":
             changes[key] = np.nan_to_num(values, nan=0.0)
         elif key != "follows":
-            changes[key] = StringColumn.of(values.tolist()) if key in TEXT_FIELDS else values
+            changes[key] = StringColumn.of(values.tolist()) if key == "request_id" else values
     stamps = changes.setdefault("arrived_at", np.zeros(len(table)))
     if not layout.sort and len(stamps) > 1 and bool(np.any(stamps[1:] < stamps[:-1])):
         row = int(np.argmax(stamps[1:] < stamps[:-1])) + 1
@@ -280,7 +283,7 @@ def _all_rows(table: Table, layout: CsvLayout) -> Columns:
         changes["metadata"] = _metadata([(name, table[f"text {name}"].tolist()) for name in layout.metadata])
     if layout.blocks:
         changes["content"] = _block_content(table, changes["num_prompt_tokens"].tolist(), layout.blocks[0])
-    return Columns(**changes)
+    return Columns(**changes, stated=in_order(stated))
 
 
 def _check_ids(table: Table, name: str) -> None:

@@ -9,21 +9,23 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from vajra_py.contract.facts import FACTS
 from vajra_py.errors import WorkloadError, did_you_mean
 from vajra_py.workload.columns import columns_from_requests
 from vajra_py.workload.files import file_facts, iter_json_lines
 from vajra_py.workload.request import PromptContent, RequestSpec, SegmentId, follows_of
+from vajra_py.workload.stated import format_of, read_integer, read_seconds, read_text
 from vajra_py.workload.workload import Workload, check_requests
 
 __all__ = ["read_jsonl", "write_jsonl"]
 
 REQUIRED = ("request_id", "arrived_at", "num_prompt_tokens", "num_output_tokens")
-FIELD_NAMES = tuple(entry.name for entry in fields(RequestSpec))
-OPTIONAL = FIELD_NAMES[len(REQUIRED) :]
+_STATED = {fact.name: format_of(fact) for fact in FACTS}
+OPTIONAL = ("max_tokens", *_STATED, "content", "prompt_token_ids", "follows", "think_time_s", "metadata")
+FIELD_NAMES = (*REQUIRED, *OPTIONAL)
 
 
 def read_jsonl(file: Path, *, sort: bool = False) -> Workload:
@@ -91,34 +93,16 @@ def _request(file: Path, line: int, record: Mapping[str, Any]) -> RequestSpec:
     return RequestSpec(**values)
 
 
-def _integer(value: Any) -> int:
-    if type(value) is not int or not -(2**63) <= value < 2**63:
-        raise TypeError
-    return value
-
-
 def _tokens(value: Any) -> int:
-    if not 0 < _integer(value) < 2**31:
+    if not 0 < read_integer(value) < 2**31:
         raise ValueError
     return int(value)
 
 
-def _seconds(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value < float("inf"):
-        raise TypeError
-    return float(value)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
 def _follows(value: Any) -> str | tuple[str, ...] | None:
     if isinstance(value, list) and value:
-        return follows_of([_text(entry) for entry in value])
-    return _text(value)
+        return follows_of([read_text(entry) for entry in value])
+    return read_text(value)
 
 
 def _content(value: Any) -> PromptContent:
@@ -127,12 +111,12 @@ def _content(value: Any) -> PromptContent:
 
 def _segment_id(value: Any) -> SegmentId:
     if isinstance(value, list) and value:
-        return tuple(entry if isinstance(entry, str) else _integer(entry) for entry in value)
-    return value if isinstance(value, str) else _integer(value)
+        return tuple(entry if isinstance(entry, str) else read_integer(entry) for entry in value)
+    return value if isinstance(value, str) else read_integer(value)
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
-    ids = tuple(map(_integer, value))
+    ids = tuple(map(read_integer, value))
     if any(token_id < 0 for token_id in ids):
         raise ValueError
     return ids
@@ -144,9 +128,9 @@ def _metadata(value: Any) -> Mapping[str, str | int | float]:
     return value
 
 
-_A_DURATION = (_seconds, "A finite number of seconds >= 0")
+_A_DURATION = (read_seconds, "A finite number of seconds >= 0")
 _A_COUNT = (_tokens, "A whole number >= 1")
-_A_TEXT = (_text, "A string")
+_A_TEXT = (read_text, "A string")
 
 READERS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "request_id": _A_TEXT,
@@ -154,15 +138,7 @@ READERS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "num_prompt_tokens": _A_COUNT,
     "num_output_tokens": _A_COUNT,
     "max_tokens": _A_COUNT,
-    "priority": (_integer, "A whole number"),
-    "tenant": _A_TEXT,
-    "slo_class": _A_TEXT,
-    "ttft_slo_s": _A_DURATION,
-    "tpot_slo_s": _A_DURATION,
-    "tbt_slo_s": _A_DURATION,
-    "deadline_s": _A_DURATION,
-    "expires_after_s": _A_DURATION,
-    "session_id": _A_TEXT,
+    **{name: (format.read_json, format.json_allowed) for name, format in _STATED.items()},
     "content": (
         _content,
         "Pairs of a segment id (string, whole number, or a list of these) and a number of tokens >= 1",
@@ -173,5 +149,6 @@ READERS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "metadata": (_metadata, "An object of strings and numbers"),
 }
 NULLABLE = frozenset({
-    "max_tokens", "ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_s", "expires_after_s", "content", "prompt_token_ids", "follows",
+    *("max_tokens", "content", "prompt_token_ids", "follows"),
+    *(fact.name for fact in FACTS if fact.is_optional),
 })  # fmt: skip

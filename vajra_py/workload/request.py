@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from vajra_py.contract.facts import StatedFacts
+
 __all__ = ["MetadataValue", "PromptContent", "RequestSpec", "SegmentId"]
 
 MetadataValue: TypeAlias = str | int | float
@@ -97,8 +99,8 @@ class PromptContent:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestSpec:
-    """One request of a workload, as its client would send it, plus the truth only a simulation knows.
+class RequestSpec(StatedFacts):
+    """One request of a workload, as its client would send it, plus the truth only a simulation knows. What clients state is in `StatedFacts`.
 
     Attributes:
         request_id: Unique in its workload.
@@ -107,15 +109,6 @@ class RequestSpec:
         num_prompt_tokens: Tokens of the prompt, at least 1.
         num_output_tokens: Tokens that the model would answer when nothing stops it, at least 1. The truth; never shown to a policy.
         max_tokens: Most output tokens the client asked for; None: up to the model's length.
-        priority: The client's; lower is more urgent.
-        tenant: Who sent it; empty where nobody says.
-        slo_class: Name of its service class; empty: none.
-        ttft_slo_s: Time to the first token that the client accepts, in seconds; None: no objective.
-        tpot_slo_s: Time per output token after the first that the client accepts, in seconds; None: no objective.
-        tbt_slo_s: Time between any two tokens in a row that the client accepts, in seconds; None: no objective.
-        deadline_s: End-to-end deadline in seconds from arrival; None: none.
-        expires_after_s: Leaves the queue when it has not started this many seconds after arrival; None: waits for ever.
-        session_id: Names the conversation it belongs to; empty: none.
         content: What prefix caching can reuse; None: shares nothing.
         prompt_token_ids: The prompt itself, where known; `num_prompt_tokens` long.
         follows: Id of the request whose end it waits for (closed-loop sessions), or the ids of several, of which it waits for the last
@@ -129,15 +122,6 @@ class RequestSpec:
     num_prompt_tokens: int
     num_output_tokens: int
     max_tokens: int | None = None
-    priority: int = 0
-    tenant: str = ""
-    slo_class: str = ""
-    ttft_slo_s: float | None = None
-    tpot_slo_s: float | None = None
-    tbt_slo_s: float | None = None
-    deadline_s: float | None = None
-    expires_after_s: float | None = None
-    session_id: str = ""
     content: PromptContent | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     follows: str | tuple[str, ...] | None = None

@@ -212,10 +212,11 @@ def _copied(columns: Columns, rows: I64, copies: I64, times: F64) -> Columns:
             for copy, row in zip(copies.tolist(), rows.tolist(), strict=True)
         ]
         changes |= follow_columns(parents)
-    if columns.session_id is not None:
-        ids = zip(columns.session_id.take(rows).tolist(), copies.tolist(), strict=True)
-        changes["session_id"] = StringColumn.of(f"{name}#{copy}" if name else "" for name, copy in ids)
-    return replace(replace(columns, follows=None, joins=None).take(rows), **changes)
+    copied = replace(replace(columns, follows=None, joins=None).take(rows), **changes)
+    if copied.session_id is None:
+        return copied
+    ids = zip(copied.session_id.tolist(), copies.tolist(), strict=True)
+    return copied.stating({"session_id": StringColumn.of(f"{name}#{copy}" if name else "" for name, copy in ids)})
 
 
 _OTHERS = "window: random"

@@ -204,7 +204,7 @@ def _session_columns(turns: _Turns, starts: F64, prompts: I64, *, closed: bool) 
         num_prompt_tokens=prompts,
         num_output_tokens=turns.output,
         request_id=StringColumn.numbered("", rank),
-        session_id=StringColumn.numbered("session-", turns.session),
+        stated={"session_id": StringColumn.numbered("session-", turns.session)},
         follows=np.where(turns.first, -1, rows - 1) if closed else None,
         think_time_s=turns.think_s if closed else None,
     )

@@ -92,7 +92,7 @@ def workload_statistics(columns: Columns) -> WorkloadStatistics:
     return WorkloadStatistics(
         num_requests=len(columns),
         num_sessions=0 if columns.session_id is None else columns.session_id.num_distinct(),
-        num_tenants=0 if columns.tenant is None else columns.tenant.num_distinct(),
+        num_tenants=len({*columns.values("tenant")} - {""}) if "tenant" in columns.stated else 0,
         num_followers=0 if columns.follows is None else int((columns.follows >= 0).sum()),
         duration_s=float(columns.arrived_at[-1] - columns.arrived_at[0]) if len(columns) else 0.0,
         rate=mean_rate(columns.arrived_at),

@@ -119,7 +119,7 @@ def closed_loop_workload(loop: ClosedLoop, lengths: Lengths, rng_for: RngFor, nu
         num_prompt_tokens=prompts,
         num_output_tokens=outputs,
         request_id=StringColumn.numbered("", rows),
-        session_id=StringColumn.numbered("user-", users),
+        stated={"session_id": StringColumn.numbered("user-", users)},
         follows=np.where(turns > 0, rows - loop.num_users, int64s(num_requests, -1)),
         think_time_s=think,
     )

@@ -8,39 +8,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
 
 import numpy as np
 
-from vajra_py.errors import WorkloadError
+from vajra_py.contract.facts import FACTS, FactKind
+from vajra_py.errors import WorkloadError, did_you_mean
 from vajra_py.workload.arrays import F64, I64, StringColumn
 from vajra_py.workload.columns import Columns, columns_from_requests, concat_columns
 from vajra_py.workload.followers import problem_with_parents
 from vajra_py.workload.request import RequestSpec
+from vajra_py.workload.stated import FactColumn, format_of
 from vajra_py.workload.statistics import WorkloadStatistics, mean_rate, shared_prompt_tokens, workload_statistics
 from vajra_py.workload.truth import TrueLengths
 
 __all__ = ["SloClass", "Workload"]
 
 TooLong = Literal["drop", "clip", "error"]
+_DURATIONS = tuple(fact.name for fact in FACTS if fact.kind is FactKind.DURATION)
 
 
 @dataclass(frozen=True, slots=True)
 class SloClass:
-    """Expectations (SLOs) of a service class.
+    """A service class and the facts that its requests state.
 
-    `share` is a weight relative to the other classes'; times in seconds as in `RequestSpec`; `priority` None leaves the requests' own.
+    `share` is a weight relative to the other classes'; `facts` are those of `StatedFacts` by name, and leave the requests' own where they are
+    None or not there. A duration that another class has is taken from the requests of a class without it.
     """
 
     name: str
     share: float = 1.0
-    ttft_slo_s: float | None = None
-    tpot_slo_s: float | None = None
-    tbt_slo_s: float | None = None
-    deadline_s: float | None = None
-    expires_after_s: float | None = None
-    priority: int | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 class Workload(Sequence[RequestSpec]):
@@ -223,30 +222,23 @@ class Workload(Sequence[RequestSpec]):
         codes = self._drawn(list(shares.values()), rng, "priorities")
         values = np.array(list(shares), dtype=np.int64)
         facts = {str(priority): share for priority, share in shares.items()}
-        return self._derived(replace(self.columns, priority=values[codes]), op="with_priorities", shares=facts)
+        return self._derived(self.columns.stating({"priority": values[codes]}), op="with_priorities", shares=facts)
 
     def with_tenants(self, shares: Mapping[str, float], rng: np.random.Generator) -> Workload:
         """Each request (each session where there are any) gets a tenant, drawn by relative shares."""
         codes = self._drawn(list(shares.values()), rng, "tenants")
         column = StringColumn(tuple(shares), codes.astype(np.int32))
-        return self._derived(replace(self.columns, tenant=column), op="with_tenants", shares=dict(shares))
+        return self._derived(self.columns.stating({"tenant": column}), op="with_tenants", shares=dict(shares))
 
     def with_slo_classes(self, classes: Sequence[SloClass], rng: np.random.Generator) -> Workload:
         """Each request (each session where there are any) gets a service class with its objectives, drawn by relative shares."""
         codes = self._drawn([entry.share for entry in classes], rng, "SLO classes")
-        changes: dict[str, Any] = {"slo_class": StringColumn(tuple(c.name for c in classes), codes.astype(np.int32))}
-        for field in ("ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_s", "expires_after_s"):
-            values = [getattr(entry, field) for entry in classes]
-            if any(value is not None for value in values):
-                changes[field] = np.array([np.nan if v is None else v for v in values], dtype=np.float64)[codes]
-        if any(entry.priority is not None for entry in classes):
-            own = self.columns.priority
-            old = np.zeros(len(self), dtype=np.int64) if own is None else own
-            wanted = np.array([0 if c.priority is None else c.priority for c in classes], dtype=np.int64)
-            given = np.array([c.priority is not None for c in classes])
-            changes["priority"] = np.where(given[codes], wanted[codes], old)
+        changes: dict[str, FactColumn] = {
+            "slo_class": StringColumn(tuple(c.name for c in classes), codes.astype(np.int32))
+        }
+        changes |= _stated_by_class(self.columns, codes, classes)
         return self._derived(
-            replace(self.columns, **changes),
+            self.columns.stating(changes),
             op="with_slo_classes",
             shares={entry.name: entry.share for entry in classes},
         )
@@ -316,6 +308,25 @@ class Workload(Sequence[RequestSpec]):
         return self._derived(columns, **facts, num_dropped=num_over)
 
 
+def _stated_by_class(columns: Columns, codes: I64, classes: Sequence[SloClass]) -> dict[str, FactColumn]:
+    """Columns of the facts that a class states, where `codes` has each request's class."""
+    unknown = sorted({name for entry in classes for name in entry.facts} - {fact.name for fact in FACTS})
+    if unknown:
+        allowed = did_you_mean(unknown[0], [fact.name for fact in FACTS])
+        raise WorkloadError("SLO classes", None, f"no such fact ({unknown[0]!r})", allowed)
+    changed: dict[str, FactColumn] = {}
+    for fact in FACTS:
+        by_class = [entry.facts.get(fact.name) for entry in classes]
+        if all(value is None for value in by_class):
+            continue
+        values = [by_class[code] for code in codes.tolist()]
+        if fact.kind is not FactKind.DURATION:
+            own = columns.values(fact.name)
+            values = [before if value is None else value for value, before in zip(values, own, strict=True)]
+        changed[fact.name] = format_of(fact).column(values)
+    return changed
+
+
 def _groups(columns: Columns) -> I64:
     """A number per request, equal within a session; a request without a session stands alone."""
     rows = np.arange(len(columns), dtype=np.int64)
@@ -378,7 +389,7 @@ def _problem(
         value = getattr(request, name)
         if value is not None and value < 1:
             return f"{name} is too small ({value!r})", "A whole number >= 1"
-    for name in ("ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_s", "expires_after_s", "think_time_s"):
+    for name in (*_DURATIONS, "think_time_s"):
         value = getattr(request, name)
         if value is not None and not (math.isfinite(value) and value >= 0):
             return f"{name} is not a duration ({value!r})", "A finite number of seconds >= 0"

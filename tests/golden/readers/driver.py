@@ -91,7 +91,7 @@ class Driver:
             executor_of=lambda replicaset, replica_id: executor,
         )
         controller = build_controller(config, services)
-        self.replica = controller.replicasets["default"].replicas[0]
+        self.replica = controller.only_replica()
         self.requests: dict[str, Request] = {}
         """Requests that have arrived and not ended."""
         self._now = 0

@@ -57,7 +57,7 @@ class StepTimes(Observer):
     def on_step_end(self, step: StepEnd) -> None:
         self.formed_at.append(step.formed_at)
         self.ended_at.append(step.ended_at)
-        self.num_tokens.append(step.shape.num_tokens)
+        self.num_tokens.append(step.features.num_tokens)
 
 
 def significant_digits(path: Path) -> int:

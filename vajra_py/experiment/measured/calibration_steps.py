@@ -42,7 +42,9 @@ class StepCosts:
         order = np.argsort(ends, kind="stable")
         counts = zip(*(columns[name][order].astype(int).tolist() for name in names[2:]), strict=True)
         known: dict[tuple[int, ...], list[float]] = {}
-        costs = np.array([_unit_costs(model, shape, figures, known) for shape in counts]).reshape(-1, len(figures))
+        costs = np.array([_unit_costs(model, features, figures, known) for features in counts]).reshape(
+            -1, len(figures)
+        )
         self._values = values
         self._ends = ends[order]
         self._sums = np.concatenate([np.zeros((1, len(figures))), np.cumsum(costs, axis=0)])
@@ -67,16 +69,16 @@ def _unit_costs(
         decodes, context, chunks, tokens = counts
         # Chunks as if all were equal and behind nothing, which only how attention is shared out depends on.
         pairs = tokens * (tokens // max(1, chunks) + 1) // 2
-        shape = BatchFeatures(decodes, context, chunks, tokens, prefill_attention_pairs=pairs)
-        parts = model.breakdown_s(shape) if shape.num_tokens else {}
-        found = known[counts] = [_unit_cost(one.name, parts, shape) for one in figures]
+        features = BatchFeatures(decodes, context, chunks, tokens, prefill_attention_pairs=pairs)
+        parts = model.breakdown_s(features) if features.num_tokens else {}
+        found = known[counts] = [_unit_cost(one.name, parts, features) for one in figures]
     return found
 
 
-def _unit_cost(name: str, parts: Mapping[str, float], shape: BatchFeatures) -> float:
+def _unit_cost(name: str, parts: Mapping[str, float], features: BatchFeatures) -> float:
     if name in ("decode_attention", "mixed_attention"):
-        in_force = (name == "mixed_attention") == bool(shape.prefill_tokens)
+        in_force = (name == "mixed_attention") == bool(features.prefill_tokens)
         return sum(parts.get(part, 0.0) for part in ATTENTION) if in_force else 0.0
     if name == "step_per_request_s":
-        return float(shape.num_requests)
+        return float(features.num_requests)
     return 1.0 if name.endswith("_s") else parts.get(name, 0.0)

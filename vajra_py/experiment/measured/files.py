@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from vajra_py.config import load_config
+from vajra_py.config.single import only_replicaset
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 from vajra_py.experiment.measured.accuracy import requests_of
 from vajra_py.experiment.measured.run import (
@@ -183,7 +184,7 @@ def _own_run(place: Path, given: Mapping[str, Any]) -> MeasuredRun:
     requests = replace(requests_of(data), tbt_s=tbt_s)
     config = load_config(place / "config.yaml")
     specs = {spec.request_id: spec for spec in load_workload(config)}
-    replica = next(iter(config.effective_replicasets.values())).replica
+    replica = only_replicaset(config).replica
     settings = EngineSettings(
         model=str(given.get("model", "")),
         engine="vajra-py",

@@ -25,7 +25,7 @@ _MAX_LIVE_STEPS = 600
 class LiveStep:
     """A step of the running engine: the time from forming it to taking in its tokens, and the part that was not computing."""
 
-    shape: BatchFeatures
+    features: BatchFeatures
     time_s: float
     overhead_s: float
 
@@ -42,7 +42,7 @@ class _Watch(Observer):
         """See `Observer`."""
         compute_s = sum(one.compute_s for one in self._replicas)
         time_s = step.ended_at - step.formed_at
-        self.steps.append(LiveStep(step.shape, time_s, max(1e-9, time_s - (compute_s - self._compute_s))))
+        self.steps.append(LiveStep(step.features, time_s, max(1e-9, time_s - (compute_s - self._compute_s))))
         self._compute_s = compute_s
 
 

@@ -2,9 +2,9 @@
 
 First a grid of batches is computed again and again in random order, so that what else the machine does falls on all of them
 alike. Before each a reference batch is computed, always the same one: it tells how fast the machine is at that moment, and times
-count as they would be at its median pace. A shape's time is its median, times what single steps that something interrupted add on
+count as they would be at its median pace. A batch's time is its median, times what single steps that something interrupted add on
 average over all shapes of its kind (decodes alone, and steps with prompts): steps add up in a run, so it is the mean that is predicted,
-and few measurements tell a shape's median better than its mean. How far single measurements lie from their shape's is kept too, so that
+and few measurements give a batch's median better than its mean. How far single measurements lie from their batch's is kept too, so that
 equal steps of a simulation differ as much. Then the engine serves requests for a while, which shows what forming a step costs, and
 whether the formula holds for steps in the midst of everything else. Measurements are kept in a file as they are made: a profile
 that was broken off resumes where it stopped.
@@ -43,7 +43,7 @@ _HOST_BLOCKS = 64
 _REFERENCES_AROUND = 5
 """Times of the reference before the engine serves, and after it, whose median is the machine's pace meanwhile."""
 _FARTHEST = 10.0
-"""A time counts as at most so many times the median of its shape where the mean is taken."""
+"""A time counts as at most so many times the median of its batch where the mean is taken."""
 _EVERY_ROW = 8
 """Decodes of up to so many rows are measured for each number of them."""
 _FEWEST_TO_VARY = 3
@@ -59,7 +59,7 @@ class ProfileSettings:
 
     Attributes:
         config: the engine and its replicas; see `profile_config`.
-        passes: how often each shape is measured, besides once to warm up.
+        passes: how often each batch is measured, besides once to warm up.
         num_random: shapes drawn at random, besides the grid.
         seed: of the shapes and their order.
         reference_s: times count as they would be at the pace at which the reference takes so long; None: the pace that the
@@ -190,20 +190,20 @@ def _fitted(steady: _Steady, live: Sequence[LiveStep], facts: Mapping[str, Any],
     Forming a step costs about as much whatever its chunks are, so its price (base, per decode, per chunk) is taken from the
     steps of the running engine and added to the grid's. Their whole times are only compared with what the formula says.
     """
-    overhead = fit_steps([Measured(_counts_only(one.shape), one.overhead_s) for one in live]) if live else None
+    overhead = fit_steps([Measured(_counts_only(one.features), one.overhead_s) for one in live]) if live else None
     whole = [
-        Measured(one.shape, one.time_s + (overhead.time_s(_counts_only(one.shape)) if overhead else 0.0))
+        Measured(one.features, one.time_s + (overhead.time_s(_counts_only(one.features)) if overhead else 0.0))
         for one in steady.grid
     ]
     fit = fit_steps(whole)
     errors = held_out_errors(whole, SeedTree(seed).stream("held out").permutation(len(whole)).tolist())
     if live:
-        errors["live"] = errors_of(fit.time_s, [Measured(one.shape, one.time_s) for one in live])["all"]
+        errors["live"] = errors_of(fit.time_s, [Measured(one.features, one.time_s) for one in live])["all"]
     return Profile(fit, facts, errors, len(whole), steady.variation)
 
 
-def _counts_only(shape: BatchFeatures) -> BatchFeatures:
-    return BatchFeatures(num_decodes=shape.num_decodes, num_prefills=shape.num_prefills)
+def _counts_only(features: BatchFeatures) -> BatchFeatures:
+    return BatchFeatures(num_decodes=features.num_decodes, num_prefills=features.num_prefills)
 
 
 # Which batches
@@ -374,7 +374,7 @@ def _measure_grid(
 
 @dataclass(frozen=True, slots=True)
 class _Steady:
-    """Mean time of each measured shape, and the variation of equal steps."""
+    """Mean time of each measured batch, and the variation of equal steps."""
 
     grid: Sequence[Measured]
     variation: Variation | None
@@ -386,12 +386,12 @@ class _Steady:
         times_s = [[steady_s[turn, index] for turn in range(passes)] for index in range(len(shapes))]
         medians_s = [median(one) for one in times_s]
         multiples: dict[bool, list[float]] = {True: [], False: []}
-        for shape, one, median_s in zip(shapes, times_s, medians_s, strict=True):
-            multiples[shape.num_prefills > 0] += [min(_FARTHEST, time_s / median_s) for time_s in one]
+        for features, one, median_s in zip(shapes, times_s, medians_s, strict=True):
+            multiples[features.num_prefills > 0] += [min(_FARTHEST, time_s / median_s) for time_s in one]
         lengthened = {has_prompts: mean(found) for has_prompts, found in multiples.items() if found}
         grid = [
-            Measured(shape, median_s * lengthened[shape.num_prefills > 0])
-            for shape, median_s in zip(shapes, medians_s, strict=True)
+            Measured(features, median_s * lengthened[features.num_prefills > 0])
+            for features, median_s in zip(shapes, medians_s, strict=True)
         ]
         decodes, prompts = (factors_among(multiples[has_prompts] or [1.0]) for has_prompts in (False, True))
         return cls(grid, Variation(decodes, prompts) if passes >= _FEWEST_TO_VARY else None)

@@ -74,7 +74,7 @@ def why_together(
     """
     policies = replicaset.policies
     assert policies is not None  # it was built from settings
-    scheduler = policies.make(Layer.REPLICASET_SCHEDULER, policies.choices[Layer.REPLICASET_SCHEDULER])[0]
+    scheduler = policies.make_again(Layer.REPLICASET_SCHEDULER).made[0]
     name, admission = policies.name(Layer.REPLICASET_SCHEDULER), config.admission
     if traits_of(scheduler).reads_load:
         return f"{name} reads the replicas' loads"
@@ -89,7 +89,7 @@ def why_together(
         return "a policy keeps state about the requests of all its replicas"
     for layer in (Layer.REQUEST_PRIORITIZER, Layer.REPLICA_SCHEDULER):
         seeds.asked.clear()
-        policies.make(layer, policies.choices[layer])
+        policies.make_again(layer)
         if seeds.asked:
             return f"{policies.name(layer)} draws random numbers for all its replicas"
     return None

@@ -146,10 +146,9 @@ class RunRecording:
         )  # Arrow's first array imports pandas, where it is installed: half a second in which no step could end
         path = self._place.path
         (path / ENGINE_FILE).write_text(json.dumps(description, indent=1, sort_keys=True) + "\n")
-        sizes = {name: one.replicas[0].memory.num_blocks for name, one in controller.replicasets.items()}
         self._decisions = DecisionLog(path / "decisions.parquet", self._open, _RECORDS_PER_BATCH)
         self._decisions.share(lambda batch: self._flush())
-        self._recorder = Recorder(sizes.__getitem__, steps=self._keeps_steps, log=self._decisions)
+        self._recorder = Recorder(controller.num_blocks_of, steps=self._keeps_steps, log=self._decisions)
         self._controller = controller
         self._inputs = InputLog(path / INPUTS_FILE, self._open)
         self._raw_outputs = self._open(path / OUTPUTS_FILE)

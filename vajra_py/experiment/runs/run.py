@@ -21,7 +21,6 @@ from vajra_py.metrics.runs.run_data import DECISIONS_FILE, RunData
 from vajra_py.metrics.summary.costs import ReplicasetDevices
 from vajra_py.metrics.summary.warnings import policy_notes
 from vajra_py.plugins import Registry, build_observer, load_registry
-from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.support.seeds import NotedSeeds, SeedTree
 from vajra_py.workload import Workload, build_workload
 from vajra_py.workload.fingerprint import fingerprint
@@ -94,7 +93,7 @@ class _Attempt:
         controller = backend.controller
         output = run.config.output
         self._log = backend.decision_log(place.path / DECISIONS_FILE) if output.decision_log else None
-        self._recorder = Recorder(_num_blocks(controller), steps=output.steps, log=self._log)
+        self._recorder = Recorder(controller.num_blocks_of, steps=output.steps, log=self._log)
         self._changes = Changes()
         self._observers: list[Observer] = [self._recorder]
         if run.config.backend.kind != "simulator":  # in which nothing is changed, and every observer costs time
@@ -156,8 +155,3 @@ class _Attempt:
 
 def _said(error: Exception) -> str:
     return str(error) if isinstance(error, VajraError) else f"{type(error).__name__}: {error}"
-
-
-def _num_blocks(controller: Controller) -> Callable[[str], int]:
-    sizes = {name: one.replicas[0].memory.num_blocks for name, one in controller.replicasets.items()}
-    return sizes.__getitem__

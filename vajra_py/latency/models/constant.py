@@ -17,11 +17,11 @@ class ConstantModel:
     step_time_s: float
     num_stages: int = 1
 
-    def stage_time_s(self, shape: BatchFeatures) -> float:
+    def stage_time_s(self, features: BatchFeatures) -> float:
         """Seconds in each stage."""
         return self.step_time_s / self.num_stages
 
-    def batch_time_s(self, shape: BatchFeatures) -> float:
+    def batch_time_s(self, features: BatchFeatures) -> float:
         """Seconds in all stages."""
         return self.step_time_s
 
@@ -45,15 +45,15 @@ class AffineModel:
     per_swap_byte_s: float = 0.0
     num_stages: int = 1
 
-    def stage_time_s(self, shape: BatchFeatures) -> float:
+    def stage_time_s(self, features: BatchFeatures) -> float:
         """Seconds in each stage: all stages are alike."""
-        return self.batch_time_s(shape) / self.num_stages
+        return self.batch_time_s(features) / self.num_stages
 
-    def batch_time_s(self, shape: BatchFeatures) -> float:
+    def batch_time_s(self, features: BatchFeatures) -> float:
         """Seconds in all stages."""
-        fixed = self.base_s + shape.num_tokens * self.per_token_s + shape.num_requests * self.per_request_s
-        fixed += shape.prefill_attention_pairs * self.per_prefill_pair_s + shape.swap_bytes * self.per_swap_byte_s
-        return fixed + shape.decode_context_tokens * self.per_decode_context_token_s
+        fixed = self.base_s + features.num_tokens * self.per_token_s + features.num_requests * self.per_request_s
+        fixed += features.prefill_attention_pairs * self.per_prefill_pair_s + features.swap_bytes * self.per_swap_byte_s
+        return fixed + features.decode_context_tokens * self.per_decode_context_token_s
 
     def decode_run_times_s(
         self, num_decodes: int, first_context_tokens: int, num_steps: int

@@ -39,17 +39,17 @@ TIME_COLUMN = "time_s"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A step's shape and how long it took, in seconds."""
+    """A step's features and how long it took, in seconds."""
 
-    shape: BatchFeatures
+    features: BatchFeatures
     time_s: float
 
     @property
     def kind(self) -> str:
         """Kind of the step: "decode", "prefill" or "mixed"."""
-        if not self.shape.num_prefills:
+        if not self.features.num_prefills:
             return "decode"
-        return "mixed" if self.shape.num_decodes else "prefill"
+        return "mixed" if self.features.num_decodes else "prefill"
 
 
 def fit_steps(measured: Sequence[Measured]) -> StepFit:
@@ -57,7 +57,7 @@ def fit_steps(measured: Sequence[Measured]) -> StepFit:
     if not measured:
         raise ValueError("fit: there are no measurements")
     features = {
-        name: np.array([float(getattr(one.shape, name)) for one in measured]) for name in (*CURVES, *COEFFICIENTS)
+        name: np.array([float(getattr(one.features, name)) for one in measured]) for name in (*CURVES, *COEFFICIENTS)
     }
     knots = {name: _knots(features[name].tolist(), *_KNOTS[name]) for name in CURVES}
     parts = {name: _functions(name, knots[name], features[name]) for name in CURVES}
@@ -113,7 +113,7 @@ def profile_of_steps(path: str) -> Profile:
         columns["prefill_attention_pairs"] = np.rint(chunks * mean_pairs)
     rows = zip(*(column.astype(np.int64).tolist() for column in columns.values()), strict=True)
     shapes = [BatchFeatures(**dict(zip(columns, row, strict=True))) for row in rows]
-    measured = [Measured(shape, time_s) for shape, time_s in zip(shapes, times_s.tolist(), strict=True)]
+    measured = [Measured(features, time_s) for features, time_s in zip(shapes, times_s.tolist(), strict=True)]
     order = [place for first in range(_HELD_OUT_PART) for place in range(first, len(measured), _HELD_OUT_PART)]
     facts = {"source": f"a fit to the measured steps of {Path(path).name}"}
     return Profile(fit_steps(measured), facts, held_out_errors(measured, order), len(measured))
@@ -125,7 +125,7 @@ def errors_of(predict: Callable[[BatchFeatures], float], measured: Sequence[Meas
     for kind in ("all", "decode", "prefill", "mixed"):
         chosen = [one for one in measured if kind in ("all", one.kind)]
         if chosen:
-            errors = np.array([predict(one.shape) / one.time_s - 1.0 for one in chosen])
+            errors = np.array([predict(one.features) / one.time_s - 1.0 for one in chosen])
             size = np.abs(errors)
             found[kind] = {
                 "num_shapes": float(len(chosen)),

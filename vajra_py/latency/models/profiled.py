@@ -59,28 +59,28 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class StepFit:
-    """Seconds of a step as a function of its shape; see the module."""
+    """Seconds of a step as a function of its features; see the module."""
 
     base_s: float
     curves: Mapping[str, Curve]
     coefficients: Mapping[str, float]
 
-    def time_s(self, shape: BatchFeatures) -> float:
+    def time_s(self, features: BatchFeatures) -> float:
         """Seconds of one step."""
-        return self._fixed_s(shape) + self.curves["decode_context_tokens"].at(float(shape.decode_context_tokens))
+        return self._fixed_s(features) + self.curves["decode_context_tokens"].at(float(features.decode_context_tokens))
 
     def decode_times_s(self, num_decodes: int, contexts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Seconds of steps of so many decodes, whose contexts sum to each of these."""
         fixed = self._fixed_s(BatchFeatures(num_decodes=num_decodes))
         return fixed + self.curves["decode_context_tokens"].at_each(contexts)
 
-    def _fixed_s(self, shape: BatchFeatures) -> float:
+    def _fixed_s(self, features: BatchFeatures) -> float:
         """Everything that does not depend on the decodes' context."""
         curves, per = self.curves, self.coefficients
-        seconds = self.base_s + curves["num_tokens"].at(float(shape.num_tokens))
-        seconds += curves["prefill_attention_pairs"].at(float(shape.prefill_attention_pairs))
+        seconds = self.base_s + curves["num_tokens"].at(float(features.num_tokens))
+        seconds += curves["prefill_attention_pairs"].at(float(features.prefill_attention_pairs))
         for name in COEFFICIENTS:
-            seconds += per[name] * getattr(shape, name)
+            seconds += per[name] * getattr(features, name)
         return seconds
 
 
@@ -91,9 +91,9 @@ class Profile:
     Attributes:
         fit: seconds of a step, forming it included.
         facts: what was measured: model, device, sizes (`max_model_len`, `kv_bytes_per_token`, `block_size`, …), versions.
-        errors: relative errors of the fit on shapes that it was not made from, by kind of shape.
+        errors: relative errors of the fit on shapes that it was not made from, by kind of features.
         num_shapes: shapes that were measured.
-        variation: how much equal steps differ; None where each shape was measured once or twice.
+        variation: how much equal steps differ; None where each batch was measured once or twice.
     """
 
     fit: StepFit
@@ -177,13 +177,13 @@ class ProfiledModel:
         self.variation = profile.variation if varies else None
         self._fit = profile.fit
 
-    def stage_time_s(self, shape: BatchFeatures) -> float:
+    def stage_time_s(self, features: BatchFeatures) -> float:
         """Seconds of the step: there is one stage."""
-        return self._fit.time_s(shape)
+        return self._fit.time_s(features)
 
-    def batch_time_s(self, shape: BatchFeatures) -> float:
+    def batch_time_s(self, features: BatchFeatures) -> float:
         """Seconds of the step."""
-        return self._fit.time_s(shape)
+        return self._fit.time_s(features)
 
     def decode_run_times_s(
         self, num_decodes: int, first_context_tokens: int, num_steps: int

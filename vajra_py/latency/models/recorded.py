@@ -139,7 +139,7 @@ class RecordedModel:
     def __init__(self, durations: RecordedDurations) -> None:
         self.durations = durations
 
-    def stage_time_s(self, shape: BatchFeatures) -> float:
+    def stage_time_s(self, features: BatchFeatures) -> float:
         """Raises `ExecutorError`: a recording knows what was, not what would be."""
         raise ExecutorError(
             "recorded latency: a policy asked for a prediction, which a recording cannot give. "

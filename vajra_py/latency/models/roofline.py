@@ -116,31 +116,31 @@ class RooflineModel:
         self._first_share = self.deployment.num_first_layers / model.num_layers
         self._last_share = self.deployment.num_last_layers / model.num_layers
 
-    def batch_time_s(self, shape: BatchFeatures) -> float:
+    def batch_time_s(self, features: BatchFeatures) -> float:
         """Seconds from the batch's entry into the first stage to its tokens leaving the last; 0 for an empty batch."""
-        num_decodes = shape.num_decodes
-        num_tokens = num_decodes + shape.prefill_tokens
+        num_decodes = features.num_decodes
+        num_tokens = num_decodes + features.prefill_tokens
         if not num_tokens:
-            return shape.swap_bytes * self._step.swap_byte_s
-        layers = self._layers_s(shape, num_tokens)
+            return features.swap_bytes * self._step.swap_byte_s
+        layers = self._layers_s(features, num_tokens)
         if num_decodes:
-            layers += self._decode_s(num_decodes, shape.decode_context_tokens)
-        return layers + self._outside_s(shape, num_tokens)
+            layers += self._decode_s(num_decodes, features.decode_context_tokens)
+        return layers + self._outside_s(features, num_tokens)
 
-    def stage_time_s(self, shape: BatchFeatures) -> float:
-        """Seconds that the slowest stage is busy with a batch of this shape; the whole step when there is one stage."""
+    def stage_time_s(self, features: BatchFeatures) -> float:
+        """Seconds that the slowest stage is busy with this batch; the whole step when there is one stage."""
         if self.num_stages == 1:
-            return self.batch_time_s(shape)
-        num_tokens = shape.num_decodes + shape.prefill_tokens
+            return self.batch_time_s(features)
+        num_tokens = features.num_decodes + features.prefill_tokens
         if not num_tokens:
-            return self.batch_time_s(shape)
+            return self.batch_time_s(features)
         step = self._step
-        layers = self._layers_s(shape, num_tokens)
-        if shape.num_decodes:
-            layers += self._decode_s(shape.num_decodes, shape.decode_context_tokens)
-        slowest = max(layers * self._first_share, layers * self._last_share + self._head_s(shape.num_requests))
+        layers = self._layers_s(features, num_tokens)
+        if features.num_decodes:
+            layers += self._decode_s(features.num_decodes, features.decode_context_tokens)
+        slowest = max(layers * self._first_share, layers * self._last_share + self._head_s(features.num_requests))
         sending = step.send_fixed_s + num_tokens * step.send_token_s
-        return slowest + sending + step.step_overhead_s + shape.swap_bytes * step.swap_byte_s
+        return slowest + sending + step.step_overhead_s + features.swap_bytes * step.swap_byte_s
 
     def decode_run_times_s(
         self, num_decodes: int, first_context_tokens: int, num_steps: int
@@ -153,8 +153,8 @@ class RooflineModel:
             return np.full(num_steps, self.batch_time_s(BatchFeatures()))
         parts = self._decode_parts.get(num_decodes)
         if parts is None:
-            shape = BatchFeatures(num_decodes)
-            parts = self._layers_s(shape, num_decodes), self._outside_s(shape, num_decodes)
+            features = BatchFeatures(num_decodes)
+            parts = self._layers_s(features, num_decodes), self._outside_s(features, num_decodes)
             self._decode_parts[num_decodes] = parts
         layers, outside = parts
         step = self._step
@@ -187,41 +187,41 @@ class RooflineModel:
             max_model_len=model.max_model_len,
         )
 
-    def breakdown_s(self, shape: BatchFeatures) -> dict[str, float]:
+    def breakdown_s(self, features: BatchFeatures) -> dict[str, float]:
         """Seconds of a step by what they are spent on; they add up to `batch_time_s` but for rounding.
 
         `weights` is what the products of the layers take (arithmetic or memory), `kernels` latencies and element-wise work.
         """
-        num_tokens = shape.num_tokens
+        num_tokens = features.num_tokens
         if not num_tokens:
-            return {"swap": self.batch_time_s(shape)}
+            return {"swap": self.batch_time_s(features)}
         c, step = LayerCoefficients(*self._layers), self._step
-        prefill = self._prefill_s(shape)
-        merge = c.merge_fixed_s + shape.num_merged_tokens * c.merge_token_s if shape.num_merged_tokens else 0.0
+        prefill = self._prefill_s(features)
+        merge = c.merge_fixed_s + features.num_merged_tokens * c.merge_token_s if features.num_merged_tokens else 0.0
         kernels = c.fixed_s + num_tokens * c.elementwise_s
-        decode = self._decode_s(shape.num_decodes, shape.decode_context_tokens) if shape.num_decodes else 0.0
+        decode = self._decode_s(features.num_decodes, features.decode_context_tokens) if features.num_decodes else 0.0
         return {
-            "weights": self._layers_s(shape, num_tokens) - prefill - merge - kernels,
+            "weights": self._layers_s(features, num_tokens) - prefill - merge - kernels,
             "prefill_attention": prefill,
             "decode_attention": decode,
             "kernels": kernels,
             "kv_merge": merge,
-            "head": self._head_s(shape.num_requests),
+            "head": self._head_s(features.num_requests),
             "pipeline": (self.num_stages - 1) * (step.send_fixed_s + num_tokens * step.send_token_s),
             "overhead": self.num_stages * step.step_overhead_s,
-            "swap": shape.swap_bytes * step.swap_byte_s,
+            "swap": features.swap_bytes * step.swap_byte_s,
         }
 
-    def _layers_s(self, shape: BatchFeatures, num_tokens: int) -> float:
+    def _layers_s(self, features: BatchFeatures, num_tokens: int) -> float:
         """All layers, decode attention left out."""
         time = self._products.get(num_tokens)
         if time is None:
             time = self._products[num_tokens] = self._products_s(num_tokens)
-        if shape.prefill_tokens:
-            time += self._prefill_s(shape)
-        if shape.num_merged_tokens:
+        if features.prefill_tokens:
+            time += self._prefill_s(features)
+        if features.num_merged_tokens:
             _, _, _, _, _, _, _, _, _, _, _, _, _, _, merge_fixed_s, merge_token_s = self._layers
-            time += merge_fixed_s + shape.num_merged_tokens * merge_token_s
+            time += merge_fixed_s + features.num_merged_tokens * merge_token_s
         return time
 
     def _products_s(self, num_tokens: int) -> float:
@@ -239,17 +239,17 @@ class RooflineModel:
             time += sqrt(memory * memory + flops * flops)
         return time + (fixed_s + num_tokens * elementwise_s)
 
-    def _prefill_s(self, shape: BatchFeatures) -> float:
+    def _prefill_s(self, features: BatchFeatures) -> float:
         """Attention of the prefill chunks over all layers."""
         pair_s, key_s, window_pair_s, window_key_s = self._prefill
         window = self._window
-        keys = shape.prefill_context_tokens + shape.prefill_tokens
-        flops, memory = shape.prefill_attention_pairs * pair_s, keys * key_s
+        keys = features.prefill_context_tokens + features.prefill_tokens
+        flops, memory = features.prefill_attention_pairs * pair_s, keys * key_s
         time = sqrt(memory * memory + flops * flops)
         if window:
             # Contexts are known in sum only, so the window caps the sums: exact while all are longer, or all shorter, than it.
-            flops = min(shape.prefill_attention_pairs, shape.prefill_tokens * window) * window_pair_s
-            memory = min(keys, shape.num_prefills * window + shape.prefill_tokens) * window_key_s
+            flops = min(features.prefill_attention_pairs, features.prefill_tokens * window) * window_pair_s
+            memory = min(keys, features.num_prefills * window + features.prefill_tokens) * window_key_s
             time += sqrt(memory * memory + flops * flops)
         return time
 
@@ -267,16 +267,16 @@ class RooflineModel:
         memory, flops = step.head_weights_s + num_rows * step.head_row_s, num_rows * step.head_flops_s
         return sqrt(memory * memory + flops * flops)
 
-    def _outside_s(self, shape: BatchFeatures, num_tokens: int) -> float:
+    def _outside_s(self, features: BatchFeatures, num_tokens: int) -> float:
         """Head, transfers between stages, overhead and swapping."""
-        num_rows = shape.num_decodes + shape.num_prefills
+        num_rows = features.num_decodes + features.num_prefills
         time = self._rows.get(num_rows)
         if time is None:
             time = self._rows[num_rows] = self._head_s(num_rows) + self.num_stages * self._step.step_overhead_s
         if self.num_stages > 1:
             time += (self.num_stages - 1) * (self._step.send_fixed_s + num_tokens * self._step.send_token_s)
-        if shape.swap_bytes:
-            time += shape.swap_bytes * self._step.swap_byte_s
+        if features.swap_bytes:
+            time += features.swap_bytes * self._step.swap_byte_s
         return time
 
 

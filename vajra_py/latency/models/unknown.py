@@ -16,11 +16,11 @@ class NoPredictions:
     def __init__(self, setting: str) -> None:
         self._setting = setting
 
-    def stage_time_s(self, shape: BatchFeatures) -> float:
+    def stage_time_s(self, features: BatchFeatures) -> float:
         """Raises `ConfigError`."""
         self._refuse()
 
-    def batch_time_s(self, shape: BatchFeatures) -> float:
+    def batch_time_s(self, features: BatchFeatures) -> float:
         """Raises `ConfigError`."""
         self._refuse()
 

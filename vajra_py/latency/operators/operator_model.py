@@ -46,11 +46,11 @@ class OperatorTablesModel(ProfileBundleModel):
         device = described.device if self.device is not None else self.bundle.hardware.replace("_", "-")
         return replace(described, device=device, filled_fraction=self.filled_fraction)
 
-    def taken_time_s(self, shape: BatchFeatures) -> float:
+    def taken_time_s(self, features: BatchFeatures) -> float:
         """Seconds of a step that is taken: it counts towards `filled_fraction`."""
-        seconds = self.batch_time_s(shape)
+        seconds = self.batch_time_s(features)
         self._taken_s += seconds
-        self._filled_time_s += self._filled_s(shape, seconds)
+        self._filled_time_s += self._filled_s(features, seconds)
         return seconds
 
     def decode_run_times_s(
@@ -62,16 +62,16 @@ class OperatorTablesModel(ProfileBundleModel):
         self._filled_time_s += num_steps * self._dense_filled_s(num_decodes)
         return times
 
-    def filled_s(self, shape: BatchFeatures) -> float:
+    def filled_s(self, features: BatchFeatures) -> float:
         """Seconds of a step that follow from rules: operators without a table, and all attention of chunks behind cached context."""
-        return self._filled_s(shape, self.batch_time_s(shape))
+        return self._filled_s(features, self.batch_time_s(features))
 
-    def _filled_s(self, shape: BatchFeatures, seconds: float) -> float:
-        tokens = shape.num_decodes + shape.prefill_tokens
+    def _filled_s(self, features: BatchFeatures, seconds: float) -> float:
+        tokens = features.num_decodes + features.prefill_tokens
         filled = self._dense_filled_s(tokens)
-        if shape.prefill_context_tokens:
+        if features.prefill_context_tokens:
             of_tokens = self._of_tokens_s.get(tokens)
-            of_sequences = self._of_sequences_s.get(shape.num_decodes + shape.num_prefills)
+            of_sequences = self._of_sequences_s.get(features.num_decodes + features.num_prefills)
             if of_tokens is not None and of_sequences is not None:
                 filled += max(0.0, seconds - of_tokens - of_sequences[0])
         return filled

@@ -168,23 +168,23 @@ class ProfileBundleModel:
         """Overhead of the engine's host on steps and requests."""
         return self.options.host
 
-    def batch_time_s(self, shape: BatchFeatures) -> float:
+    def batch_time_s(self, features: BatchFeatures) -> float:
         """Seconds of the step; 0 for an empty batch.
 
         Raises:
             ExecutorError: a size is beyond the reach of the tables, and there is no fallback.
         """
-        num_decodes = shape.num_decodes
-        if shape.prefill_tokens or shape.swap_bytes:
-            return self._mixed_s(shape) if self.covers(shape) else self._beyond(shape)
+        num_decodes = features.num_decodes
+        if features.prefill_tokens or features.swap_bytes:
+            return self._mixed_s(features) if self.covers(features) else self._beyond(features)
         if not num_decodes:
             return 0.0
-        mean, batch = shape.decode_context_tokens / num_decodes, self._decodes(num_decodes)
-        return batch.time_s(mean) if mean <= batch.longest_context else self._beyond(shape)
+        mean, batch = features.decode_context_tokens / num_decodes, self._decodes(num_decodes)
+        return batch.time_s(mean) if mean <= batch.longest_context else self._beyond(features)
 
-    def stage_time_s(self, shape: BatchFeatures) -> float:
+    def stage_time_s(self, features: BatchFeatures) -> float:
         """Seconds of the step: there is one stage."""
-        return self.batch_time_s(shape)
+        return self.batch_time_s(features)
 
     def decode_run_times_s(
         self, num_decodes: int, first_context_tokens: int, num_steps: int
@@ -200,26 +200,26 @@ class ProfileBundleModel:
             return batch.run_times_s(contexts, num_decodes)
         return batch.times_s(np.array(contexts, dtype=np.float64) / num_decodes)
 
-    def breakdown_s(self, shape: BatchFeatures) -> dict[str, float]:
+    def breakdown_s(self, features: BatchFeatures) -> dict[str, float]:
         """Seconds of a step by what they are spent on; they add up to `batch_time_s` but for rounding."""
-        if not shape.num_tokens:
-            return {"swap": self.batch_time_s(shape)}
-        if not self.covers(shape):
-            return {"fallback": self._beyond(shape)}
-        parts = self._parts(shape)
-        gpu, (added, least) = sum(parts.values()), self._host_s(shape.num_requests)
+        if not features.num_tokens:
+            return {"swap": self.batch_time_s(features)}
+        if not self.covers(features):
+            return {"fallback": self._beyond(features)}
+        parts = self._parts(features)
+        gpu, (added, least) = sum(parts.values()), self._host_s(features.num_requests)
         return {**parts, "host": max(gpu + added, least) - gpu}
 
-    def covers(self, shape: BatchFeatures) -> bool:
+    def covers(self, features: BatchFeatures) -> bool:
         """Return true where every size of the step is within `reach` times the largest that was measured."""
         reach, largest = self.options.reach, self._attention.largest
-        mean = shape.decode_context_tokens / max(1, shape.num_decodes)
-        prefill = shape.prefill_context_tokens / max(1, shape.num_prefills)
+        mean = features.decode_context_tokens / max(1, features.num_decodes)
+        prefill = features.prefill_context_tokens / max(1, features.num_prefills)
         return (
-            shape.num_tokens <= reach * self._ranks * self._largest_tokens
+            features.num_tokens <= reach * self._ranks * self._largest_tokens
             and prefill <= reach * largest["kv_prefill"]
             and mean <= reach * largest["kv_decode"]
-            and shape.num_decodes <= reach * self._ranks * largest["n_decode"]
+            and features.num_decodes <= reach * self._ranks * largest["n_decode"]
         )
 
     def kv_blocks(self, block_size: int, memory_fraction: float = 0.9) -> int:
@@ -253,14 +253,14 @@ class ProfileBundleModel:
 
     # Parts
 
-    def _beyond(self, shape: BatchFeatures) -> float:
+    def _beyond(self, features: BatchFeatures) -> float:
         if self.options.fallback is not None:
             self.num_fallback += 1
-            return self.options.fallback.batch_time_s(shape)
+            return self.options.fallback.batch_time_s(features)
         largest = {name: int(size) for name, size in self._attention.largest.items()}
         raise ExecutorError(
-            f"profile_bundle: {self.bundle.folder} does not reach a step of {shape.num_decodes} decodes with a mean context of "
-            f"{shape.decode_context_tokens // max(1, shape.num_decodes)} and {shape.prefill_tokens} prompt tokens. "
+            f"profile_bundle: {self.bundle.folder} does not reach a step of {features.num_decodes} decodes with a mean context of "
+            f"{features.decode_context_tokens // max(1, features.num_decodes)} and {features.prefill_tokens} prompt tokens. "
             f"Measured up to {largest}, {int(self._largest_tokens)} tokens a step; answered up to {self.options.reach:g} times "
             "that (`reach`), or by the roofline with `fallback: roofline`."
         )
@@ -292,11 +292,11 @@ class ProfileBundleModel:
             )
         return batch
 
-    def _mixed_s(self, shape: BatchFeatures) -> float:
+    def _mixed_s(self, features: BatchFeatures) -> float:
         """Seconds of a step with prompts, or with KV blocks to swap."""
-        decodes, context, prefills, tokens, _, _, pairs, merged, swap_bytes = shape
+        decodes, context, prefills, tokens, _, _, pairs, merged, swap_bytes = features
         if merged or swap_bytes or self._ranks > 1 or tokens > self._attention.largest["prefill_chunk"]:
-            gpu, (added, least) = sum(self._parts(shape).values()), self._host_s(shape.num_requests)
+            gpu, (added, least) = sum(self._parts(features).values()), self._host_s(features.num_requests)
             return max(gpu + added, least)
         of_tokens = self._of_tokens_s.get(decodes + tokens)
         if of_tokens is None:
@@ -317,13 +317,13 @@ class ProfileBundleModel:
         found = self._of_sequences_s[sequences] = (added, least)
         return found
 
-    def _parts(self, shape: BatchFeatures) -> dict[str, float]:
+    def _parts(self, features: BatchFeatures) -> dict[str, float]:
         """Seconds of the GPU's work, by part."""
-        if shape.num_merged_tokens:
+        if features.num_merged_tokens:
             raise ExecutorError(
                 "profile_bundle: the tables have no times for attention merged over KV-parallel groups. Allowed: kv_parallel 1."
             )
-        decodes, decode_context, prefills, tokens = shape[:4]
+        decodes, decode_context, prefills, tokens = features[:4]
         rank_decodes, rank_prefills = self._per_rank(decodes), self._per_rank(prefills)
         # Prompts are not cut over ranks: one prompt alone is all on one of them.
         rank_tokens = tokens * rank_prefills / prefills if prefills else 0
@@ -334,7 +334,7 @@ class ProfileBundleModel:
             parts["all_reduce"] += gathered
         mean = decode_context / decodes if decodes else 0.0
         if tokens:
-            chunk, context = one_chunk(rank_tokens, shape.prefill_attention_pairs * rank_tokens / tokens)
+            chunk, context = one_chunk(rank_tokens, features.prefill_attention_pairs * rank_tokens / tokens)
             alone, both = self._chunk_us(chunk, context, rank_decodes, mean)
             parts["prefill_attention"] = self._mixed_us_s * min(alone, both)
             if decodes:
@@ -342,10 +342,10 @@ class ProfileBundleModel:
         elif decodes:
             batch = self._decodes(decodes)
             parts["decode_attention"] = batch.per_us_s * batch.row.at(mean)
-        if shape.swap_bytes:
+        if features.swap_bytes:
             if self.device is None:
                 raise ExecutorError("profile_bundle: nothing says how fast KV blocks are swapped. Name a device.")
-            parts["swap"] = shape.swap_bytes / (self.device.host_link_bandwidth * self.bundle.tensor_parallel)
+            parts["swap"] = features.swap_bytes / (self.device.host_link_bandwidth * self.bundle.tensor_parallel)
         return parts
 
     def _chunk_us(self, chunk: float, context: float, decodes: int, mean: float) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from vajra_py.metrics.definitions import Window
 from vajra_py.metrics.tables.emitted import EMITTED_FILE, emitted_table, last_by_request
 from vajra_py.metrics.tables.steps import STEP_COLUMNS, expand_steps
 from vajra_py.metrics.summary.summary import Summary, covering_window, summarise
-from vajra_py.metrics.tables.requests import REQUEST_COLUMNS, TBT_COLUMNS, TEXT_COLUMNS
+from vajra_py.metrics.tables.requests import REQUEST_COLUMNS, STATED_COLUMNS, TBT_COLUMNS, TEXT_COLUMNS, with_facts
 from vajra_py.runtime.records.decision_reader import is_cut, read_decisions
 from vajra_py.runtime.records.emitted import EmittedFigures
 
@@ -206,10 +206,13 @@ class RunData:
             with pq.ParquetFile(path) as parquet:
                 if file == STEPS_FILE and "num_steps" in parquet.schema_arrow.names:
                     return _expanded(path, parquet.read(), columns or STEP_COLUMNS)
-                missing = [name for name in (columns or _TABLES[file]) if name not in parquet.schema_arrow.names]
+                wanted = list(columns or _TABLES[file])
+                there = [name for name in wanted if name in parquet.schema_arrow.names]
+                missing = [name for name in wanted if name not in (*there, *STATED_COLUMNS)]
                 if missing:
                     raise _problem(path, f"lacks columns ({', '.join(missing)})", "It was written by another version")
-                return _checked(path, parquet.read(columns=list(columns or _TABLES[file])))
+                table = parquet.read(columns=there) if there else parquet.read()
+                return _checked(path, with_facts(table, wanted) if there != wanted else table)
         except (OSError, pa.ArrowException) as error:
             raise _problem(path, f"not a readable Parquet file ({error})", "It may be cut off; run again") from error
 

@@ -5,9 +5,10 @@ Kept for the manifest, a plain mapping each, in the order in which they happened
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from vajra_py.contract import ReplicaId
+from vajra_py.contract import ReplicaId, RequestView
 from vajra_py.contract.observer import Observer, PolicySwap
 
 
@@ -42,6 +43,12 @@ class Changes(Observer):
     def on_replica_restored(self, replicaset: str, replica_id: ReplicaId, now: float) -> None:
         """One row."""
         self._note(now, replicaset, "restored", replica_id=replica_id)
+
+    def on_cache_reset(
+        self, replicaset: str, replica_id: ReplicaId, requests: Sequence[RequestView], now: float
+    ) -> None:
+        """One row."""
+        self._note(now, replicaset, "cache reset", replica_id=replica_id, num_requeued=len(requests))
 
     def facts(self) -> dict[str, Any]:
         """What the manifest gets: nothing where nothing changed."""

@@ -20,21 +20,22 @@ _MERGE_ROWS = 1 << 20
 
 
 class NameColumn:
-    """Distinct strings as small numbers, in the order of their first use."""
+    """Distinct strings (or tuples of strings) as small numbers, in the order of their first use."""
 
-    __slots__ = ("_codes",)
+    __slots__ = ("_codes", "_of_lists")
 
-    def __init__(self) -> None:
-        self._codes: dict[str, int] = {}
+    def __init__(self, *, of_lists: bool = False) -> None:
+        self._codes: dict[Any, int] = {}
+        self._of_lists = of_lists
 
-    def code(self, name: str) -> int:
+    def code(self, name: Any) -> int:
         """The number of this string, a new one at its first use."""
         code = self._codes.get(name)
         if code is None:
             code = self._codes[name] = len(self._codes)
         return code
 
-    def codes(self, names: Sequence[str]) -> list[int]:
+    def codes(self, names: Sequence[Any]) -> list[int]:
         """The numbers of these strings."""
         for name in dict.fromkeys(names):
             self.code(name)
@@ -51,7 +52,8 @@ class NameColumn:
         """The strings behind these numbers, as an Arrow array."""
         import pyarrow as pa
 
-        return pa.array(list(self._codes), type=pa.string()).take(pa.array(codes))
+        kind = pa.list_(pa.string()) if self._of_lists else pa.string()
+        return pa.array(list(self._codes), type=kind).take(pa.array(codes))
 
 
 class TextColumn:

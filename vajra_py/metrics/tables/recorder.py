@@ -18,7 +18,7 @@ from vajra_py.contract import RequestView
 from vajra_py.contract.observer import EndReason
 from vajra_py.metrics.definitions import UNFINISHED, Floats, Ints, nearest_ranks
 from vajra_py.metrics.tables.columnar import GapList
-from vajra_py.metrics.tables.requests import RequestsBuilder, TbtBuilder
+from vajra_py.metrics.tables.requests import STATED_COLUMNS, RequestsBuilder, TbtBuilder
 from vajra_py.metrics.tables.steps import StepsBuilder
 from vajra_py.runtime.records.step_log import StepLog
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
@@ -27,18 +27,9 @@ if TYPE_CHECKING:
     from vajra_py.runtime.requests.request import Request
 
 _FACTS = (
-    *("request_id", "index", "replicaset", "replica_id", "tenant", "slo_class", "session_id", "priority"),
+    *("request_id", "index", "replicaset", "replica_id", *STATED_COLUMNS),
     *("num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions"),
-    *(
-        "arrived_at",
-        "admitted_at",
-        "first_token_at",
-        "ended_at",
-        "ttft_slo_s",
-        "tpot_slo_s",
-        "deadline_at",
-        "tbt_slo_s",
-    ),
+    *("arrived_at", "admitted_at", "first_token_at", "ended_at"),
 )
 """What a row says of its request as the request itself has it."""
 
@@ -49,7 +40,9 @@ _ROWS_AT_ONCE = 512
 class Recorder(StepLog):
     """Collects the requests, steps and gaps of one run."""
 
-    def __init__(self, num_blocks_of: Callable[[str], int], *, steps: bool = True, log: StepLog | None = None) -> None:
+    def __init__(
+        self, num_blocks_of: Callable[[str, int], int], *, steps: bool = True, log: StepLog | None = None
+    ) -> None:
         """`log`: another that is told of every step, so that its records are made once."""
         super().__init__()
         self._steps = StepsBuilder(num_blocks_of)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vajra_py.contract.facts import FACTS, FactKind, StatedFacts
 from vajra_py.metrics.definitions import (
     COMPLETED_REASONS,
     REASONS,
@@ -47,11 +48,16 @@ ROW_GROUP_ROWS = 131_072
 _COMPRESSION = "zstd"
 _COMPRESSION_LEVEL = 3
 _NAN = float("nan")
+_DISTINCT = ("request_id", "session_id")
+"""Columns whose texts are mostly different."""
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRow:
-    """What is known of a request when it leaves, or when the run ends before it does. Times in seconds on the run's clock, NaN = never."""
+class RequestRow(StatedFacts):
+    """What is known of a request when it leaves, or when the run ends before it does. Times in seconds on the run's clock, NaN = never.
+
+    Of what its client stated the table has what policies see: `deadline_at`, not `deadline_s`.
+    """
 
     request_id: str
     index: int
@@ -59,10 +65,6 @@ class RequestRow:
     replicaset: str
     replica_id: int
     """Where it ran last; -1 if it never got to a replica."""
-    tenant: str
-    slo_class: str
-    session_id: str
-    priority: int
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
@@ -79,13 +81,24 @@ class RequestRow:
     tbt_p99_s: float
     tbt_max_s: float
     """The three of `gap_statistics`."""
-    ttft_slo_s: float | None
-    tpot_slo_s: float | None
-    deadline_at: float | None
-    tbt_slo_s: float | None = None
+    deadline_at: float | None = None
 
 
-TEXT_COLUMNS = ("request_id", "replicaset", "tenant", "slo_class", "session_id", "reason", "detail")
+def _stated(*kinds: FactKind) -> tuple[str, ...]:
+    """Columns of the facts of these kinds."""
+    return tuple(fact.seen_as for fact in FACTS if fact.seen_as is not None and fact.kind in kinds)
+
+
+_LISTS = _stated(FactKind.TEXTS)
+_INTEGERS = tuple(fact.name for fact in FACTS if fact.kind is FactKind.INTEGER and not fact.is_optional)
+STATED_COLUMNS = (
+    *_stated(FactKind.TEXT),
+    *_LISTS,
+    *_stated(FactKind.INTEGER),
+    *_stated(FactKind.NUMBER, FactKind.DURATION),
+)
+"""Columns of what clients stated."""
+TEXT_COLUMNS = ("request_id", "replicaset", *_stated(FactKind.TEXT), "reason", "detail")
 """Columns of a run's tables that hold texts; the others hold numbers."""
 
 
@@ -115,9 +128,6 @@ class RequestsBuilder:
         ("index", "q"),
         ("replicaset", "i"),
         ("replica_id", "i"),
-        ("tenant", "i"),
-        ("slo_class", "i"),
-        ("priority", "q"),
         ("num_prompt_tokens", "q"),
         ("num_output_tokens", "q"),
         ("num_cached_tokens", "q"),
@@ -131,17 +141,18 @@ class RequestsBuilder:
         ("tbt_p50_s", "d"),
         ("tbt_p99_s", "d"),
         ("tbt_max_s", "d"),
-        ("ttft_slo_s", "d"),
-        ("tpot_slo_s", "d"),
-        ("deadline_at", "d"),
-        ("tbt_slo_s", "d"),
+        *(
+            (name, "q" if name in _INTEGERS else "i" if name in (*TEXT_COLUMNS, *_LISTS) else "d")
+            for name in STATED_COLUMNS
+            if name not in _DISTINCT
+        ),
     )
 
     def __init__(self) -> None:
         self._rows = PackedRows(self._FIELDS)
-        self._request_ids = TextColumn()
-        self._session_ids = TextColumn()
-        self._names = {name: NameColumn() for name in ("replicaset", "tenant", "slo_class", "reason", "detail")}
+        self._texts = {name: TextColumn() for name in _DISTINCT}
+        self._names = {name: NameColumn() for name in TEXT_COLUMNS if name not in _DISTINCT}
+        self._names |= {name: NameColumn(of_lists=True) for name in _LISTS}
 
     def __len__(self) -> int:
         """Requests so far."""
@@ -153,38 +164,12 @@ class RequestsBuilder:
             raise ValueError(
                 f"request {row.request_id}: unknown reason ({row.reason!r}). Allowed: {', '.join(REASONS)}"
             )
-        names = self._names
-        self._request_ids.append(row.request_id)
-        self._session_ids.append(row.session_id)
-        self._rows.append(
-            row.index,
-            names["replicaset"].code(row.replicaset),
-            row.replica_id,
-            names["tenant"].code(row.tenant),
-            names["slo_class"].code(row.slo_class),
-            row.priority,
-            row.num_prompt_tokens,
-            row.num_output_tokens,
-            row.num_cached_tokens,
-            row.num_preemptions,
-            row.arrived_at,
-            row.admitted_at,
-            row.first_token_at,
-            row.ended_at,
-            names["reason"].code(row.reason),
-            names["detail"].code(row.detail),
-            row.tbt_p50_s,
-            row.tbt_p99_s,
-            row.tbt_max_s,
-            _NAN if row.ttft_slo_s is None else row.ttft_slo_s,
-            _NAN if row.tpot_slo_s is None else row.tpot_slo_s,
-            _NAN if row.deadline_at is None else row.deadline_at,
-            _NAN if row.tbt_slo_s is None else row.tbt_slo_s,
-        )
+        names = (*_DISTINCT, *self._FIELD_NAMES)
+        self.extend({name: [getattr(row, name)] for name in names})
 
     def extend(self, columns: Mapping[str, Sequence[Any] | NDArray[Any]]) -> None:
         """Take several requests: a value for each under the names of `RequestRow`'s fields, with reasons that exist."""
-        for name, texts in (("request_id", self._request_ids), ("session_id", self._session_ids)):
+        for name, texts in self._texts.items():
             for text in columns[name]:
                 texts.append(text)
         numbers: Columns = {}
@@ -199,12 +184,14 @@ class RequestsBuilder:
         """Take the rows of another such table."""
         if not table.num_rows:
             return
-        self._request_ids.take(table.column("request_id"))
-        self._session_ids.take(table.column("session_id"))
+        for name, texts in self._texts.items():
+            texts.take(table.column(name))
         numbers: Columns = {}
         for name, _ in self._FIELDS:
             column = table.column(name)
-            if name in self._names:
+            if name in _LISTS:
+                numbers[name] = self._names[name].codes(list(map(tuple, column.to_pylist())))
+            elif name in self._names:
                 found = column.combine_chunks().dictionary_encode()
                 codes = self._names[name].codes(found.dictionary.to_pylist())
                 numbers[name] = np.array(codes, dtype=np.int32)[found.indices.to_numpy()]
@@ -217,15 +204,11 @@ class RequestsBuilder:
         import pyarrow as pa
 
         integers = (
-            "index",
-            "priority",
-            "num_prompt_tokens",
-            "num_output_tokens",
-            "num_cached_tokens",
-            "num_preemptions",
+            *("index", "num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions"),
+            *_INTEGERS,
         )
         types = {"replica_id": pa.int32(), "slo_met": pa.bool_(), **dict.fromkeys(integers, pa.int64())}
-        types |= dict.fromkeys(TEXT_COLUMNS, pa.string())
+        types |= dict.fromkeys(TEXT_COLUMNS, pa.string()) | dict.fromkeys(_LISTS, pa.list_(pa.string()))
         return pa.schema([(name, types.get(name, pa.float64())) for name in REQUEST_COLUMNS])
 
     def to_table(self) -> ArrowTable:
@@ -243,7 +226,7 @@ class RequestsBuilder:
             raise ValueError(
                 f"requests table: two rows of one request (index {indices[order][twice[0]]}). Allowed: one each"
             )
-        texts = {"request_id": self._request_ids.all(), "session_id": self._session_ids.all()}
+        texts = {name: column.all() for name, column in self._texts.items()}
         until = self._observed_until()
         for start in range(0, len(order), num_rows):
             chosen = order[start : start + num_rows]
@@ -281,9 +264,11 @@ class RequestsBuilder:
 
 
 REQUEST_COLUMNS = (
-    *(field.name for field in fields(RequestRow)[:18]),
+    *("request_id", "index", "replicaset", "replica_id", *_stated(FactKind.TEXT), *_LISTS, *_stated(FactKind.INTEGER)),
+    *("num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions"),
+    *("arrived_at", "admitted_at", "first_token_at", "ended_at", "reason", "detail"),
     *("ttft_s", "e2e_s", "queue_s", "tpot_s", "tbt_p50_s", "tbt_p99_s", "tbt_max_s"),
-    *("ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_at", "slo_met"),
+    *(*_stated(FactKind.NUMBER, FactKind.DURATION), "slo_met"),
 )
 """Columns of the requests table, in order."""
 
@@ -351,6 +336,21 @@ def reason_masks(reasons: Any) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     return among(COMPLETED_REASONS), among(("rejected", "expired", "failed"))
 
 
+def with_facts(table: ArrowTable, names: Sequence[str]) -> ArrowTable:
+    """These columns of a requests table; where it is older than a fact, nobody stated it."""
+    import pyarrow as pa
+
+    schema = RequestsBuilder().schema()
+    defaults = {fact.seen_as: _NAN if fact.default is None else fact.default for fact in FACTS}
+    columns = [
+        table.column(name)
+        if name in table.column_names
+        else pa.array([defaults[name]] * table.num_rows, schema.field(name).type)
+        for name in names
+    ]
+    return pa.table(columns, names=list(names))
+
+
 def write_parquet(builder: TableBuilder, path: str | Path) -> None:
     """Write a builder's table; the file appears under its name only when it is whole.
 
@@ -398,6 +398,7 @@ def _slo_met(overall: NDArray[np.int8]) -> Any:
 __all__ = [
     "REQUEST_COLUMNS",
     "ROW_GROUP_ROWS",
+    "STATED_COLUMNS",
     "TBT_COLUMNS",
     "TEXT_COLUMNS",
     "UNFINISHED",
@@ -407,5 +408,6 @@ __all__ = [
     "TableBuilder",
     "TbtBuilder",
     "reason_masks",
+    "with_facts",
     "write_parquet",
 ]

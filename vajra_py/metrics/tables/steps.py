@@ -79,8 +79,8 @@ _OTHERWISE_CALLED = {
 class StepsBuilder:
     """The steps table: one row per step, in order of time, in whatever order they are taken."""
 
-    def __init__(self, num_blocks_of: Callable[[str], int] | None = None) -> None:
-        """`num_blocks_of`: KV blocks of a replica of a replicaset, for `take`."""
+    def __init__(self, num_blocks_of: Callable[[str, int], int] | None = None) -> None:
+        """`num_blocks_of`: (replicaset, replica id) to KV blocks of the replica, for `take`."""
         self._num_blocks_of = num_blocks_of
         self._records = PackedRows(_FIELDS)
         self._replicasets = NameColumn()
@@ -110,13 +110,12 @@ class StepsBuilder:
 
     def take(self, batch: Batch) -> None:
         """Take the records of a step log."""
-        assert self._num_blocks_of is not None
         given, ends = batch.columns(), np.frombuffer(batch.ends, dtype=np.int64)
         came_back = given["status"] == CAME_BACK
         if not came_back.all():
             ends = ends[np.repeat(came_back, given["num_steps"])]
             given = {name: column[came_back] for name, column in given.items()}
-        num_blocks = np.array([self._num_blocks_of(name) for name in batch.replicasets])[given["replicaset"]]
+        num_blocks = self._num_blocks(batch.replicasets, given["replicaset"], given["replica_id"])
         columns: dict[str, Any] = {name: given[name] for name, _ in _FIELDS if name in given}
         columns |= {name: given[other] for name, other in _OTHERWISE_CALLED.items()}
         columns["replicaset"] = np.array(self._replicasets.codes(batch.replicasets))[given["replicaset"]]
@@ -125,6 +124,13 @@ class StepsBuilder:
         self._records.extend(len(num_blocks), **columns)
         self._ends.frombytes(ends.tobytes())
         self._growth.frombytes(np.frombuffer(batch.lists["growth"], dtype=np.int64).astype(np.int32).tobytes())
+
+    def _num_blocks(self, names: Sequence[str], replicasets: Any, replica_ids: Any) -> Any:
+        """KV blocks of the replica of each record; `replicasets` are positions in `names`."""
+        assert self._num_blocks_of is not None
+        found, positions = np.unique(np.stack([replicasets, replica_ids]), axis=1, return_inverse=True)
+        num_blocks = [self._num_blocks_of(names[code], replica_id) for code, replica_id in found.T.tolist()]
+        return np.array(num_blocks, dtype=np.int64)[positions.reshape(-1)]
 
     def extend(self, records: ArrowTable) -> None:
         """Take the records of another such table."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
-from vajra_py.contract import RequestPrioritizer, RequestView, TimeLinearPrioritizer
+from vajra_py.contract import PredictsSlack, RequestPrioritizer, RequestView, TimeLinearPrioritizer
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, place_of_definition
 
 _NUMBER = 0
@@ -99,6 +99,41 @@ class LineReader:
     def _blame(self, request: RequestView, message: str) -> NoReturn:
         place = place_of_definition(self._line)
         raise PolicyError(self._policy, message, request_id=request.request_id, place=place)
+
+
+class SlackReader:
+    """Reads the slack that a prioritizer predicts, and checks it."""
+
+    __slots__ = ("_fraction", "_policy", "_seconds")
+
+    def __init__(self, prioritizer: PredictsSlack, name: str | None = None) -> None:
+        self._policy = name or type(prioritizer).__name__
+        self._seconds = prioritizer.slack_s
+        self._fraction = prioritizer.slack_fraction
+
+    def slack_s(self, request: RequestView, now: float) -> float:
+        """Seconds of slack at `now`."""
+        return self._read(self._seconds, "slack_s", request, now)
+
+    def slack_fraction(self, request: RequestView, now: float) -> float:
+        """Slack at `now` as part of the time that the request is allowed."""
+        return self._read(self._fraction, "slack_fraction", request, now)
+
+    def _read(
+        self, method: Callable[[RequestView, float], float], called: str, request: RequestView, now: float
+    ) -> float:
+        try:
+            given = method(request, now)
+        except PolicyError:
+            raise
+        except POLICY_EXCEPTIONS as error:
+            raise _raised(self._policy, request, called, error) from error
+        number = _number(given)
+        if number is None:
+            message = f"{called}() is not a finite number (got {given!r})"
+            place = place_of_definition(method)
+            raise PolicyError(self._policy, message, request_id=request.request_id, place=place)
+        return float(number)
 
 
 def _number(part: object) -> float | int | None:

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, TypeAlias
 
 from vajra_py.config import PolicyChoice
 from vajra_py.contract import Layer
+from vajra_py.contract.facts import FACTS
 from vajra_py.errors import Problem, RunError
 from vajra_py.runtime.records.decision_log import open_binary
 from vajra_py.runtime.requests.request import RequestFacts
@@ -25,6 +26,12 @@ from vajra_py.workload import PromptContent, RequestSpec, SegmentId
 INPUTS_FILE = "inputs.jsonl.gz"
 INPUTS_VERSION = 2
 _READABLE = (1, INPUTS_VERSION)
+_LAST = ("metadata", "tbt_slo_s")  # as the first logs of this version have them; readers go by names
+_FACTS = (
+    *("request_id", "num_prompt_tokens", "max_tokens"),
+    *(fact.name for fact in FACTS if fact.name not in _LAST),
+    *_LAST,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +69,12 @@ class Arrival:
 
     def spec(self) -> RequestSpec:
         """The request as a workload would hold it; an unknown output length is the longest that it may have."""
-        facts = self.facts._asdict()
         return RequestSpec(
             arrived_at=self.arrived_at,
             num_output_tokens=self.num_output_tokens or self.facts.max_tokens or 1,
             content=None if self.content is None else PromptContent(self.content),
             prompt_token_ids=self.prompt_token_ids,
-            **facts,
+            **{name: getattr(self.facts, name) for name in _FACTS},
         )
 
 
@@ -169,7 +175,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class CacheReset:
-    """A replica's KV memory was emptied: who ran is preempted, the latest admitted first, and nothing is cached any more."""
+    """A replica's KV memory was emptied: who ran waits again, the latest admitted first, and nothing is cached any more."""
 
     tick: int
     replicaset: str
@@ -246,7 +252,7 @@ class InputLog:
 
 
 def _arrival_row(entry: Arrival) -> dict[str, Any]:
-    facts = {**entry.facts._asdict(), "metadata": dict(entry.facts.metadata)}
+    facts = {name: getattr(entry.facts, name) for name in _FACTS} | {"metadata": dict(entry.facts.metadata)}
     row: dict[str, Any] = {"kind": "arrival", "tick": entry.tick, "arrived_at": entry.arrived_at, "facts": facts}
     if entry.content is not None:
         row["content"] = entry.content
@@ -296,13 +302,19 @@ def _input_of(row: dict[str, Any]) -> Input:
     return Arrival(
         row["tick"],
         row["arrived_at"],
-        RequestFacts(**row["facts"]),
+        _facts_of(row["facts"]),
         None if content is None else tuple((_segment(name), length) for name, length in content),
         None if prompt is None else tuple(prompt),
         row.get("num_output_tokens"),
         row.get("salt"),
         row.get("reads_cache", True),
     )
+
+
+def _facts_of(row: Mapping[str, Any]) -> RequestFacts:
+    """Facts as a row has them; JSON has lists for tuples."""
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    return RequestFacts(**given)
 
 
 def _segment(name: Any) -> SegmentId:

@@ -39,7 +39,7 @@ FIELDS = (
     *("num_running", "num_preempted_before", "batch_decodes", "context_tokens", "num_prefills", "prefill_tokens"),
     *("status", "num_steps", "num_waiting_after", *(f"num_{name}" for name in LISTS)),
 )
-"""Whole numbers of a record: the plan's, of its shape (from `batch_decodes` on), of what came of it, and entries of each list.
+"""Whole numbers of a record: the plan's, of its features (from `batch_decodes` on), of what came of it, and entries of each list.
 `kept`: the tick at which it was taken;
 `decodes_at`: how many chunks stand before the pool's decodes; `num_waiting_after`: of the steps of a run after the first."""
 _PACKED_AT_ONCE = 64
@@ -150,7 +150,7 @@ class StepLog(Observer):
                 ends.append(ended)
                 growths.append(growth)
                 num_steps, num_growths = len(ended), len(growth)
-            shape = plan.shape
+            features = plan.features
             rows.append(
                 pack(
                     code,
@@ -164,10 +164,10 @@ class StepLog(Observer):
                     plan.num_waiting,
                     plan.num_running,
                     plan.num_preempted_before,
-                    shape.num_decodes,
-                    shape.decode_context_tokens,
-                    shape.num_prefills,
-                    shape.prefill_tokens,
+                    features.num_decodes,
+                    features.decode_context_tokens,
+                    features.num_prefills,
+                    features.prefill_tokens,
                     status,
                     num_steps,
                     num_waiting,

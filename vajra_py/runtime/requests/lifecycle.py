@@ -63,19 +63,36 @@ class Lifecycle:
             memory.free(request, request.num_computed_tokens)
             request.set_computed(0)
             request.move_to(RequestState.PREEMPTED)
-        running_set.num_preemptions += 1
         request.num_preemptions += 1
+        self._wait_again(request, now)
+        for observer in self.observers:
+            observer.on_preempted(request, mode.value, now)
+        self._tell_preempted(request, now)
+        return num_moved
+
+    def lose_memory(self, request: Request, now: float) -> None:
+        """Let a running request wait again with nothing computed, since its KV is void; nobody decided that, so it counts as no preemption."""
+        running_set = self._running_set
+        running_set.drop(request)
+        running_set.memory.free(request, request.num_computed_tokens)
+        request.set_computed(0)
+        request.move_to(RequestState.PREEMPTED)
+        self._wait_again(request, now)
+        self._tell_preempted(request, now)
+
+    def _wait_again(self, request: Request, now: float) -> None:
+        running_set = self._running_set
+        running_set.num_preemptions += 1
         request.preempted_index = running_set.num_preemptions
         if running_set.bars_preempted:
             running_set.barred.add(request)
         running_set.queue.add(request, now)
-        for observer in self.observers:
-            observer.on_preempted(request, mode.value, now)
+
+    def _tell_preempted(self, request: Request, now: float) -> None:
         for tell in self.listeners.preemptions:
             tell(request, self.replica_id, now)
-        if running_set.queue.is_volatile:
-            running_set.read_keys_again()
-        return num_moved
+        if self._running_set.queue.is_volatile:
+            self._running_set.read_keys_again()
 
     def first_token(self, request: Request, now: int) -> None:
         """The request's client sees its first token."""

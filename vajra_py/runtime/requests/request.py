@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from vajra_py.contract.facts import FACTS, StatedFacts
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.support.clock import to_seconds
+from vajra_py.workload.generated import copier
 
 _NO_METADATA: Mapping[str, str | int | float] = MappingProxyType({})
 
@@ -46,26 +49,23 @@ _MOVES: Mapping[RequestState, frozenset[RequestState]] = {
 }
 
 
-class RequestFacts(NamedTuple):
-    """What is fixed about a request when it is submitted.
-
-    A tuple, since one is made for every request and a frozen dataclass takes several times as long to make.
-    """
+@dataclass(frozen=True, slots=True)
+class RequestFacts(StatedFacts):
+    """What is fixed about a request when it is submitted."""
 
     request_id: str
     num_prompt_tokens: int
     max_tokens: int | None = None
-    priority: int = 0
-    tenant: str = ""
-    slo_class: str = ""
-    ttft_slo_s: float | None = None
-    tpot_slo_s: float | None = None
-    deadline_s: float | None = None
-    """Relative to arrival."""
-    expires_after_s: float | None = None
-    session_id: str = ""
-    metadata: Mapping[str, str | int | float] = _NO_METADATA
-    tbt_slo_s: float | None = None
+    metadata: Mapping[str, str | int | float] = field(default_factory=lambda: _NO_METADATA, hash=False)
+
+
+_STATED = tuple(fact.name for fact in FACTS)
+_copy_stated = copier(_STATED)
+if TYPE_CHECKING:
+    _Stated: TypeAlias = StatedFacts
+else:
+    _Stated = type("_Stated", (), {"__slots__": _STATED})
+    """What the client stated, in slots of the request itself: policies read it all the time."""
 
 
 class SharedCounters(Protocol):
@@ -80,7 +80,7 @@ class SharedCounters(Protocol):
         """Steps that came back so far."""
 
 
-class Request:
+class Request(_Stated):
     """One request inside the mechanism; what policies see of it is `vajra_py.contract.RequestView`.
 
     The true output length is not here: it belongs to whoever executes, so that no policy can read it.
@@ -112,18 +112,11 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "preempted_index",
-        "priority",
         "replica_id",
         "replicaset",
         "request_id",
-        "session_id",
-        "slo_class",
         "state",
-        "tbt_slo_s",
-        "tenant",
         "token_log",
-        "tpot_slo_s",
-        "ttft_slo_s",
     )
 
     def __init__(self, facts: RequestFacts, index: int, arrived_at: float, max_tokens: int) -> None:
@@ -132,15 +125,9 @@ class Request:
         self.arrived_at = arrived_at
         self.num_prompt_tokens = facts.num_prompt_tokens
         self.max_tokens = max_tokens
-        self.priority = facts.priority
-        self.tenant = facts.tenant
-        self.slo_class = facts.slo_class
-        self.ttft_slo_s = facts.ttft_slo_s
-        self.tpot_slo_s = facts.tpot_slo_s
-        self.tbt_slo_s = facts.tbt_slo_s
+        _copy_stated(facts, self)
         self.deadline_at = None if facts.deadline_s is None else arrived_at + facts.deadline_s
         self.expires_at = None if facts.expires_after_s is None else arrived_at + facts.expires_after_s
-        self.session_id = facts.session_id
         self.metadata = facts.metadata
         self.state = _CREATED
         self.hashes: BlockHashes | None = None

@@ -12,6 +12,7 @@ from typing import NamedTuple, cast
 from vajra_py.contract import PriorityKey, ReplicaLimits, RequestView
 from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.queues import RequestQueue
+from vajra_py.runtime.queues.keys import SlackReader
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.decode_pool import DecodePool, by_admission
 from vajra_py.runtime.requests.request import Request
@@ -170,7 +171,7 @@ class RunningSet:
 class StateView:
     """`LocalReplicaView` over the running_set: what a replica scheduler reads while it forms a step."""
 
-    __slots__ = ("_running_set", "limits", "now", "replica_id")
+    __slots__ = ("_running_set", "limits", "now", "replica_id", "slack")
 
     def __init__(self, replica_id: int, running_set: RunningSet) -> None:
         self.replica_id = replica_id
@@ -178,6 +179,8 @@ class StateView:
         self._running_set = running_set
         self.now = 0.0
         """When the step is formed, seconds."""
+        self.slack: SlackReader | None = None
+        """Slack by the prioritizer in force; None when it predicts none."""
 
     @property
     def free_blocks(self) -> int:
@@ -254,3 +257,11 @@ class StateView:
     def urgency(self, request: RequestView) -> PriorityKey:
         """The prioritizer's key now, ties broken by arrival and index."""
         return self._running_set.queue.urgency(request, self.now)
+
+    def slack_s(self, request: RequestView) -> float | None:
+        """Seconds of slack now."""
+        return None if self.slack is None else self.slack.slack_s(request, self.now)
+
+    def slack_fraction(self, request: RequestView) -> float | None:
+        """Slack now as part of the time that the request is allowed."""
+        return None if self.slack is None else self.slack.slack_fraction(request, self.now)

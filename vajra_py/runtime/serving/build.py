@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, cast
 
 from vajra_py.config import ExperimentConfig, PolicyChoice, ReplicaConfig, ReplicasetConfig
-from vajra_py.contract import Layer, PolicyContext, PrefillTime, ReplicaLimits, ReplicaScheduler, SharedState
+from vajra_py.contract import Layer, PolicyContext, ReplicaLimits, ReplicaScheduler, SharedState
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency import PrefillTimeTable
@@ -18,8 +19,9 @@ from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.runtime.serving.controller import Controller
-from vajra_py.runtime.serving.policy_binding import LatePrefillTime, Policies, solo_chunk_rule
-from vajra_py.runtime.serving.replica import Replica, ReplicaParts
+from vajra_py.runtime.serving.policy_binding import Policies
+from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime, solo_chunk_rule
+from vajra_py.runtime.serving.replica import Replica, ReplicaParts, max_request_tokens
 from vajra_py.runtime.serving.replicaset import AdmissionLimits, Replicaset
 from vajra_py.runtime.step.builder_options import BuilderOptions
 from vajra_py.runtime.step.plan import Executor
@@ -79,10 +81,11 @@ def build_controller(config: ExperimentConfig, services: Services) -> Controller
     Raises `ConfigError` where sizes do not fit each other, and what building a policy raises.
     """
     settings = config.effective_replicasets
-    replicasets = {
-        name: _build_replicaset(name, one, config, services.seeds.child("replicasets", name), services.of(name))
-        for name, one in settings.items()
-    }
+    admission = AdmissionLimits(config.admission.max_queued_requests, config.admission.max_queued_tokens)
+    replicasets = {}
+    for name, one in settings.items():
+        own, seeds = services.of(name), services.seeds.child("replicasets", name)
+        replicasets[name] = build_replicaset(name, one, replica_plans(one, own), admission, seeds, own)
     return Controller(replicasets, _selector(settings), diary=services.diary)
 
 
@@ -165,15 +168,40 @@ def build_memory(settings: ReplicaConfig, limits: ReplicaLimits, records_copies:
     )
 
 
-def _build_replicaset(
-    name: str, settings: ReplicasetConfig, config: ExperimentConfig, seeds: SeedTree, services: Services
-) -> Replicaset:
+@dataclass(frozen=True, slots=True)
+class ReplicaPlan:
+    """What one replica is built from."""
+
+    settings: ReplicaConfig
+    limits: ReplicaLimits
+    latency: LatencyModel
+    scheduler: PolicyChoice
+    """Its replica scheduler."""
+
+
+def replica_plans(settings: ReplicasetConfig, services: Services) -> Sequence[ReplicaPlan]:
+    """What each replica of a replicaset is built from, by id. Raises `ConfigError` where sizes do not fit each other."""
     limits = replica_limits(settings.replica, services.latency, services.facts)
-    prefill_time = LatePrefillTime()
-    shared = SharedState()
+    scheduler = settings.scheduling.choice(Layer.REPLICA_SCHEDULER)
+    return [ReplicaPlan(settings.replica, limits, services.latency, scheduler)] * settings.num_replicas
+
+
+def build_replicaset(
+    name: str,
+    settings: ReplicasetConfig,
+    plans: Sequence[ReplicaPlan],
+    admission: AdmissionLimits,
+    seeds: SeedTree,
+    services: Services,
+) -> Replicaset:
+    """A replicaset with a replica for each plan, empty and ready.
+
+    Raises `ConfigError` where replicas or policies do not go together, and what building a policy raises.
+    """
+    prefill_time, shared = ReplicasetPrefillTime(), SharedState()
     context = PolicyContext(
-        limits=limits,
-        num_replicas=settings.num_replicas,
+        limits=largest_limits([plan.limits for plan in plans]),
+        num_replicas=len(plans),
         latency=services.latency,
         prefill_time=prefill_time,
         output_lengths=services.output_lengths,
@@ -181,51 +209,85 @@ def _build_replicaset(
         shared=shared,
     )
 
-    def make_policy(layer: Layer, choice: PolicyChoice) -> Any:
+    def make_policy(layer: Layer, choice: PolicyChoice, replica_id: int | None) -> Any:
         own = replace(context, emit=services.diary.emitted.of(name, choice.policy))
+        if replica_id is not None:
+            own = replace(own, limits=plans[replica_id].limits, latency=plans[replica_id].latency)
         if isinstance(services.output_lengths, NoLengths):
             own = replace(own, output_lengths=UnansweredLengths(choice.policy, services.diary.asked_for_lengths))
         return build_policy(layer, choice.policy, choice.parameters, own, services.registry)
 
-    def predict(scheduler: ReplicaScheduler) -> PrefillTime:
-        return PrefillTimeTable(services.latency, solo_chunk_rule(scheduler, limits), limits.pipeline_stages)
+    def predict(choices: Sequence[PolicyChoice], schedulers: Sequence[ReplicaScheduler]) -> Sequence[PrefillTable]:
+        in_force = [replace(plan, scheduler=choice) for plan, choice in zip(plans, choices, strict=True)]
+        return _prefill_tables(in_force, schedulers)
 
     choices = {layer: settings.scheduling.choice(layer) for layer in Layer}
-    policies = Policies(choices, settings.num_replicas, make_policy, prefill_time, predict)
+    policies = Policies(choices, [plan.scheduler for plan in plans], make_policy, prefill_time, predict)
     policies.shared = shared
     replicaset = Replicaset(
         name,
         policies.replicaset_scheduler,
         policies.name(Layer.REPLICASET_SCHEDULER),
         policies.new_queue(),
-        AdmissionLimits(config.admission.max_queued_requests, config.admission.max_queued_tokens),
+        admission,
         settings.view_interval_s,
     )
     replicaset.policies = policies
     replicaset.listeners = policies.listeners()
-    options = _builder_options(settings.replica, limits, services)
-
-    def make(replica_id: int, shared: SharedAccess) -> Replica:
-        return Replica(
-            ReplicaParts(
-                replicaset=name,
-                replica_id=replica_id,
-                limits=limits,
-                memory=build_memory(settings.replica, limits, services.records_copies),
-                queue=policies.new_queue(),
-                shared=shared,
-                policy=policies.schedulers[replica_id],
-                policy_name=policies.name(Layer.REPLICA_SCHEDULER),
-                latency=services.latency,
-                options=options,
-                executor=services.executor_of(name, replica_id),
-                listeners=policies.listeners_of(replica_id),
-            )
-        )
-
-    for replica_id in range(settings.num_replicas):
-        replicaset.add_replica(lambda shared, replica_id=replica_id: make(replica_id, shared))  # type: ignore[misc]
+    for replica_id, plan in enumerate(plans):
+        replicaset.add_replica(partial(_build_replica, name, replica_id, plan, policies, services))
     return replicaset
+
+
+def _build_replica(
+    replicaset: str, replica_id: int, plan: ReplicaPlan, policies: Policies, services: Services, shared: SharedAccess
+) -> Replica:
+    return Replica(
+        ReplicaParts(
+            replicaset=replicaset,
+            replica_id=replica_id,
+            limits=plan.limits,
+            memory=build_memory(plan.settings, plan.limits, services.records_copies),
+            queue=policies.new_queue(),
+            shared=shared,
+            policy=policies.schedulers[replica_id],
+            policy_name=policies.scheduler_name(replica_id),
+            latency=plan.latency,
+            options=_builder_options(plan.settings, plan.limits, services),
+            executor=services.executor_of(replicaset, replica_id),
+            listeners=policies.listeners_of(replica_id),
+            slack=policies.slack(),
+        )
+    )
+
+
+def largest_limits(limits: Sequence[ReplicaLimits]) -> ReplicaLimits:
+    """Limits of which each is the largest that some replica has: what policies of the whole replicaset are built with."""
+
+    def largest(values: Iterable[int | None]) -> int | None:
+        found = list(values)
+        return None if None in found else max(one for one in found if one is not None)
+
+    sizes = {one.name: largest(getattr(each, one.name) for each in limits) for one in fields(ReplicaLimits)}
+    return ReplicaLimits(**sizes)  # type: ignore[arg-type]  # None where a field allows it
+
+
+def _prefill_tables(plans: Sequence[ReplicaPlan], schedulers: Sequence[ReplicaScheduler]) -> Sequence[PrefillTable]:
+    """Prefill times on each kind of replica: of those that are built from equal plans one is asked."""
+    kinds: list[ReplicaPlan] = []
+    tables = []
+    for plan, scheduler in zip(plans, schedulers, strict=True):
+        if not any(_are_equal(plan, one) for one in kinds):
+            kinds.append(plan)
+            rule = solo_chunk_rule(scheduler, plan.limits)
+            times = PrefillTimeTable(plan.latency, rule, plan.limits.pipeline_stages)
+            tables.append(PrefillTable(max_request_tokens(plan.limits), times))
+    return tables
+
+
+def _are_equal(one: ReplicaPlan, other: ReplicaPlan) -> bool:
+    is_same_model = one.latency is other.latency
+    return is_same_model and one.limits == other.limits and one.scheduler == other.scheduler
 
 
 def _builder_options(settings: ReplicaConfig, limits: ReplicaLimits, services: Services) -> BuilderOptions:

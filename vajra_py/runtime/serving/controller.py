@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from vajra_py.contract.observer import EndReason, Observer
-from vajra_py.errors import PolicyError, place_of_definition
+from vajra_py.errors import ConfigError, PolicyError, Problem, place_of_definition
 from vajra_py.runtime.kv import BlockHashes
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.records.input_log import Failure, PolicyChange
 from vajra_py.runtime.requests.lifecycle import end_request
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.policy_swap import Swapped, swap_policy
-from vajra_py.runtime.serving.recovery import Losses, abandon, lose_replica, take_out_of_service
+from vajra_py.runtime.serving.recovery import Losses, abandon, lose_replica, reset_cache, take_out_of_service
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.support.clock import to_seconds
@@ -89,6 +89,18 @@ class Controller:
         """Every replica of every replicaset."""
         return [replica for replicaset in self.replicasets.values() for replica in replicaset.replicas]
 
+    def only_replica(self) -> Replica:
+        """The replica of a run that has one alone. Raises `ConfigError` where there are others."""
+        replicas = self.replicas()
+        if len(replicas) != 1:
+            sizes = {name: len(one.replicas) for name, one in self.replicasets.items()}
+            raise ConfigError(Problem("replicasets", f"there is more than one replica (got {sizes})", "Allowed: one"))
+        return replicas[0]
+
+    def num_blocks_of(self, replicaset: str, replica_id: int) -> int:
+        """KV blocks of a replica."""
+        return self.replicasets[replicaset].replicas[replica_id].memory.num_blocks
+
     def submit(
         self,
         facts: RequestFacts,
@@ -104,7 +116,6 @@ class Controller:
         """
         seconds = to_seconds(now)
         request, replicaset = self.new_request(facts, seconds if arrived_at is None else arrived_at)
-        replica = replicaset.replicas[0]
         self.num_submitted += 1
         if facts.request_id in self._alive:
             detail: str | None = "another request with this id is being served"
@@ -120,7 +131,7 @@ class Controller:
                 observer.on_arrival(request, seconds)
                 observer.on_ended(request, EndReason.REJECTED, detail, seconds)
             return request, replicaset, None
-        request.hashes = make_hashes(replica.limits.block_size)
+        request.hashes = make_hashes(replicaset.bounds.block_size)
         for observer in self._observers:
             observer.on_arrival(request, seconds)
         for tell in replicaset.listeners.arrivals:
@@ -130,11 +141,7 @@ class Controller:
     def new_request(self, facts: RequestFacts, arrived_at: float) -> tuple[Request, Replicaset]:
         """A request as it is submitted, not yet accounted for, and the replicaset that takes it."""
         replicaset = self.replicasets[self.select(facts)]
-        replica = replicaset.replicas[0]
-        if facts.max_tokens is not None:
-            max_tokens = min(facts.max_tokens, replica.limits.max_model_len - facts.num_prompt_tokens)
-        else:
-            max_tokens = replica.max_request_tokens - facts.num_prompt_tokens
+        max_tokens = replicaset.bounds.output_limit(facts.num_prompt_tokens, facts.max_tokens)
         index = self.num_submitted if self.index_of is None else self.index_of(facts)
         request = Request(facts, index, arrived_at, max_tokens)
         request.replicaset = replicaset.name
@@ -163,6 +170,13 @@ class Controller:
         self.replicasets[replica.replicaset].restore(replica.replica_id)
         for observer in self._observers:
             observer.on_replica_restored(replica.replicaset, replica.replica_id, to_seconds(now))
+
+    def reset_cache(self, replica: Replica, now: int) -> None:
+        """Empty a replica's KV memory and prefix cache; who ran there waits to be computed again."""
+        seconds = to_seconds(now)
+        held = reset_cache(replica, seconds)
+        for observer in self._observers:
+            observer.on_cache_reset(replica.replicaset, replica.replica_id, held, seconds)
 
     def abandon(self, replicaset: Replicaset, why: str, now: int) -> list[tuple[Request, EndReason]]:
         """No replica of it is up, and none will be in time: what waits for one ends."""
@@ -221,11 +235,12 @@ class Controller:
         remain += f" and nothing else will happen (the one named is {request.state.value})"
         replicaset = self.replicasets[request.replicaset]
         replica = self.replica_of(request)
-        if replica is None and not any(replicaset.offers(one, now) for one in range(len(replicaset.replicas))):
+        if replica is None:
+            replica = next((one for one in replicaset.replicas if replicaset.offers(one.replica_id, now)), None)
+        if replica is None:
             message, name = f"offers no replica anything of the shared queue {remain}", replicaset.scheduler_name
             place = place_of_definition(replicaset.scheduler.pull)
             return PolicyError(name, message, request_id=request.request_id, place=place)
-        replica = replica or replicaset.replicas[0]
         parts = replica.parts
         message, own = f"scheduled nothing {remain}. {_refused(replica, request)}", parts.policy.schedule
         where = place_of_definition(own)

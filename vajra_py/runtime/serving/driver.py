@@ -40,11 +40,10 @@ from vajra_py.runtime.serving.backend import Backend, FastForward, R
 from vajra_py.runtime.serving.controller import ABORTED, EXPIRED, Controller
 from vajra_py.runtime.serving.events import EventQueue, Phase
 from vajra_py.runtime.serving.policy_swap import Swapped
-from vajra_py.runtime.serving.recovery import reset_cache
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.step.plan import StepPlan, StepResult
-from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
+from vajra_py.runtime.support.clock import NEVER, to_ticks
 
 # Looking a member of an enumeration up costs more than a call, and these are looked up for every event.
 _STEP_END, _FORM, _ARRIVAL = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL
@@ -72,9 +71,11 @@ class DriverOptions:
 class Driver(Generic[R]):
     """Lets things happen to a controller's replicas. For one thread.
 
+    Its fields, and those of a `BackendReplica`, are written here alone; a backend calls the method that says what happens.
+
     Attributes:
         now: the present tick.
-        until: up to where `run_until` goes; a backend may bring it forward while it runs.
+        until: up to where `run_until` goes.
         num_steps: steps launched so far.
         events: what will happen. Payloads by phase: `STEP_END` and `STAGE_END` (replica, anything or the plan, epoch),
             `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `EXPIRY` a request or an id, `ABORT` an id; those of
@@ -97,7 +98,7 @@ class Driver(Generic[R]):
         self.fast_forward: FastForward[R] | None = None
         """See `use`."""
         self.form_step: FormStep = Replica.next_plan
-        """How a replica forms its next step; to be wrapped by who times it."""
+        """How a replica forms its next step; see `form_through`."""
         self._backend = backend
         self._options = options
         self._note = note
@@ -121,7 +122,19 @@ class Driver(Generic[R]):
         for name, replicaset in self.controller.replicasets.items():
             replicaset.sync = partial(fast_forward.sync_all, name)
 
+    def form_through(self, form_step: FormStep) -> None:
+        """Form steps by this function from now on; it may measure, and returns what `Replica.next_plan` returns."""
+        self.form_step = form_step
+
     # Time
+
+    def advance_to(self, tick: int) -> None:
+        """Set the clock to a later tick; what was due before happens then, when `run_until` is called."""
+        self.now = tick
+
+    def stop_now(self) -> None:
+        """Let the present `run_until` go no further than the present tick."""
+        self.until = min(self.until, self.now)
 
     def run_until(self, until: int) -> None:
         """Let everything happen that is due up to a tick, each event at its own.
@@ -267,6 +280,15 @@ class Driver(Generic[R]):
         one.replica.first_stage_completed(plan)
         self._wake(one)
 
+    def count_repeats(self, num_steps: int) -> None:
+        """Count steps that a backend launched along with another one and that have ended."""
+        self.num_steps += num_steps
+
+    def end_run_at(self, one: R, tick: int) -> None:
+        """Let the step in flight be the last of those that were launched together: it ends at `tick`, and the end announced is void."""
+        one.epoch += 1
+        one.free_at = tick
+
     def freed(self, one: R) -> None:
         """What the replica executed when it was called off came back now."""
         one.free_at = self.now
@@ -372,7 +394,7 @@ class Driver(Generic[R]):
             one.replica.set_gate(what)
         else:
             try:
-                reset_cache(one.replica, to_seconds(self.now))
+                self.controller.reset_cache(one.replica, self.now)
             except PolicyError as error:
                 self._isolate(what.replicaset, error)
                 return

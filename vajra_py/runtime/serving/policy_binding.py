@@ -1,46 +1,61 @@
 """Policies of a replicaset, and how others are built in their place.
 
-One maker a replicaset, kept while it serves, so that a policy that comes later gets what the first ones got: sizes,
-predictions, random streams by name.
+One maker a replicaset, kept while it serves, so that a policy that comes later gets what the first ones got: sizes, predictions, random
+streams by name. Replica schedulers are built first, each with the limits and the latency model of its replica; prefill times follow from
+their chunks, and the other two layers are built with these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from vajra_py.config import PolicyChoice
 from vajra_py.contract import (
     Layer,
-    PrefillTime,
-    ReplicaLimits,
+    PredictsSlack,
     ReplicaScheduler,
     ReplicasetScheduler,
     RequestPrioritizer,
     SharedState,
 )
-from vajra_py.contract.policies import SoloChunkSize, solo_chunk_size_of
+from vajra_py.contract.policies import traits_of
+from vajra_py.errors import ConfigError, Problem
 from vajra_py.runtime.queues import RequestQueue, make_queue
+from vajra_py.runtime.queues.keys import SlackReader
 from vajra_py.runtime.requests.listeners import Listeners, listeners_among
+from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime
 
-MakePolicy = Callable[[Layer, PolicyChoice], Any]
-"""Builds one policy and checks its shape; raises what `vajra_py.plugins.build_policy` raises."""
+MakePolicy = Callable[[Layer, PolicyChoice, int | None], Any]
+"""Builds one policy (of the last layer for one replica) and checks its methods; raises what `vajra_py.plugins.build_policy` raises."""
+Predict = Callable[[Sequence[PolicyChoice], Sequence[ReplicaScheduler]], Sequence[PrefillTable]]
+"""Prefill times with these replica schedulers (choice and object for each replica), one table for each kind of replica."""
 
 
-class LatePrefillTime:
-    """`PrefillTime` that is complete once the replica scheduler exists, whose chunks it predicts."""
+@dataclass(frozen=True, slots=True)
+class LayerPolicies:
+    """The policies of a layer with what they were built from: one for each replica in the last layer, else one."""
 
-    table: PrefillTime | None = None
+    choices: Sequence[PolicyChoice]
+    made: Sequence[Any]
 
-    def total_s(self, num_prompt_tokens: int) -> float:
-        """Seconds for the whole prompt."""
-        assert self.table is not None
-        return self.table.total_s(num_prompt_tokens)
+    @property
+    def name(self) -> str:
+        """Name of the policy; of several kinds, each once."""
+        return ", ".join(dict.fromkeys(choice.policy for choice in self.choices))
 
-    def remaining_s(self, num_prompt_tokens: int, num_done_tokens: int) -> float:
-        """Seconds for what is left of it."""
-        assert self.table is not None
-        return self.table.remaining_s(num_prompt_tokens, num_done_tokens)
+    @property
+    def are_alike(self) -> bool:
+        """All were built from the same choice."""
+        return all(choice == self.choices[0] for choice in self.choices)
+
+    @property
+    def common_choice(self) -> PolicyChoice:
+        """What all were built from. Raises `ConfigError` where replicas have different schedulers."""
+        if not self.are_alike:
+            raise ConfigError(Problem("scheduling.replica_scheduler", f"replicas have different ones ({self.name})"))
+        return self.choices[0]
 
 
 class Policies:
@@ -49,74 +64,131 @@ class Policies:
     def __init__(
         self,
         choices: Mapping[Layer, PolicyChoice],
-        num_replicas: int,
+        scheduler_choices: Sequence[PolicyChoice],
         make: MakePolicy,
-        prefill_time: LatePrefillTime,
-        predict: Callable[[ReplicaScheduler], PrefillTime],
+        prefill_time: ReplicasetPrefillTime,
+        predict: Predict,
     ) -> None:
-        self.choices = dict(choices)
-        self._num_replicas = num_replicas
+        """`choices`: of prioritizer and replicaset scheduler; `scheduler_choices`: of each replica's scheduler."""
+        self._num_replicas = len(scheduler_choices)
         self._make = make
-        self.prefill_time = prefill_time
         self._predict = predict
+        self.prefill_time = prefill_time
         self.shared = SharedState()
         """What these policies share; policies that are made later find it as it is."""
-        self._made: dict[Layer, Sequence[Any]] = {layer: self.make(layer, choices[layer]) for layer in Layer}
-        prefill_time.table = self.predict(self.schedulers)
+        schedulers = [make(Layer.REPLICA_SCHEDULER, choice, one) for one, choice in enumerate(scheduler_choices)]
+        self._layers = {Layer.REPLICA_SCHEDULER: LayerPolicies(tuple(scheduler_choices), schedulers)}
+        self.follow_chunks()
+        for layer in (Layer.REQUEST_PRIORITIZER, Layer.REPLICASET_SCHEDULER):
+            self._layers[layer] = self.make(layer, choices[layer])
+        self.check_needs()
 
-    def make(self, layer: Layer, choice: PolicyChoice) -> Sequence[Any]:
+    def make(self, layer: Layer, choice: PolicyChoice) -> LayerPolicies:
         """New policies of a layer: one for each replica in the last, else one. They are not in force."""
-        count = self._num_replicas if layer is Layer.REPLICA_SCHEDULER else 1
-        return [self._make(layer, choice) for _ in range(count)]
+        if layer is Layer.REPLICA_SCHEDULER:
+            replicas = range(self._num_replicas)
+            return LayerPolicies((choice,) * len(replicas), [self._make(layer, choice, one) for one in replicas])
+        return LayerPolicies((choice,), [self._make(layer, choice, None)])
 
-    def predict(self, schedulers: Sequence[ReplicaScheduler]) -> PrefillTime:
-        """How long prompts take in the chunks of these schedulers."""
-        return self._predict(schedulers[0])
+    def make_again(self, layer: Layer) -> LayerPolicies:
+        """New policies from the choices in force. They are not in force."""
+        choices = self._layers[layer].choices
+        replicas = range(self._num_replicas) if layer is Layer.REPLICA_SCHEDULER else (None,)
+        return LayerPolicies(
+            choices, [self._make(layer, choice, one) for one, choice in zip(replicas, choices, strict=True)]
+        )
 
-    def put(self, layer: Layer, choice: PolicyChoice, policies: Sequence[Any]) -> None:
-        """These are in force from now on."""
-        self.choices[layer], self._made[layer] = choice, policies
+    def put(self, layer: Layer, policies: LayerPolicies) -> None:
+        """Put these in force."""
+        self._layers[layer] = policies
+
+    def follow_chunks(self) -> None:
+        """Predict prefill times from the chunks of the replica schedulers in force."""
+        schedulers = self._layers[Layer.REPLICA_SCHEDULER]
+        self.prefill_time.follow(self._predict(schedulers.choices, schedulers.made))
+
+    def check_needs(self, replacing: Mapping[Layer, LayerPolicies] | None = None) -> None:
+        """Raise `ConfigError` where a policy needs of another what that does not offer; `replacing` as if in force."""
+        layers = {**self._layers, **(replacing or {})}
+        prioritizer, schedulers = layers[Layer.REQUEST_PRIORITIZER], layers[Layer.REPLICA_SCHEDULER]
+        named = zip((choice.policy for choice in schedulers.choices), schedulers.made, strict=True)
+        for one in prioritizer.made:
+            check_slack(one, prioritizer.name, named)
 
     # What is in force
+
+    def layer(self, layer: Layer) -> LayerPolicies:
+        """The policies of a layer."""
+        return self._layers[layer]
+
+    def common_choices(self) -> dict[Layer, PolicyChoice]:
+        """The choice of each layer. Raises `ConfigError` where replicas have different schedulers."""
+        return {layer: self._layers[layer].common_choice for layer in Layer}
 
     @property
     def prioritizer(self) -> RequestPrioritizer:
         """Of every queue."""
-        return cast(RequestPrioritizer, self._made[Layer.REQUEST_PRIORITIZER][0])
+        return cast(RequestPrioritizer, self._layers[Layer.REQUEST_PRIORITIZER].made[0])
 
     @property
     def replicaset_scheduler(self) -> ReplicasetScheduler:
         """Of the replicaset."""
-        return cast(ReplicasetScheduler, self._made[Layer.REPLICASET_SCHEDULER][0])
+        return cast(ReplicasetScheduler, self._layers[Layer.REPLICASET_SCHEDULER].made[0])
 
     @property
     def schedulers(self) -> Sequence[ReplicaScheduler]:
         """Of each replica."""
-        return self._made[Layer.REPLICA_SCHEDULER]
+        return self._layers[Layer.REPLICA_SCHEDULER].made
+
+    @property
+    def are_schedulers_alike(self) -> bool:
+        """All replicas have the same scheduler with the same parameters."""
+        return self._layers[Layer.REPLICA_SCHEDULER].are_alike
 
     def name(self, layer: Layer) -> str:
         """What errors call the layer's policy."""
-        return self.choices[layer].policy
+        return self._layers[layer].name
+
+    def scheduler_name(self, replica_id: int) -> str:
+        """What errors call a replica's scheduler."""
+        return self._layers[Layer.REPLICA_SCHEDULER].choices[replica_id].policy
 
     def new_queue(self) -> RequestQueue:
         """An empty queue in the prioritizer's order."""
         return make_queue(self.prioritizer, self.name(Layer.REQUEST_PRIORITIZER))
 
+    def slack(self) -> SlackReader | None:
+        """Slack by the prioritizer; None when it predicts none."""
+        return slack_reader(self.prioritizer, self.name(Layer.REQUEST_PRIORITIZER))
+
     # Listeners
 
     def listeners(self) -> Listeners:
         """Everyone who is told of arrivals and departures."""
-        return listeners_among((one, self.name(layer)) for layer in Layer for one in self._made[layer])
+        return listeners_among(
+            (one, choice.policy)
+            for layer in Layer
+            for one, choice in zip(self._layers[layer].made, self._layers[layer].choices, strict=True)
+        )
 
     def listeners_of(self, replica_id: int) -> Listeners:
         """Who is told of what happens on a replica."""
-        own = [(self._made[layer][0], self.name(layer)) for layer in Layer if layer is not Layer.REPLICA_SCHEDULER]
-        return listeners_among([*own, (self.schedulers[replica_id], self.name(Layer.REPLICA_SCHEDULER))])
+        layers = (Layer.REQUEST_PRIORITIZER, Layer.REPLICASET_SCHEDULER)
+        shared = [(one, self.name(layer)) for layer in layers for one in self._layers[layer].made]
+        return listeners_among([*shared, (self.schedulers[replica_id], self.scheduler_name(replica_id))])
 
 
-def solo_chunk_rule(scheduler: ReplicaScheduler, limits: ReplicaLimits) -> SoloChunkSize:
-    """How a replica scheduler chunks a lone prompt: as it says, else the step's token budget, else the whole prompt."""
-    budget = limits.max_batch_tokens
-    return solo_chunk_size_of(scheduler) or (
-        lambda done, remaining: remaining if budget is None else min(remaining, budget)
-    )
+def slack_reader(prioritizer: RequestPrioritizer, name: str) -> SlackReader | None:
+    """Slack by this prioritizer; None when it predicts none."""
+    return SlackReader(prioritizer, name) if isinstance(prioritizer, PredictsSlack) else None
+
+
+def check_slack(prioritizer: RequestPrioritizer, name: str, schedulers: Iterable[tuple[str, ReplicaScheduler]]) -> None:
+    """Raise `ConfigError` where a replica scheduler needs slack and the prioritizer predicts none."""
+    if isinstance(prioritizer, PredictsSlack):
+        return
+    for scheduler_name, scheduler in schedulers:
+        if traits_of(scheduler).needs_slack:
+            message = f"{name!r} predicts no slack, which replica scheduler {scheduler_name!r} needs"
+            allowed = "Allowed: a prioritizer with slack_s and slack_fraction, such as lrs or edf"
+            raise ConfigError(Problem("scheduling.request_prioritizer", message, allowed))

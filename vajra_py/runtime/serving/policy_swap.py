@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from vajra_py.contract import Layer, RefusesRequests
+from vajra_py.contract import Layer
 from vajra_py.contract.observer import PolicySwap
 from vajra_py.errors import ConfigError, Problem, VajraError
 from vajra_py.plugins import kind_of
@@ -21,9 +20,10 @@ from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.records.input_log import PolicyChange
 from vajra_py.runtime.requests.listeners import listeners_among
 from vajra_py.runtime.requests.request import Request, RequestState
-from vajra_py.runtime.serving.policy_binding import Policies
+from vajra_py.runtime.serving.eligibility import refusal_of
+from vajra_py.runtime.serving.policy_binding import LayerPolicies, Policies
 from vajra_py.runtime.serving.replica import Replica
-from vajra_py.runtime.serving.replicaset import Replicaset, refusal_by_all
+from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.support.clock import to_seconds
 
 
@@ -46,93 +46,97 @@ def swap_policy(replicaset: Replicaset, change: PolicyChange, alive: Sequence[Re
     policies = replicaset.policies
     if policies is None:
         raise ConfigError(Problem(f"replicaset {replicaset.name}", "was put together by hand; its policies stay"))
-    layer, old = change.layer, policies.choices[change.layer]
+    layer, old = change.layer, policies.layer(change.layer)
     if replicaset.out_of_service:  # nobody is left who would rely on it
         policies.shared.clear()
     made = policies.make(layer, change.choice)
-    _greet(policies, change, made, alive, to_seconds(now))
+    replacing = {layer: made}
     if replicaset.out_of_service:
-        for other in Layer:
-            if other is not layer:
-                policies.put(other, policies.choices[other], policies.make(other, policies.choices[other]))
-        policies.put(layer, change.choice, made)
+        replacing |= {other: policies.make_again(other) for other in Layer if other is not layer}
+    policies.check_needs(replacing)
+    _announce_arrivals(change.choice.policy, made, alive, to_seconds(now))
+    moved: Sequence[tuple[Request, Replica | None]] = ()
+    num_requeued = 0
+    if replicaset.out_of_service:
+        for other, policies_of_layer in replacing.items():
+            policies.put(other, policies_of_layer)
         _start_again(replicaset, policies)
-        moved: Sequence[tuple[Request, Replica | None]] = ()
-        num_requeued = 0
     else:
         moved, num_requeued = _SWAPS[layer](replicaset, policies, change, (made, alive, now))
-    swap = PolicySwap(
-        replicaset.name, layer, old.policy, old.params, change.choice.policy, change.choice.params, num_requeued
-    )
+    old_params = old.choices[0].params if old.are_alike else {}
+    choice = change.choice
+    swap = PolicySwap(replicaset.name, layer, old.name, old_params, choice.policy, choice.params, num_requeued)
     return Swapped(swap, moved)
 
 
-_Given = tuple[Sequence[Any], Sequence[Request], int]
+_Given = tuple[LayerPolicies, Sequence[Request], int]
 """(policies of the layer, living requests, tick)."""
 _Done = tuple[Sequence[tuple[Request, Replica | None]], int]
 
 
-def _greet(policies: Policies, change: PolicyChange, made: Sequence[Any], alive: Sequence[Request], now: float) -> None:
+def _announce_arrivals(name: str, made: LayerPolicies, alive: Sequence[Request], now: float) -> None:
     """Tell new listeners of the requests that are there: to them they arrive now."""
     if alive:
-        for tell in listeners_among((one, change.choice.policy) for one in made).arrivals:
+        for tell in listeners_among((one, name) for one in made.made).arrivals:
             tell(alive, now)
 
 
 def _swap_prioritizer(replicaset: Replicaset, policies: Policies, change: PolicyChange, given: _Given) -> _Done:
     made, _, now = given
-    before = policies.choices[change.layer], [policies.prioritizer]
-    policies.put(change.layer, change.choice, made)
+    before = policies.layer(change.layer)
+    policies.put(change.layer, made)
     try:
         queues = _queued_anew(replicaset, policies, to_seconds(now))
     except VajraError:
-        policies.put(change.layer, *before)
+        policies.put(change.layer, before)
         raise
-    return (), _refit(replicaset, policies, queues)
+    return (), _bind_all(replicaset, policies, queues)
 
 
-def _swap_schedulers(replicaset: Replicaset, policies: Policies, change: PolicyChange, given: _Given) -> _Done:
+def _swap_replica_schedulers(replicaset: Replicaset, policies: Policies, change: PolicyChange, given: _Given) -> _Done:
     made, alive, now = given
     _check_refusals(replicaset, change.choice.policy, made, (alive, to_seconds(now)))
-    before = policies.choices[change.layer], policies.schedulers, policies.prefill_time.table
-    policies.put(change.layer, change.choice, made)
-    policies.prefill_time.table = policies.predict(made)
+    before, tables = policies.layer(change.layer), policies.prefill_time.tables
+    policies.put(change.layer, made)
+    policies.follow_chunks()
     try:
         queues = _queued_anew(replicaset, policies, to_seconds(now))
     except VajraError:
-        policies.put(change.layer, before[0], before[1])
-        policies.prefill_time.table = before[2]
+        policies.put(change.layer, before)
+        policies.prefill_time.follow(tables)
         raise
-    return (), _refit(replicaset, policies, queues)
+    return (), _bind_all(replicaset, policies, queues)
 
 
-def _swap_chooser(replicaset: Replicaset, policies: Policies, change: PolicyChange, given: _Given) -> _Done:
+def _swap_replicaset_scheduler(
+    replicaset: Replicaset, policies: Policies, change: PolicyChange, given: _Given
+) -> _Done:
     made, alive, now = given
-    before = policies.choices[change.layer], [policies.replicaset_scheduler]
+    before = policies.layer(change.layer)
     waiting = [one for one in alive if one in replicaset.shared or one.state is RequestState.WAITING]
     places = [one.replica_id for one in waiting]
     for request in waiting:
         _take_out(replicaset, request)
-    policies.put(change.layer, change.choice, made)
+    policies.put(change.layer, made)
     replicaset.bind_policy(policies.replicaset_scheduler, change.choice.policy)
     try:
         moved = [(request, replicaset.place(request, now)) for request in waiting]
     except VajraError:
-        policies.put(change.layer, *before)
+        policies.put(change.layer, before)
         replicaset.bind_policy(policies.replicaset_scheduler, policies.name(change.layer))
         for request, replica_id in zip(waiting, places, strict=True):
             if request in replicaset.shared or request.replica_id >= 0:
                 _take_out(replicaset, request)
             replicaset.bind(request, replica_id if replica_id >= 0 else None, to_seconds(now))
         raise
-    _refit(replicaset, policies, None)
+    _bind_all(replicaset, policies, None)
     return moved, len(moved)
 
 
 _SWAPS: dict[Layer, Callable[[Replicaset, Policies, PolicyChange, _Given], _Done]] = {
     Layer.REQUEST_PRIORITIZER: _swap_prioritizer,
-    Layer.REPLICASET_SCHEDULER: _swap_chooser,
-    Layer.REPLICA_SCHEDULER: _swap_schedulers,
+    Layer.REPLICASET_SCHEDULER: _swap_replicaset_scheduler,
+    Layer.REPLICA_SCHEDULER: _swap_replica_schedulers,
 }
 
 
@@ -148,17 +152,20 @@ def _take_out(replicaset: Replicaset, request: Request) -> None:
 
 
 def _check_refusals(
-    replicaset: Replicaset, name: str, made: Sequence[Any], served: tuple[Sequence[Request], float]
+    replicaset: Replicaset, name: str, made: LayerPolicies, served: tuple[Sequence[Request], float]
 ) -> None:
     alive, now = served
     for request in alive:
-        schedulers = made if request.replica_id < 0 else [made[request.replica_id]]
-        if not all(isinstance(one, RefusesRequests) for one in schedulers):
-            continue
-        places = range(len(made)) if request.replica_id < 0 else [request.replica_id]
-        reason = refusal_by_all(zip(schedulers, map(replicaset.load_of, places), strict=True), name, request, now)
-        if reason is not None:
-            what = f"{name!r} would never run request {request.request_id!r}, which is being served ({reason})"
+        bound = [replicaset.replicas[request.replica_id]] if request.replica_id >= 0 else None
+        first: str | None = None
+        for replica in bound or replicaset.bounds.holders(request):
+            replica_id = replica.replica_id
+            reason = refusal_of(made.made[replica_id], name, replicaset.load_of(replica_id), request, now)
+            if reason is None:
+                break
+            first = first or reason
+        else:
+            what = f"{name!r} would never run request {request.request_id!r}, which is being served ({first})"
             raise ConfigError(Problem(kind_of(Layer.REPLICA_SCHEDULER), what, "Try again when it has ended"))
 
 
@@ -173,7 +180,7 @@ def _queued_anew(replicaset: Replicaset, policies: Policies, now: float) -> list
     return queues
 
 
-def _refit(replicaset: Replicaset, policies: Policies, queues: Sequence[RequestQueue] | None) -> int:
+def _bind_all(replicaset: Replicaset, policies: Policies, queues: Sequence[RequestQueue] | None) -> int:
     """Let everyone use what is in force now; returns how many requests wait."""
     if queues is not None:
         replicaset.share(queues[0])
@@ -185,16 +192,17 @@ def _refit(replicaset: Replicaset, policies: Policies, queues: Sequence[RequestQ
                 replica.parts,
                 queue=replica.queue if queues is None else queues[1 + replica_id],
                 policy=policies.schedulers[replica_id],
-                policy_name=policies.name(Layer.REPLICA_SCHEDULER),
+                policy_name=policies.scheduler_name(replica_id),
                 listeners=policies.listeners_of(replica_id),
+                slack=policies.slack(),
             )
         )
-    replicaset.replicas_refitted()
+    replicaset.on_schedulers_bound()
     return replicaset.num_queued
 
 
 def _start_again(replicaset: Replicaset, policies: Policies) -> None:
-    policies.prefill_time.table = policies.predict(policies.schedulers)
+    policies.follow_chunks()
     replicaset.bind_policy(policies.replicaset_scheduler, policies.name(Layer.REPLICASET_SCHEDULER))
-    _refit(replicaset, policies, [policies.new_queue() for _ in range(1 + len(replicaset.replicas))])
+    _bind_all(replicaset, policies, [policies.new_queue() for _ in range(1 + len(replicaset.replicas))])
     replicaset.out_of_service = ""

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from vajra_py.contract import PreemptionMode
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.records.input_log import Failure
 from vajra_py.runtime.requests.lifecycle import end_request
@@ -62,14 +61,21 @@ def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now
     return losses
 
 
-def reset_cache(replica: Replica, now: float) -> None:
-    """Preempt everybody, the latest admitted first, and forget what is cached; between two steps, with nobody swapped."""
-    for request in reversed(replica.running_set.running()):
-        replica.lifecycle.preempt(request, PreemptionMode.RECOMPUTE, now)
+def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
+    """Empty a replica's KV memory and prefix cache, between two steps and with nobody swapped.
+
+    Returns the requests that ran and wait again, the latest admitted first.
+    """
+    if replica.num_in_flight:
+        raise RuntimeError(f"a step of replica {replica.replica_id} is in flight, and its memory cannot be emptied")
+    held = list(reversed(replica.running_set.running()))
+    for request in held:
+        replica.lifecycle.lose_memory(request, now)
     replica.memory.clear()
     for waiting in replica.queue:
         request = cast(Request, waiting)
         replica.memory.register(request, request.hashes)
+    return held
 
 
 def abandon(replicaset: Replicaset, why: str, now: int) -> Ended:

@@ -13,6 +13,7 @@ from vajra_py.contract.observer import EndReason, Observer, ScheduledChunk, Step
 from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError
 from vajra_py.runtime.kv import KvMemory, TokenBlockHashes
 from vajra_py.runtime.queues import RequestQueue
+from vajra_py.runtime.queues.keys import SlackReader
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.input_log import Gate
 from vajra_py.runtime.records.step_log import PlanRepeats, StepLog
@@ -54,6 +55,8 @@ class ReplicaParts:
     options: BuilderOptions
     executor: Executor
     listeners: Listeners = NOBODY
+    slack: SlackReader | None = None
+    """Slack by the prioritizer; None when it predicts none."""
 
 
 class Replica:
@@ -64,7 +67,7 @@ class Replica:
         self.replicaset = parts.replicaset
         self.replica_id = parts.replica_id
         self.limits = parts.limits
-        self.max_request_tokens = _max_request_tokens(parts.limits)
+        self.max_request_tokens = max_request_tokens(parts.limits)
         """Most tokens, prompt and output together, that one request may have here."""
         self.memory = parts.memory
         self.queue = parts.queue
@@ -96,7 +99,8 @@ class Replica:
         self.parts = parts
         self.queue = self.running_set.queue = parts.queue
         self.lifecycle.listeners = parts.listeners
-        self.builder.policy_name = parts.policy_name
+        self.builder.bind_policy(parts.policy_name)
+        self._view.slack = parts.slack
         schedule = parts.policy.schedule
         around, name = self.around, parts.policy_name
         self._schedule = (
@@ -111,7 +115,7 @@ class Replica:
         self._step_logs = [one for one in observers if isinstance(one, StepLog) and one.wants_plans]
         self.running_set.log_pool(on=bool(self._step_logs))
         self.lifecycle.observers = observers
-        self.parts.options.keep_notes = bool(self._step_watchers or self._step_logs)
+        self.builder.keep_notes(on=bool(self._step_watchers or self._step_logs))
 
     # Requests come and go
 
@@ -166,9 +170,12 @@ class Replica:
         self.running_set.clear()
         self.memory.clear()
         self.lifecycle.holding.clear()
-        self.builder.swap_bytes_due = 0
-        self.builder.slots_held = 0
-        self.builder.dropped = []
+        self.builder.reset()
+
+    def can_hold(self, request: Request) -> bool:
+        """Return whether limits and an empty memory have room for the longest that the request may become."""
+        num_tokens = request.num_prompt_tokens + request.max_tokens
+        return num_tokens <= self.limits.max_model_len and self.memory.fits(num_tokens - 1)
 
     @property
     def num_pending_tokens(self) -> int:
@@ -194,7 +201,8 @@ class Replica:
             return None
         if not self.forms_steps:
             return None
-        builder.num_preempted_before = 0
+        if builder.num_preempted_before:
+            builder.begin_attempts()
         for _ in range(MAX_EMPTY_STEPS):
             plan = self.form_step(now)
             if plan is None and builder.slots_held:
@@ -202,11 +210,11 @@ class Replica:
             if plan is None:
                 if not self._inherited or not self._give_way(now):
                     return None
-                builder.num_preempted_before += 1
+                builder.count_preempted(1)
                 continue
             if plan.chunks or plan.num_pool_decodes:
                 return plan
-            builder.num_preempted_before += len(plan.preempted)
+            builder.count_preempted(len(plan.preempted))
         stuck = PolicyError(self.parts.policy_name, "preempts without ever running anything")
         raise stuck.at(self.replica_id, self.num_steps)
 
@@ -217,7 +225,7 @@ class Replica:
 
     def _see_ends(self) -> None:
         """The scheduler knows which requests have ended: their slots and blocks are free."""
-        self.builder.slots_held = 0
+        self.builder.hold_slots(0)
         self.lifecycle.release_ended()
 
     def _give_way(self, now: int) -> bool:
@@ -267,12 +275,10 @@ class Replica:
 
     def take_dropped(self) -> list[tuple[Request, EndReason]]:
         """Requests that the policy has dropped since this was last asked; whoever lets the replica form steps counts them."""
-        dropped = self.builder.dropped
-        if dropped:
-            self.builder.dropped = []
-            for request, _ in dropped:
-                self._output_limits.pop(request, None)
-                self.parts.executor.release(request)
+        dropped = self.builder.take_dropped()
+        for request, _ in dropped:
+            self._output_limits.pop(request, None)
+            self.parts.executor.release(request)
         return dropped
 
     def _show(self, plan: StepPlan) -> None:
@@ -283,7 +289,7 @@ class Replica:
             formed_at=to_seconds(plan.formed_at),
             chunks=[ScheduledChunk(*entry) for entry in plan.entries()],
             preempted=plan.preempted,
-            shape=plan.shape,
+            features=plan.features,
             free_blocks=plan.free_blocks,
             num_waiting=plan.num_waiting,
             num_running=plan.num_running,
@@ -352,7 +358,7 @@ class Replica:
                 tell(step)
         finished += aborted
         if finished and self.parts.options.holds_ended_slots:
-            self.builder.slots_held = len(finished)
+            self.builder.hold_slots(len(finished))
         if self._end_watchers:
             self._show_end(plan, finished, to_seconds(now))
         for log in self._step_logs:
@@ -466,7 +472,7 @@ class Replica:
             now,
             finished,
             plan.free_blocks,
-            plan.shape,
+            plan.features,
             plan.num_waiting,
             plan.num_running,
             len(plan.preempted) + plan.num_preempted_before,
@@ -475,7 +481,8 @@ class Replica:
             observer.on_step_end(end)
 
 
-def _max_request_tokens(limits: ReplicaLimits) -> int:
+def max_request_tokens(limits: ReplicaLimits) -> int:
+    """Most tokens, prompt and output together, that one request may have on a replica of these sizes."""
     capacity = limits.num_blocks * limits.block_size
     if limits.kv_group_tokens is not None:
         capacity = min(capacity, limits.kv_parallel_groups * limits.kv_group_tokens)

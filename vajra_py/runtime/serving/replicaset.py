@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, cast
+from typing import cast
 
-from vajra_py.contract import Layer, RefusesRequests, ReplicaLoadView, ReplicasetScheduler, RequestView
+from vajra_py.contract import (
+    Layer,
+    QueueView,
+    RefusesRequests,
+    ReplicaLimits,
+    ReplicaLoadView,
+    ReplicasetScheduler,
+    RequestView,
+)
 from vajra_py.contract.observer import EndReason, Observer
-from vajra_py.errors import POLICY_EXCEPTIONS, PolicyError, VajraError, place_of_definition
+from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem, VajraError, place_of_definition
 from vajra_py.runtime.queues import RequestQueue
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.requests.lifecycle import end_request
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.eligibility import RequestBounds, first_refusal, refusal_of
 from vajra_py.runtime.serving.load import LiveLoad, LoadOnDemand, SnapshotLoad
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.replica import Around, Replica
@@ -79,6 +88,23 @@ class _SharedView:
         return self._queue.ordered(self._now)
 
 
+class _EligibleView:
+    """`QueueView` over those requests of the shared queue that one replica can run, where replicas differ."""
+
+    __slots__ = ("_is_eligible", "_now", "_queue")
+
+    def __init__(self, queue: RequestQueue, now: float, is_eligible: Callable[[RequestView], bool]) -> None:
+        self._queue = queue
+        self._now = now
+        self._is_eligible = is_eligible
+
+    def __len__(self) -> int:
+        return sum(map(self._is_eligible, self._queue))
+
+    def __iter__(self) -> Iterator[RequestView]:
+        return filter(self._is_eligible, self._queue.ordered(self._now))
+
+
 class Replicaset:
     """Replicas of one model behind one prioritizer and one replicaset scheduler."""
 
@@ -106,6 +132,10 @@ class Replicaset:
         self._queued_by_id: dict[str, Request] = {}
         self.may_refuse = False
         """Whether its replica schedulers are asked before a request is taken in."""
+        self._differs = False
+        """Whether a request that one replica can run may be too much for another."""
+        self._eligible: dict[Request, Sequence[Replica]] = {}
+        """Replicas that can run a request, where they differ."""
         self.sync: Callable[[], None] = _do_nothing
         """Applies every step that has ended; see `load_of`. The driver's, where its backend fast-forwards."""
         self.lost: set[int] = set()
@@ -125,7 +155,8 @@ class Replicaset:
         load = LiveLoad(replica)
         door.view = load
         self.replicas.append(replica)
-        self.replicas_refitted()
+        self.bounds = RequestBounds(self.name, self.replicas)
+        self.on_schedulers_bound()
         self._live.append(load)
         self._views = [SnapshotLoad.of(one) for one in self._live] if self._view_interval_s > 0 else self._live
         return replica
@@ -142,9 +173,40 @@ class Replicaset:
         assign, around = scheduler.assign, self.around
         self._assign_call = assign if around is None else around(self.name, Layer.REPLICASET_SCHEDULER, name, assign)
 
-    def replicas_refitted(self) -> None:
-        """Replicas have their policy, or another one."""
-        self.may_refuse = all(isinstance(one.parts.policy, RefusesRequests) for one in self.replicas)
+    def on_schedulers_bound(self) -> None:
+        """Read from the replicas' schedulers, which are in force now, which of them are asked about arriving requests."""
+        self.may_refuse = any(isinstance(one.parts.policy, RefusesRequests) for one in self.replicas)
+        self._differs = not self.bounds.are_equal or (self.may_refuse and not self._are_schedulers_alike())
+        self._eligible.clear()
+
+    def _are_schedulers_alike(self) -> bool:
+        if self.policies is not None:
+            return self.policies.are_schedulers_alike
+        return len({type(one.parts.policy) for one in self.replicas}) == 1
+
+    @property
+    def limits_in_common(self) -> ReplicaLimits:
+        """Limits of every replica. Raises `ConfigError` where they differ."""
+        if not self.bounds.are_equal:
+            found = ", ".join(f"{one.replica_id}: {one.limits}" for one in self.replicas)
+            problem = Problem(f"replicasets.{self.name}", f"its replicas have different limits ({found})")
+            raise ConfigError(problem)
+        return self.bounds.largest
+
+    def eligible(self, request: Request, now: float) -> Sequence[Replica]:
+        """Replicas, up or not, that have room for a request and whose scheduler does not refuse it, by id."""
+        if not self._differs:
+            return self.replicas
+        found = self._eligible.get(request)
+        if found is None:
+            found = [
+                one
+                for one in self.bounds.holders(request)
+                if refusal_of(one.parts.policy, one.parts.policy_name, self.load_of(one.replica_id), request, now)
+                is None
+            ]
+            self._eligible[request] = found
+        return found
 
     def call_through(self, around: Around) -> None:
         """Let policies be asked through what `around` makes of their methods, those that are there and those to come."""
@@ -172,14 +234,23 @@ class Replicaset:
         """A replica is gone with everything that it held; returns the requests that ended with it."""
         self.note_lost(replica_id)
         ended = self.replicas[replica_id].lose(detail, now)
-        if self._all_lost:
-            for request in [cast(Request, one) for one in self.shared.ordered(now)]:
-                self.shared.remove(request)
-                end_request(request, EndReason.FAILED, detail, now)
-                for observer in self.observers:
-                    observer.on_ended(request, EndReason.FAILED, detail, now)
-                ended.append((request, EndReason.FAILED))
+        for request in self._stranded(now):
+            self.shared.remove(request)
+            end_request(request, EndReason.FAILED, detail, now)
+            for observer in self.observers:
+                observer.on_ended(request, EndReason.FAILED, detail, now)
+            ended.append((request, EndReason.FAILED))
         return ended
+
+    def _stranded(self, now: float) -> list[Request]:
+        """Requests of the shared queue that no replica that is up can run, most urgent first."""
+        if not self._all_lost and not self._differs:
+            return []
+        queued = [cast(Request, one) for one in self.shared.ordered(now)]
+        return queued if self._all_lost else [one for one in queued if not self._is_runnable(one, now)]
+
+    def _is_runnable(self, request: Request, now: float) -> bool:
+        return any(self.is_up(one.replica_id) for one in self.eligible(request, now))
 
     def note_lost(self, replica_id: int) -> None:
         """A replica does not compute any more."""
@@ -204,7 +275,7 @@ class Replicaset:
 
     def refusal(self, request: Request, now: float) -> str | None:
         """Why this request cannot be taken, now or ever; None when it can."""
-        limits = self.replicas[0].limits
+        bounds = self.bounds
         prompt = request.num_prompt_tokens
         if self.out_of_service:
             return self.out_of_service
@@ -213,14 +284,17 @@ class Replicaset:
         if request.max_tokens < 1:
             return (
                 f"the prompt ({prompt} tokens) leaves no room for output: a request may hold at most "
-                f"{self.replicas[0].max_request_tokens} tokens here"
+                f"{bounds.max_request_tokens} tokens here"
             )
-        if not self.replicas[0].memory.fits(prompt + request.max_tokens - 1):
+        holders = bounds.holders(request)
+        if not holders:
             return (
                 f"prompt and output ({prompt} + {request.max_tokens} tokens) can never fit into the KV memory of a "
-                f"replica ({limits.num_blocks} blocks of {limits.block_size} tokens)"
+                f"replica ({bounds.largest.num_blocks} blocks of {bounds.block_size} tokens)"
             )
-        detail = self._refused_by_policy(request, now)
+        if self._differs and not any(self.is_up(one.replica_id) for one in holders):
+            return f"{ALL_FAILED} that has room for it ({len(holders)} of {len(self.replicas)})"
+        detail = self._refused_by_policy(holders, request, now)
         if detail is not None:
             return detail
         waiting = self.admission.max_queued_requests
@@ -231,15 +305,10 @@ class Replicaset:
             return f"{QUEUE_FULL} ({self.num_queued_tokens} tokens wait, at most {tokens} may)"
         return None
 
-    def _refused_by_policy(self, request: Request, now: float) -> str | None:
+    def _refused_by_policy(self, holders: Sequence[Replica], request: Request, now: float) -> str | None:
         if not self.may_refuse:
             return None
-        name = self.replicas[0].parts.policy_name
-        asked = (
-            (one.parts.policy, self.load_of(one.replica_id)) for one in self.replicas if self.is_up(one.replica_id)
-        )
-        detail = refusal_by_all(asked, name, request, now)
-        return None if detail is None else f"{name}: {detail}"
+        return first_refusal((one for one in holders if self.is_up(one.replica_id)), self.load_of, request, now)
 
     def load_of(self, replica_id: int) -> ReplicaLoadView:
         """A replica for a policy that is asked whether it refuses a request, synchronised when a figure is read.
@@ -267,7 +336,7 @@ class Replicaset:
     def place(self, request: Request, now: int) -> Replica | None:
         """Queue a request that is in no queue; returns like `accept`."""
         seconds = to_seconds(now)
-        replica_id = self._assign(request, seconds) if self.num_up else None
+        replica_id = self._assign(request, seconds) if self._may_assign(request, seconds) else None
         for observer in self.observers:
             observer.on_assigned(request, replica_id, seconds)
         return self.bind(request, replica_id, seconds)
@@ -282,10 +351,16 @@ class Replicaset:
         replica.enqueue(request, now)
         return replica
 
+    def _may_assign(self, request: Request, now: float) -> bool:
+        """Whether some replica is up that can run the request; otherwise it waits in the shared queue for one."""
+        return self._is_runnable(request, now) if self._differs else self.num_up > 0
+
     def _assign(self, request: Request, now: float) -> int | None:
         views: Sequence[ReplicaLoadView] = self._views
         if self._view_interval_s > 0:
             views = [one.look(now, self._view_interval_s) for one in self._views if isinstance(one, SnapshotLoad)]
+        if self._differs:
+            views = [views[one.replica_id] for one in self.eligible(request, now)]
         try:
             chosen = self._assign_call(request, views, now)
         except VajraError:
@@ -294,33 +369,41 @@ class Replicaset:
             raise PolicyError.caused_by(self.scheduler_name, error, request_id=request.request_id) from error
         if chosen is None:
             return None
-        if type(chosen) is int and 0 <= chosen < len(self.replicas) and self._live[chosen].is_up:
+        if type(chosen) is int and 0 <= chosen < len(self.replicas) and self._live[chosen].is_up and not self._differs:
             return chosen
         answer: object = chosen  # a plug-in may say anything
-        known = isinstance(answer, Integral) and 0 <= int(answer) < len(self.replicas)
-        if not known or not self._live[chosen].is_up:
-            message = f"assigned a request to replica {chosen!r}. Replicas that are up: {self._up()}"
+        up = [one.replica_id for one in self.eligible(request, now) if self.is_up(one.replica_id)]
+        if not isinstance(answer, Integral) or int(answer) not in up:
+            which = "that are up and can run it" if self._differs else "that are up"
+            message = f"assigned a request to replica {chosen!r}. Replicas {which}: {up}"
             place = place_of_definition(self.scheduler.assign)
             raise PolicyError(self.scheduler_name, message, request_id=request.request_id, place=place)
         return int(chosen)
 
-    def _up(self) -> list[int]:
-        return [one.replica_id for one in self._live if one.is_up]
-
     def pulled_by(self, view: ReplicaLoadView, now: float) -> Iterator[RequestView]:
         """Shared-queue requests that the scheduler lets this replica take, as requests."""
+        replica_id = view.replica_id
         try:
-            for request_id in self.scheduler.pull(view, _SharedView(self.shared, now), now):
+            for request_id in self.scheduler.pull(view, self._shared_view(replica_id, now), now):
                 request = self._queued_by_id.get(request_id)
                 if request is None or request not in self.shared:
                     message = "pulled a request that is not in the shared queue"
                     place = place_of_definition(self.scheduler.pull)
                     raise PolicyError(self.scheduler_name, message, request_id=request_id, place=place)
-                yield request
+                if not self._differs or self._can_run(replica_id, request, now):
+                    yield request
         except VajraError:
             raise
         except POLICY_EXCEPTIONS as error:
             raise PolicyError.caused_by(self.scheduler_name, error) from error
+
+    def _shared_view(self, replica_id: int, now: float) -> QueueView:
+        if not self._differs:
+            return _SharedView(self.shared, now)
+        return _EligibleView(self.shared, now, lambda request: self._can_run(replica_id, cast(Request, request), now))
+
+    def _can_run(self, replica_id: int, request: Request, now: float) -> bool:
+        return any(one.replica_id == replica_id for one in self.eligible(request, now))
 
     def offers(self, replica_id: int, now: int) -> bool:
         """Whether the replica may pull anything from the shared queue."""
@@ -329,6 +412,7 @@ class Replicaset:
     def forget(self, request: Request) -> None:
         """The request has left for good."""
         self._queued_by_id.pop(request.request_id, None)
+        self._eligible.pop(request, None)
 
     def abort(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
         """End a request before its time, wherever it is; False when its step has to come back first."""
@@ -339,20 +423,6 @@ class Replicaset:
                 observer.on_ended(request, reason, detail, now)
             return True
         return self.replicas[request.replica_id].abort(request, reason, now, detail)
-
-
-def refusal_by_all(asked: Iterable[tuple[Any, ReplicaLoadView]], name: str, request: Request, now: float) -> str | None:
-    """The first refusal, when each of these schedulers (with its replica) refuses the request; None when one would run it."""
-    first: str | None = None
-    for scheduler, replica in asked:
-        try:
-            reason = scheduler.refuses(request, replica, now)
-        except POLICY_EXCEPTIONS as error:
-            raise PolicyError.caused_by(name, error, request_id=request.request_id) from error
-        if reason is None:
-            return None
-        first = first or reason
-    return first
 
 
 def _do_nothing() -> None:

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from operator import attrgetter
+
 from vajra_py.runtime.kv import BlockHashes, PrivateBlockHashes, SegmentBlockHashes, TokenBlockHashes
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.workload import RequestSpec
+from vajra_py.workload.generated import maker
+
+_FACTS = tuple(entry.name for entry in fields(RequestFacts))
+_facts_in = attrgetter(*_FACTS)
+_make_facts = maker(RequestFacts, _FACTS)
 
 
 def facts_of(spec: RequestSpec) -> RequestFacts:
     """What the client says; not the true output length."""
-    return RequestFacts(
-        spec.request_id,
-        spec.num_prompt_tokens,
-        spec.max_tokens,
-        spec.priority,
-        spec.tenant,
-        spec.slo_class,
-        spec.ttft_slo_s,
-        spec.tpot_slo_s,
-        spec.deadline_s,
-        spec.expires_after_s,
-        spec.session_id,
-        spec.metadata,
-        spec.tbt_slo_s,
-    )
+    return _make_facts(*_facts_in(spec))
 
 
 def hashes_of(spec: RequestSpec, block_size: int, salt: str, *, reads_cache: bool = True) -> BlockHashes:

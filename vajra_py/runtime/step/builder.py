@@ -63,6 +63,22 @@ class Builder(PlanDraft):
         self._caches_decodes = False
         """With decodes taken one by one: who needs a block, and whether blocks that they fill are entered at once."""
 
+    def bind_policy(self, name: str) -> None:
+        """Let requests be dropped in the name of this policy from now on."""
+        self.policy_name = name
+
+    def reset(self) -> None:
+        """Forget what earlier steps left to be counted or copied: the replica is empty."""
+        self._drop_dues()
+        self.dropped = []
+
+    def take_dropped(self) -> list[tuple[Request, EndReason]]:
+        """Requests that the policy has dropped since this was last called."""
+        dropped = self.dropped
+        if dropped:
+            self.dropped = []
+        return dropped
+
     def start(self, now: float) -> None:
         """Empty the plan for a new step."""
         self._empty(now)
@@ -401,7 +417,7 @@ class Builder(PlanDraft):
 
     def predicted_time(self) -> float:
         """Predicted seconds of the step as it stands."""
-        return self._latency.stage_time_s(self.shape())
+        return self._latency.stage_time_s(self.features())
 
     def predicted_time_with(self, request: RequestView, num_tokens: int) -> float:
         """Predicted seconds of the step with `num_tokens` of the request added."""

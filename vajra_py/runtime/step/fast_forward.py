@@ -38,7 +38,7 @@ class Repeats:
         pool, running_set = plan.pool, self._running_set
         if pool is None or plan.chunks or not self._is_steady(plan):
             return 0
-        if plan.preempted or plan.num_preempted_before or plan.shape.swap_bytes:
+        if plan.preempted or plan.num_preempted_before or plan.features.swap_bytes:
             return 0
         memory = running_set.memory
         if running_set.has_spare_blocks or running_set.skipped or running_set.partial:
@@ -90,7 +90,7 @@ def run_of(replicaset: str, plan: StepPlan, ended_at: Sequence[int], num_waiting
         to_seconds(plan.formed_at),
         [to_seconds(tick) for tick in ended_at],
         len(pool),
-        plan.shape.decode_context_tokens,
+        plan.features.decode_context_tokens,
         free_blocks,
         [plan.num_waiting, *[num_waiting] * (len(ended_at) - 1)],
         plan.num_running,

@@ -48,56 +48,56 @@ class GroupFeatures:
 
     def of(self, chunks: Collection[PlannedChunk], decodes: Iterable[Request], swap_bytes: int) -> list[BatchFeatures]:
         """A batch of these chunks and decodes, with several groups; every group waits for what is swapped."""
-        shapes = [BatchFeatures(swap_bytes=swap_bytes)] * self._memory.num_groups
+        by_group = [BatchFeatures(swap_bytes=swap_bytes)] * self._memory.num_groups
         for request, num_tokens, context_tokens, _ in chunks:
-            shapes = self.with_chunk(shapes, request, num_tokens, context_tokens)
+            by_group = self.with_chunk(by_group, request, num_tokens, context_tokens)
         for request in decodes:
-            shapes = self.with_decode(shapes, request)
-        return shapes
+            by_group = self.with_decode(by_group, request)
+        return by_group
 
-    def with_decode(self, shapes: list[BatchFeatures], request: Request) -> list[BatchFeatures]:
-        """`shapes` with one decode more, in every group that holds some of its tokens."""
+    def with_decode(self, by_group: list[BatchFeatures], request: Request) -> list[BatchFeatures]:
+        """`by_group` with one decode more, in every group that holds some of its tokens."""
         context_tokens = request.num_computed_tokens
         if self._one_group:
-            return [shapes[0].with_decodes(1, context_tokens)]
+            return [by_group[0].with_decodes(1, context_tokens)]
         groups = self._memory.active_groups(request, context_tokens)
         contexts = self._memory.group_context(request, context_tokens)
-        result = list(shapes)
+        result = list(by_group)
         for group, context in zip(groups, contexts, strict=True):
-            shape = result[group].with_decodes(1, context)
-            result[group] = _merging(shape, 1) if len(groups) > 1 else shape
+            features = result[group].with_decodes(1, context)
+            result[group] = _merging(features, 1) if len(groups) > 1 else features
         return result
 
     def with_chunk(
-        self, shapes: list[BatchFeatures], request: Request, num_tokens: int, context_tokens: int
+        self, by_group: list[BatchFeatures], request: Request, num_tokens: int, context_tokens: int
     ) -> list[BatchFeatures]:
-        """`shapes` with one chunk more, in every group that works on it."""
+        """`by_group` with one chunk more, in every group that works on it."""
         if self._one_group:
-            return [shapes[0].with_chunk(num_tokens, context_tokens)]
+            return [by_group[0].with_chunk(num_tokens, context_tokens)]
         groups = self._memory.active_groups(request, context_tokens)
         contexts: Sequence[int] = self._memory.group_context(request, context_tokens)
         if not groups:  # not placed yet: it would go where least prefill work is pending
             pending = self._memory.pending_prefill_work
             groups, contexts = (min(range(len(pending)), key=pending.__getitem__),), (context_tokens,)
-        result = list(shapes)
+        result = list(by_group)
         for group, context in zip(groups, contexts, strict=True):
-            shape = result[group].with_chunk(num_tokens, context)
-            result[group] = _merging(shape, num_tokens) if len(groups) > 1 else shape
+            features = result[group].with_chunk(num_tokens, context)
+            result[group] = _merging(features, num_tokens) if len(groups) > 1 else features
         return result
 
-    def slowest(self, shapes: list[BatchFeatures]) -> BatchFeatures:
-        """The shape of the group that takes longest."""
+    def slowest(self, by_group: list[BatchFeatures]) -> BatchFeatures:
+        """The features of the group that takes longest."""
         if self._one_group:
-            return shapes[0]
+            return by_group[0]
         if isinstance(self._latency, NoPredictions):
-            return max(shapes, key=_work)
-        return max(shapes, key=self._latency.stage_time_s)
+            return max(by_group, key=_work)
+        return max(by_group, key=self._latency.stage_time_s)
 
 
-def _work(shape: BatchFeatures) -> tuple[int, int]:
+def _work(features: BatchFeatures) -> tuple[int, int]:
     """What a group has to do, where nobody knows how long that takes: tokens, then the context that they read."""
-    return shape.num_tokens, shape.decode_context_tokens + shape.prefill_attention_pairs
+    return features.num_tokens, features.decode_context_tokens + features.prefill_attention_pairs
 
 
-def _merging(shape: BatchFeatures, num_tokens: int) -> BatchFeatures:
-    return shape._replace(num_merged_tokens=shape.num_merged_tokens + num_tokens)
+def _merging(features: BatchFeatures, num_tokens: int) -> BatchFeatures:
+    return features._replace(num_merged_tokens=features.num_merged_tokens + num_tokens)

@@ -34,7 +34,7 @@ class StepPlan:
     replica_id: int
     formed_at: int
     """Tick at which it was formed."""
-    shape: BatchFeatures
+    features: BatchFeatures
     """Features of the batch; of its slowest group under KV parallelism."""
     chunks: tuple[PlannedChunk, ...]
     """Prefill chunks, and decodes that are not part of the pool's step."""

@@ -87,6 +87,26 @@ class PlanDraft:
         self._group_tokens: dict[int, int] = {}
         self._empty(0.0)
 
+    def keep_notes(self, *, on: bool) -> None:
+        """Keep the notes of policies from now on, or do not."""
+        self._options.keep_notes = on
+
+    def begin_attempts(self) -> None:
+        """Begin with the next step: nothing was preempted for it yet."""
+        self.num_preempted_before = 0
+
+    def count_preempted(self, num_requests: int) -> None:
+        """Count requests that were preempted in an attempt at this step that ran nothing."""
+        self.num_preempted_before += num_requests
+
+    def hold_slots(self, num_requests: int) -> None:
+        """Leave the slots of so many ended requests out of the next step, whose scheduler has not seen them end; 0: it has."""
+        self.slots_held = num_requests
+
+    def _drop_dues(self) -> None:
+        self.swap_bytes_due = 0
+        self.slots_held = 0
+
     def _empty(self, now: float) -> None:
         """Begin a new plan."""
         self.now = now
@@ -135,7 +155,7 @@ class PlanDraft:
     def __contains__(self, request: object) -> bool:
         return request in self.chunks or request in (self._members if self.bulk else self.selected)
 
-    def shape(self) -> BatchFeatures:
+    def features(self) -> BatchFeatures:
         """Features of the batch so far, of its slowest group."""
         features = self._features or self._sum_features()
         return features[0] if self._one_group else self._group_features.slowest(features)
@@ -222,7 +242,7 @@ class PlanDraft:
             return None
         running_set, memory = self._running_set, self._memory
         pool = running_set.pool
-        shape = self.shape()
+        features = self.features()
         chunks = tuple(self.chunks.values())
         for request, num_tokens, computed, _ in chunks:
             request.set_computed(computed + num_tokens)
@@ -241,7 +261,7 @@ class PlanDraft:
             step_index,
             self._replica_id,
             formed_at,
-            shape,
+            features,
             chunks,
             pool if num_pool_decodes else None,
             num_pool_decodes,
@@ -271,7 +291,7 @@ class PlanDraft:
             plan.step_index + num_steps,
             plan.replica_id,
             formed_at,
-            BatchFeatures(num_decodes, plan.shape.decode_context_tokens + num_steps * num_decodes),
+            BatchFeatures(num_decodes, plan.features.decode_context_tokens + num_steps * num_decodes),
             plan.chunks,
             plan.pool,
             num_decodes,

@@ -95,7 +95,7 @@ def _in_force(session: EngineSession) -> dict[str, Any]:
         assert one.policies is not None
         row: dict[str, Any] = {
             layer.value: {"policy": choice.policy, "params": dict(choice.params)}
-            for layer, choice in one.policies.choices.items()
+            for layer, choice in one.policies.common_choices().items()
         }
         found[name] = {**row, "out_of_service": one.out_of_service or None}
     return found

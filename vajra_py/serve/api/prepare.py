@@ -21,6 +21,7 @@ from vajra_py.engine.tokenizer import Tokenizer, text_stream, with_bad_words
 from vajra_py.errors import ConfigError
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.serve.api.schema import ChatBody, CompletionBody, GenerationBody, SchedulingHeaders
+from vajra_py.serve.api.schema_facts import stated_in
 from vajra_py.serve.api.tokenizing import Tokenizing
 from vajra_py.serve.http.errors import ApiError, bad_request, of_config_error
 from vajra_py.serve.session.catalogue import Catalogue
@@ -129,7 +130,7 @@ class Preparer:
             self._check_queues(replicaset, queued[replicaset], queued_tokens[replicaset])
             for _ in range(body.n):
                 index = len(reply.tickets)
-                one = facts._replace(request_id=f"{name}-{index}")
+                one = replace(facts, request_id=f"{name}-{index}")
                 assert one.max_tokens is not None
                 sampling = body.sampling(one.max_tokens, _seed_of(body.seed, drawn, index))
                 sampling = replace(sampling, bad_words=(), bad_words_token_ids=words) if words else sampling
@@ -171,7 +172,7 @@ class Preparer:
         if replicaset is None:
             raise _no_replicaset()
         max_tokens = _max_tokens(wanted.body, prompt, self._session.prompt_limits(replicaset))
-        return replicaset, facts._replace(max_tokens=max_tokens)
+        return replicaset, replace(facts, max_tokens=max_tokens)
 
     def _submission(
         self, body: GenerationBody, prompt: list[int], replicaset: str, facts: RequestFacts, sampling: SamplingParams
@@ -266,22 +267,9 @@ def request_facts(wanted: Wanted, request_id: str, num_prompt_tokens: int) -> Re
     return RequestFacts(
         request_id=request_id,
         num_prompt_tokens=num_prompt_tokens,
-        priority=body.priority,
-        tenant=headers.x_llm_d_inference_fairness_id or body.user or "",
-        slo_class=headers.x_slo_class or body.slo_class or "",
-        ttft_slo_s=_seconds(headers.x_slo_ttft_ms, headers.x_llm_d_slo_ttft_ms, body.ttft_slo_ms),
-        tpot_slo_s=_seconds(headers.x_slo_tpot_ms, headers.x_llm_d_slo_tpot_ms, body.tpot_slo_ms),
-        tbt_slo_s=_seconds(headers.x_slo_tbt_ms, body.tbt_slo_ms),
-        deadline_s=_seconds(headers.x_deadline_ms, body.deadline_ms),
-        expires_after_s=_seconds(headers.x_expires_after_ms, body.expires_after_ms),
-        session_id=headers.x_session_id or body.session_id or "",
         metadata=metadata,
+        **stated_in(headers, body),
     )
-
-
-def _seconds(*milliseconds: float | None) -> float | None:
-    """The first one given, in seconds."""
-    return next((value / 1000.0 for value in milliseconds if value is not None), None)
 
 
 def unknown_model(name: str, known: Sequence[str]) -> ApiError:

@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
 from vajra_py.serve.api.schema import SchedulingHeaders
+from vajra_py.serve.api.schema_facts import TENANT_HEADER, header_field
 from vajra_py.serve.http.body_scan import JsonLimits, check_structure
 from vajra_py.serve.http.errors import ApiError, bad_request, not_json, of_validation
 from vajra_py.serve.http.options import ServeOptions
@@ -127,10 +128,11 @@ def with_tenant(headers: SchedulingHeaders, tenant: str | None) -> SchedulingHea
     """
     if tenant is None:
         return headers
-    named = headers.x_llm_d_inference_fairness_id
+    field = header_field(TENANT_HEADER)
+    named = getattr(headers, field)
     if named not in (None, "", tenant):
-        raise bad_request("is another tenant than the key's", "x-llm-d-inference-fairness-id", "other_tenant")
-    return headers.model_copy(update={"x_llm_d_inference_fairness_id": tenant})
+        raise bad_request("is another tenant than the key's", TENANT_HEADER, "other_tenant")
+    return headers.model_copy(update={field: tenant})
 
 
 def documented_body(body: type[BaseModel]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -21,12 +21,14 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    create_model,
     model_validator,
 )
 
 from vajra_py.engine.compute import SamplingParams
 from vajra_py.engine.params import MAX_BIAS, MAX_BIASES, MAX_LOGPROBS
 from vajra_py.engine.tokenizer import ChatEnd
+from vajra_py.serve.api.schema_facts import Name, body_fields, header_fields, null_is
 from vajra_py.serve.http.unsupported import (
     WrongField,
     is_known_elsewhere,
@@ -41,30 +43,11 @@ Natural: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 TokenId: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 Switch: TypeAlias = Annotated[bool, Field(strict=True)]
 Text: TypeAlias = Annotated[str, Field(strict=True)]
-Name: TypeAlias = Annotated[str, Field(strict=True, max_length=256)]
-Priority: TypeAlias = Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]
-_PLAIN_NUMBER = re.compile(r"\d+(\.\d*)?([eE][+-]?\d+)?")
-
-
-def _plain_number(given: Any) -> Any:
-    """A number as text, of a header, is written as everywhere; Python takes more."""
-    if isinstance(given, str) and not _PLAIN_NUMBER.fullmatch(given.strip(" ")):
-        raise ValueError("is not a number")
-    return given
-
-
-Milliseconds: TypeAlias = Annotated[float, Field(ge=1e-3, le=1e12), BeforeValidator(_plain_number)]
-"""A microsecond or more."""
 Penalty: TypeAlias = Annotated[float, Field(strict=True, ge=-2, le=2)]
 BadWord: TypeAlias = Annotated[str, Field(strict=True, min_length=1, max_length=256)]
 _MAX_STOPS = 16
 _MAX_BAD_WORDS = 256
 _MAX_METADATA = 16
-
-
-def _null_is(value: Any, kind: Any) -> BeforeValidator:
-    """`null` stands for a value in a field of this kind, as if the field were absent."""
-    return BeforeValidator(lambda given: value if given is None else given, json_schema_input_type=kind | None)
 
 
 def _few_entries() -> BeforeValidator:
@@ -94,7 +77,7 @@ def _biases(given: Any) -> Any:
     return given
 
 
-OffSwitch: TypeAlias = Annotated[bool, Field(strict=True), _null_is(False, bool)]
+OffSwitch: TypeAlias = Annotated[bool, Field(strict=True), null_is(False, bool)]
 
 
 class Body(BaseModel):
@@ -110,13 +93,11 @@ class StreamOptions(Body):
     continuous_usage_stats: OffSwitch = Field(False, description="Every chunk says how many tokens it took so far.")
 
 
-class GenerationBody(Body):
-    """What both endpoints share: sampling, scheduling, and fields that are understood and mean nothing here."""
-
+class _SamplingBody(Body):
     model: Name = Field(description="A name that `/v1/models` lists.")
-    n: Annotated[Count, _null_is(1, Count)] = Field(1, description="Outputs for each prompt.")
+    n: Annotated[Count, null_is(1, Count)] = Field(1, description="Outputs for each prompt.")
     max_tokens: Count | None = Field(None, description="Most output tokens.")
-    min_tokens: Annotated[Natural, _null_is(0, Natural)] = Field(
+    min_tokens: Annotated[Natural, null_is(0, Natural)] = Field(
         0, description="The output does not end before it has so many tokens."
     )
     temperature: Annotated[float, Field(strict=True, ge=0, le=100)] | None = Field(
@@ -148,7 +129,7 @@ class GenerationBody(Body):
     include_stop_str_in_output: OffSwitch = Field(
         False, description="The stop string, or the text of the token, that ends the output is part of it."
     )
-    skip_special_tokens: Annotated[Switch, _null_is(True, bool)] = Field(
+    skip_special_tokens: Annotated[Switch, null_is(True, bool)] = Field(
         True, description="Special tokens are no part of the text."
     )
     add_special_tokens: Switch | None = Field(
@@ -177,19 +158,19 @@ class GenerationBody(Body):
     stream: OffSwitch = Field(False, description="Answer in server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
     return_token_ids: OffSwitch = Field(False, description="Say the tokens of prompt and output too.")
-    priority: Annotated[Priority, _null_is(0, Priority)] = Field(0, description="Lower is more urgent.")
-    slo_class: Name | None = Field(None, description="Class of service; the header `x-slo-class` goes before it.")
-    ttft_slo_ms: Milliseconds | None = Field(None, description="Promised time to the first token; as `x-slo-ttft-ms`.")
-    tpot_slo_ms: Milliseconds | None = Field(None, description="Promised time per further token; as `x-slo-tpot-ms`.")
-    tbt_slo_ms: Milliseconds | None = Field(
-        None, description="Promised longest time between two tokens in a row; as `x-slo-tbt-ms`."
-    )
-    deadline_ms: Milliseconds | None = Field(None, description="Promised end, from arrival; as `x-deadline-ms`.")
-    expires_after_ms: Milliseconds | None = Field(
-        None, description="Give up when it still waits after this; as `x-expires-after-ms`."
-    )
-    session_id: Name | None = Field(None, description="The conversation it belongs to; as `x-session-id`.")
-    user: Name | None = Field(None, description="The tenant, where no header names one.")
+
+
+if TYPE_CHECKING:
+    _StatingBody: TypeAlias = _SamplingBody
+    _StatingHeaders: TypeAlias = BaseModel
+else:
+    _StatingBody = create_model("_StatingBody", __base__=_SamplingBody, __module__=__name__, **body_fields())
+    _StatingHeaders = create_model("_StatingHeaders", __module__=__name__, **header_fields())
+
+
+class GenerationBody(_StatingBody):
+    """What both endpoints share: sampling, scheduling, and fields that are understood and mean nothing here."""
+
     metadata: Annotated[dict[Name, Name], Field(max_length=_MAX_METADATA), _few_entries()] | None = Field(
         None, description="Policies see it as the request's metadata."
     )
@@ -328,8 +309,8 @@ class TextPart(Body):
     """A piece of a message."""
 
     type: Literal["text", "refusal"]
-    text: Annotated[Text, _null_is("", Text)] = Field("", description="With the type `text`.")
-    refusal: Annotated[Text, _null_is("", Text)] = Field("", description="With the type `refusal`.")
+    text: Annotated[Text, null_is("", Text)] = Field("", description="With the type `text`.")
+    refusal: Annotated[Text, null_is("", Text)] = Field("", description="With the type `refusal`.")
 
     @model_validator(mode="before")
     @classmethod
@@ -445,18 +426,7 @@ def unknown_fields(body: GenerationBody) -> Iterator[str]:
                 yield name
 
 
-class SchedulingHeaders(BaseModel):
+class SchedulingHeaders(_StatingHeaders):
     """What gateways say about a request; a header goes before the body's field. Two spellings of one thing: the first."""
 
     model_config = ConfigDict(allow_inf_nan=False)
-
-    x_slo_ttft_ms: Milliseconds | None = None
-    x_llm_d_slo_ttft_ms: Milliseconds | None = None
-    x_slo_tpot_ms: Milliseconds | None = None
-    x_llm_d_slo_tpot_ms: Milliseconds | None = None
-    x_slo_tbt_ms: Milliseconds | None = None
-    x_llm_d_inference_fairness_id: Annotated[str, Field(max_length=256)] | None = None
-    x_slo_class: Annotated[str, Field(max_length=256)] | None = None
-    x_deadline_ms: Milliseconds | None = None
-    x_expires_after_ms: Milliseconds | None = None
-    x_session_id: Annotated[str, Field(max_length=256)] | None = None

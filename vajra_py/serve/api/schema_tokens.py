@@ -7,7 +7,8 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from vajra_py.engine.tokenizer import ChatEnd
-from vajra_py.serve.api.schema import Body, ChatMessage, Name, OffSwitch, Switch, Text, TokenId, chat_end
+from vajra_py.serve.api.schema import Body, ChatMessage, OffSwitch, Switch, Text, TokenId, chat_end
+from vajra_py.serve.api.schema_facts import Name
 from vajra_py.serve.http.unsupported import refuse_unsupported
 
 

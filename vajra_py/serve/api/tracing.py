@@ -24,6 +24,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as na
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
 from vajra_py import __version__
+from vajra_py.contract.facts import FACTS
 from vajra_py.engine.llm import RequestMetrics
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.runtime.requests.request import RequestFacts
@@ -40,7 +41,6 @@ _SAMPLING = {
     names.GEN_AI_REQUEST_FREQUENCY_PENALTY: "frequency_penalty",
     names.GEN_AI_REQUEST_SEED: "seed",
 }
-_SCHEDULING = ("priority", "tenant", "slo_class", "ttft_slo_s", "tpot_slo_s", "tbt_slo_s", "deadline_s")
 
 
 class Tracing:
@@ -156,10 +156,8 @@ def _stretches(metrics: RequestMetrics) -> list[tuple[str, float, float]]:
 
 def _scheduling(facts: RequestFacts) -> dict[str, Any]:
     """What policies saw of it, where anything was said."""
-    given = {f"vajra.request.{name}": getattr(facts, name) for name in _SCHEDULING}
-    if facts.session_id:
-        given[names.GEN_AI_CONVERSATION_ID] = facts.session_id
-    return {name: value for name, value in given.items() if value not in (None, "")}
+    given = {fact.span: getattr(facts, fact.name) for fact in FACTS if fact.span is not None}
+    return {name: value for name, value in given.items() if value not in (None, "", ())}
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vajra_py.contract import Layer
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.serving.replicaset import Replicaset
@@ -65,10 +66,9 @@ def totals(controller: Controller, stats: ServerStats) -> dict[str, float]:
 
 
 def _replicaset(one: Replicaset, stats: SetStats) -> dict[str, Any]:
-    choices = {} if one.policies is None else dict(one.policies.choices)
     return {
         "name": one.name,
-        "policies": {layer.value: choice.policy for layer, choice in choices.items()},
+        "policies": {} if one.policies is None else {layer.value: one.policies.name(layer) for layer in Layer},
         "replicas": [_replica(one, replica, stats) for replica in one.replicas],
         "shared_queue": len(one.shared),
         "prompt_tokens": stats.num_prompt_tokens,

@@ -123,8 +123,8 @@ class ServerStats(Observer):
         self.events: deque[tuple[float, str, str]] = deque(maxlen=NUM_EVENTS)
         """(seconds since 1970, kind, text) of what an operator asks about: failures, restarts, swaps."""
         self._max_labels = max_labels
-        self._latency: dict[str, LatencyModel | None] = {
-            name: one.replicas[0].parts.latency for name, one in controller.replicasets.items()
+        self._latency: dict[tuple[str, ReplicaId], LatencyModel | None] = {
+            (one.replicaset, one.replica_id): one.parts.latency for one in controller.replicas()
         }
 
     # What happens
@@ -209,20 +209,21 @@ class ServerStats(Observer):
 
     def on_step_end(self, step: StepEnd) -> None:
         """Count it."""
-        stats, shape = self.sets[step.replicaset], step.shape
+        stats, features = self.sets[step.replicaset], step.features
         seconds = step.ended_at - step.formed_at
         stats.step.add(seconds)
-        stats.step_tokens.add(shape.num_tokens)
-        stats.num_decodes += shape.num_decodes
-        stats.prefill_tokens += shape.prefill_tokens
-        stats.last_steps[step.replica_id] = (shape.num_decodes, shape.num_prefills, shape.prefill_tokens)
-        model = self._latency[step.replicaset]
+        stats.step_tokens.add(features.num_tokens)
+        stats.num_decodes += features.num_decodes
+        stats.prefill_tokens += features.prefill_tokens
+        stats.last_steps[step.replica_id] = (features.num_decodes, features.num_prefills, features.prefill_tokens)
+        replica = step.replicaset, step.replica_id
+        model = self._latency[replica]
         if model is not None:
             try:
-                stats.predicted_s += model.batch_time_s(shape)
+                stats.predicted_s += model.batch_time_s(features)
                 stats.measured_s += seconds
             except VajraError:  # this model predicts nothing
-                self._latency[step.replicaset] = None
+                self._latency[replica] = None
 
     def on_formed(self, replicaset: str, seconds: float) -> None:
         """A step was formed, which took so long."""

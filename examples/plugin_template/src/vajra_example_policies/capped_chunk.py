@@ -55,7 +55,7 @@ class CappedChunkPolicy:
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int:
         cap = self._config.capped_chunk_tokens if replica.num_decodes else self._config.chunk_tokens
-        room = min(cap - batch.shape().prefill_tokens, batch.tokens_left)
+        room = min(cap - batch.features().prefill_tokens, batch.tokens_left)
         return max(0, min(batch.max_chunk(request), room))
 
 

@@ -1,0 +1,15 @@
+"""The replicaset of an experiment that has one alone."""
+
+from __future__ import annotations
+
+from vajra_py.config.schema import ExperimentConfig, ReplicasetConfig
+from vajra_py.errors import ConfigError, Problem
+
+
+def only_replicaset(config: ExperimentConfig) -> ReplicasetConfig:
+    """Return the experiment's replicaset. Raises `ConfigError` when it has several."""
+    replicasets = config.effective_replicasets
+    if len(replicasets) != 1:
+        raise ConfigError(Problem("replicasets", f"there are several ({', '.join(replicasets)})", "Allowed: one"))
+    (only,) = replicasets.values()
+    return only

@@ -1,0 +1,137 @@
+"""What clients state about their requests: each fact is declared here, once.
+
+A field of `StatedFacts` is all that a fact takes. From it follow the fields of requests in workloads and in the mechanism, the columns of
+workload files and of the requests table, recordings, HTTP headers and body fields, `extra_args` of vLLM, attributes of spans, and the table
+of facts in the documentation. `RequestView` has a line of its own for each fact that policies see, for their authors to read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Annotated, Any, get_args, get_type_hints
+
+__all__ = ["FACTS", "Fact", "FactInfo", "FactKind", "StatedFacts"]
+
+
+class FactKind(Enum):
+    """How a fact's values are written, in every format."""
+
+    TEXT = "text"
+    """Empty: nothing is stated."""
+    TEXTS = "list of texts"
+    INTEGER = "whole number"
+    NUMBER = "number"
+    DURATION = "seconds"
+    """A number >= 0; its name ends in `_s`, and over HTTP it is in milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class FactInfo:
+    """What there is to say of a fact besides its name, type and default.
+
+    Attributes:
+        meaning: One sentence of the documentation, without its stop; units are those of the kind.
+        body: Field of an HTTP body; empty: the fact's own name, with `_ms` for `_s`.
+        headers: HTTP headers, the strongest first; None: `x-` and the body's field with dashes.
+        seen_as: Name in `RequestView` and in the requests table; empty: the fact's own; None: neither has it.
+        span: Attribute of a request's span; empty: `vajra.request.` and the name; None: none.
+        has_extra_arg: Whether vLLM's `extra_args` may state it.
+    """
+
+    meaning: str
+    body: str = ""
+    headers: tuple[str, ...] | None = None
+    seen_as: str | None = ""
+    span: str | None = ""
+    has_extra_arg: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatedFacts:
+    """The facts, and what holds where a client states nothing.
+
+    A type is `str`, `tuple[str, ...]`, `int`, `int | None` or `float | None`.
+    """
+
+    priority: Annotated[int, FactInfo("Priority; lower is more urgent", headers=(), has_extra_arg=False)] = (
+        0  # vLLM has priorities of its own
+    )
+    tenant: Annotated[str, FactInfo("The sender", body="user", headers=("x-llm-d-inference-fairness-id",))] = ""
+    slo_class: Annotated[str, FactInfo("Name of the class of service")] = ""
+    ttft_slo_s: Annotated[
+        float | None,
+        FactInfo("Promised time to the first token, from arrival", headers=("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")),
+    ] = None
+    tpot_slo_s: Annotated[
+        float | None,
+        FactInfo(
+            "Promised mean time per output token after the first", headers=("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
+        ),
+    ] = None
+    tbt_slo_s: Annotated[
+        float | None, FactInfo("Promised longest time between two tokens in a row", headers=("x-slo-tbt-ms",))
+    ] = None
+    deadline_s: Annotated[float | None, FactInfo("Promised end, from arrival", seen_as="deadline_at")] = None
+    expires_after_s: Annotated[
+        float | None, FactInfo("Longest wait before it starts, from arrival", seen_as=None, span=None)
+    ] = None
+    session_id: Annotated[str, FactInfo("The conversation that it belongs to", span="gen_ai.conversation.id")] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One fact with everything that formats need to know of it; fields as in `FactInfo`, with their defaults filled in."""
+
+    name: str
+    kind: FactKind
+    is_optional: bool
+    """Whether None is a value."""
+    default: Any
+    meaning: str
+    body: str
+    headers: tuple[str, ...]
+    seen_as: str | None
+    span: str | None
+    has_extra_arg: bool
+
+
+_KINDS: dict[Any, FactKind] = {
+    str: FactKind.TEXT,
+    tuple[str, ...]: FactKind.TEXTS,
+    int: FactKind.INTEGER,
+    int | None: FactKind.INTEGER,
+    float | None: FactKind.NUMBER,
+}
+
+
+def _fact(name: str, annotation: Any, default: Any) -> Fact:
+    """A field of `StatedFacts` as a fact; TypeError for a type that formats cannot hold."""
+    value, info = get_args(annotation)
+    kind = _KINDS.get(value)
+    if kind is None:
+        raise TypeError(f"fact {name}: no format holds this type ({value}). Allowed: {', '.join(map(str, _KINDS))}")
+    if kind is FactKind.NUMBER and name.endswith("_s"):
+        kind = FactKind.DURATION
+    body = info.body or (f"{name.removesuffix('_s')}_ms" if kind is FactKind.DURATION else name)
+    return Fact(
+        name=name,
+        kind=kind,
+        is_optional=type(None) in get_args(value),
+        default=default,
+        meaning=info.meaning,
+        body=body,
+        headers=(f"x-{body.replace('_', '-')}",) if info.headers is None else info.headers,
+        seen_as=info.seen_as if info.seen_as != "" else name,
+        span=info.span if info.span != "" else f"vajra.request.{name}",
+        has_extra_arg=info.has_extra_arg,
+    )
+
+
+def _facts() -> tuple[Fact, ...]:
+    hints = get_type_hints(StatedFacts, include_extras=True)
+    return tuple(_fact(entry.name, hints[entry.name], entry.default) for entry in fields(StatedFacts))
+
+
+FACTS = _facts()
+"""Every fact, in the order of their declaration."""

@@ -1,0 +1,96 @@
+"""Which replicas of a replicaset can run a request, and the bounds on requests that follow over all of them.
+
+Replicas may differ in limits, latency model and replica scheduler. Of equal ones one is asked for all; where they differ, policies of
+the replicaset are offered the eligible ones alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from vajra_py.contract import ReplicaLimits, ReplicaLoadView
+from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem
+from vajra_py.runtime.requests.request import Request
+from vajra_py.runtime.serving.replica import Replica
+
+
+class RequestBounds:
+    """Bounds on requests over all replicas of a replicaset, fixed when it is built.
+
+    Attributes:
+        block_size: tokens of a KV block, the same on all: a request's block hashes are computed once.
+        max_model_len: the longest of them; an explicit `max_tokens` is cut where prompt and output would exceed it.
+        max_request_tokens: most tokens, prompt and output together, that a request may have on some replica.
+        largest: limits of the replica that holds the longest request.
+        are_equal: all replicas have the same limits.
+    """
+
+    def __init__(self, replicaset: str, replicas: Sequence[Replica]) -> None:
+        """Raises `ConfigError` where replicas have different block sizes."""
+        sizes = {one.limits.block_size for one in replicas}
+        if len(sizes) > 1:
+            message = f"replicas of one replicaset have blocks of one size (got {sorted(sizes)} tokens)"
+            raise ConfigError(Problem(f"replicasets.{replicaset}", message, "Another replicaset for other block sizes"))
+        self.block_size = sizes.pop()
+        self._kinds = kinds_of(replicas)
+        self.are_equal = len(self._kinds) == 1
+        largest = max((kind[0] for kind in self._kinds), key=lambda one: one.max_request_tokens)
+        self.largest = largest.limits
+        self.max_request_tokens = largest.max_request_tokens
+        self.max_model_len = max(kind[0].limits.max_model_len for kind in self._kinds)
+        self._request_tokens = sorted({kind[0].max_request_tokens for kind in self._kinds})
+
+    def output_limit(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
+        """Most tokens that a request may generate; below 1: no replica has room for its prompt and a token.
+
+        Without a `max_tokens` of its own: what the smallest replica has room for that has room for the prompt, so that the
+        request may run on every one of these.
+        """
+        if max_tokens is not None:
+            return min(max_tokens, self.max_model_len - num_prompt_tokens)
+        if self.are_equal:
+            return self.max_request_tokens - num_prompt_tokens
+        fitting = (one for one in self._request_tokens if one > num_prompt_tokens)
+        return next(fitting, self.max_request_tokens) - num_prompt_tokens
+
+    def holders(self, request: Request) -> Sequence[Replica]:
+        """Replicas with room for the longest that the request may become, by id."""
+        if self.are_equal:
+            (kind,) = self._kinds
+            return kind if kind[0].can_hold(request) else ()
+        fitting = [one for kind in self._kinds if kind[0].can_hold(request) for one in kind]
+        return sorted(fitting, key=lambda one: one.replica_id)
+
+
+def kinds_of(replicas: Sequence[Replica]) -> list[list[Replica]]:
+    """Replicas by their limits; those of a group can hold the same requests."""
+    kinds: dict[ReplicaLimits, list[Replica]] = {}
+    for one in replicas:
+        kinds.setdefault(one.limits, []).append(one)
+    return list(kinds.values())
+
+
+def first_refusal(
+    replicas: Iterable[Replica], load_of: Callable[[int], ReplicaLoadView], request: Request, now: float
+) -> str | None:
+    """The first refusal ("policy: reason"), when the scheduler of each replica refuses the request; None when one would run it."""
+    first: str | None = None
+    for replica in replicas:
+        parts = replica.parts
+        reason = refusal_of(parts.policy, parts.policy_name, load_of(replica.replica_id), request, now)
+        if reason is None:
+            return None
+        first = first or f"{parts.policy_name}: {reason}"
+    return first
+
+
+def refusal_of(scheduler: Any, name: str, replica: ReplicaLoadView, request: Request, now: float) -> str | None:
+    """Why a replica scheduler would never run the request on its replica; None when it would, or does not refuse any."""
+    refuses: Callable[[Request, ReplicaLoadView, float], str | None] | None = getattr(scheduler, "refuses", None)
+    if refuses is None:
+        return None
+    try:
+        return refuses(request, replica, now)
+    except POLICY_EXCEPTIONS as error:
+        raise PolicyError.caused_by(name, error, request_id=request.request_id) from error

@@ -1,0 +1,66 @@
+"""Predicted prefill times of a replicaset, from the chunks of the replica schedulers in force.
+
+Built in two phases: replica schedulers first, then `follow` with a table for each kind of replica; prioritizer and replicaset scheduler
+are built after that. When other replica schedulers take over, the same service follows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vajra_py.contract import PrefillTime, ReplicaLimits, ReplicaScheduler
+from vajra_py.contract.policies import ChunksSoloPrompts, SoloChunkSize
+from vajra_py.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTable:
+    """Prefill times on one kind of replica, and the longest request that it has room for."""
+
+    max_request_tokens: int
+    times: PrefillTime
+
+
+class ReplicasetPrefillTime:
+    """`PrefillTime` on the fastest of the replicas that have room for the prompt."""
+
+    __slots__ = ("tables",)
+
+    def __init__(self) -> None:
+        self.tables: Sequence[PrefillTable] = ()
+        """One for each kind of replica; empty until `follow` was called."""
+
+    def follow(self, tables: Sequence[PrefillTable]) -> None:
+        """Predict from these tables from now on."""
+        self.tables = tables
+
+    def total_s(self, num_prompt_tokens: int) -> float:
+        """Seconds for the whole prompt."""
+        tables = self.tables
+        if len(tables) == 1:
+            return tables[0].times.total_s(num_prompt_tokens)
+        return min(one.times.total_s(num_prompt_tokens) for one in self._with_room(num_prompt_tokens))
+
+    def remaining_s(self, num_prompt_tokens: int, num_done_tokens: int) -> float:
+        """Seconds for what is left of it."""
+        tables = self.tables
+        if len(tables) == 1:
+            return tables[0].times.remaining_s(num_prompt_tokens, num_done_tokens)
+        return min(
+            one.times.remaining_s(num_prompt_tokens, num_done_tokens) for one in self._with_room(num_prompt_tokens)
+        )
+
+    def _with_room(self, num_prompt_tokens: int) -> Sequence[PrefillTable]:
+        if not self.tables:
+            message = "asks for prefill times while it is built; these follow from the chunks of the replica schedulers"
+            raise ConfigError(Problem("replica_scheduler", message, "Allowed: asking when it is asked for a step"))
+        return [one for one in self.tables if num_prompt_tokens < one.max_request_tokens] or self.tables
+
+
+def solo_chunk_rule(scheduler: ReplicaScheduler, limits: ReplicaLimits) -> SoloChunkSize:
+    """Chunks of a prompt alone on a replica: by the replica scheduler's own rule, else the step's token budget, else the whole prompt."""
+    if isinstance(scheduler, ChunksSoloPrompts):
+        return scheduler.solo_chunk_size
+    budget = limits.max_batch_tokens
+    return lambda done, remaining: remaining if budget is None else min(remaining, budget)

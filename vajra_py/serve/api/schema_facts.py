@@ -1,0 +1,102 @@
+"""Fields of bodies and headers in which clients state the facts of `vajra_py.contract.facts`, by the facts' kinds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+from vajra_py.contract.facts import FACTS, Fact, FactKind
+
+Name: TypeAlias = Annotated[str, Field(strict=True, max_length=256)]
+_MAX_NAMES = 64
+_PLAIN_NUMBER = re.compile(r"\d+(\.\d*)?([eE][+-]?\d+)?")
+_SIGNED_NUMBER = re.compile(rf"[+-]?{_PLAIN_NUMBER.pattern}")
+
+
+def _written_as(pattern: re.Pattern[str]) -> BeforeValidator:
+    """A number as text, of a header, is written as everywhere; Python takes more."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, str) and not pattern.fullmatch(given.strip(" ")):
+            raise ValueError("is not a number")
+        return given
+
+    return BeforeValidator(check)
+
+
+def null_is(value: Any, kind: Any) -> BeforeValidator:
+    """`null` stands for a value in a field of this kind, as if the field were absent."""
+    return BeforeValidator(lambda given: value if given is None else given, json_schema_input_type=kind | None)
+
+
+def _split(given: Any) -> Any:
+    return [part.strip() for part in given.split(",")] if isinstance(given, str) else given
+
+
+Milliseconds: TypeAlias = Annotated[float, Field(ge=1e-3, le=1e12), _written_as(_PLAIN_NUMBER)]
+"""A microsecond or more."""
+_INT32 = Field(ge=-(2**31), le=2**31 - 1)
+_Whole: TypeAlias = Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]
+_IN_BODY: Mapping[FactKind, Any] = {
+    FactKind.TEXT: Name,
+    FactKind.TEXTS: Annotated[list[Name], Field(fail_fast=True, max_length=_MAX_NAMES)],
+    FactKind.INTEGER: _Whole,
+    FactKind.NUMBER: Annotated[float, Field(strict=True)],
+    FactKind.DURATION: Milliseconds,
+}
+_IN_HEADERS: Mapping[FactKind, Any] = {
+    FactKind.TEXT: Annotated[str, Field(max_length=256)],
+    FactKind.TEXTS: Annotated[list[Name], Field(max_length=_MAX_NAMES), BeforeValidator(_split)],
+    FactKind.INTEGER: Annotated[int, _INT32, _written_as(_SIGNED_NUMBER)],
+    FactKind.NUMBER: Annotated[float, _written_as(_SIGNED_NUMBER)],
+    FactKind.DURATION: Milliseconds,
+}
+
+
+def header_field(header: str) -> str:
+    """The field that keeps a header."""
+    return header.replace("-", "_")
+
+
+_HEADERS_OF: Sequence[tuple[Fact, tuple[str, ...]]] = [(fact, tuple(map(header_field, fact.headers))) for fact in FACTS]
+TENANT_HEADER = next(fact.headers[0] for fact in FACTS if fact.name == "tenant")
+
+
+def body_fields() -> dict[str, Any]:
+    """Type and field of every fact in a body."""
+    return {fact.body: _body_field(fact) for fact in FACTS}
+
+
+def _body_field(fact: Fact) -> tuple[Any, Any]:
+    kind = _IN_BODY[fact.kind]
+    words = f"{fact.meaning}; as `{fact.headers[0]}`." if fact.headers else f"{fact.meaning}."
+    if fact.kind is FactKind.INTEGER and not fact.is_optional:
+        return Annotated[kind, null_is(fact.default, kind)], Field(fact.default, description=words)
+    return kind | None, Field(None, description=words)
+
+
+def header_fields() -> dict[str, Any]:
+    """Type and default of every header."""
+    return {name: (_IN_HEADERS[fact.kind] | None, None) for fact, names in _HEADERS_OF for name in names}
+
+
+def stated_in(headers: BaseModel, body: BaseModel) -> dict[str, Any]:
+    """The facts that a request states, by name; a header goes before the body's field."""
+    stated: dict[str, Any] = {}
+    for fact, names in _HEADERS_OF:
+        given = [getattr(headers, name) for name in names]
+        given.append(getattr(body, fact.body))
+        nothing = ("", None) if fact.kind is FactKind.TEXT else (None,)
+        value = next((one for one in given if one not in nothing), None)
+        if value is not None:
+            stated[fact.name] = _value(fact.kind, value)
+    return stated
+
+
+def _value(kind: FactKind, given: Any) -> Any:
+    if kind is FactKind.DURATION:
+        return given / 1000.0
+    return tuple(given) if kind is FactKind.TEXTS else given

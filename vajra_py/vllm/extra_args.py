@@ -1,0 +1,83 @@
+"""Facts that clients state in `extra_args` of vLLM (`vllm_xargs` of an HTTP request), by the facts' kinds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vajra_py.contract.facts import FACTS, FactKind
+from vajra_py.errors import ConfigError, Problem, did_you_mean
+
+PREFIX = "vajra_"
+"""How names begin that are for the scheduler."""
+
+
+def stated_in(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts that `extra_args` state, by name. Raises `ConfigError` for a name or a value that is wrong."""
+    stated: dict[str, Any] = {}
+    for name, value in extra.items():
+        if not name.startswith(PREFIX):
+            continue
+        key, where = name.removeprefix(PREFIX), f"extra_args.{name}"
+        if key not in _KINDS:
+            raise ConfigError(Problem(where, "is not known", did_you_mean(name, [PREFIX + one for one in _KINDS])))
+        stated[key] = _READERS[_KINDS[key]](where, value)
+    return stated
+
+
+def _text(where: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(Problem(where, f"is not a text ({value!r})"))
+    return value
+
+
+def _texts(where: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+        raise ConfigError(Problem(where, f"is not a list of texts ({value!r})"))
+    return tuple(value)
+
+
+def _integer(where: str, value: Any) -> int:
+    number = _finite(value)
+    if number is None or number != int(number):
+        raise ConfigError(Problem(where, f"is not a whole number ({value!r})"))
+    return int(number)
+
+
+def _number(where: str, value: Any) -> float:
+    number = _finite(value)
+    if number is None:
+        raise ConfigError(Problem(where, f"is not a number ({value!r})"))
+    return number
+
+
+def _seconds(where: str, value: Any) -> float:
+    seconds = _finite(value)
+    if seconds is None or seconds <= 0:
+        raise ConfigError(Problem(where, f"is not a time ({value!r})", "Seconds above 0"))
+    return seconds
+
+
+def _finite(value: Any) -> float | None:
+    """A finite number, which may be written as a text; None: it is none."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+_READERS: Mapping[FactKind, Callable[[str, Any], Any]] = {
+    FactKind.TEXT: _text,
+    FactKind.TEXTS: _texts,
+    FactKind.INTEGER: _integer,
+    FactKind.NUMBER: _number,
+    FactKind.DURATION: _seconds,
+}
+_KINDS = {
+    fact.name: fact.kind
+    for kind in FactKind  # texts first, as errors list them
+    for fact in FACTS
+    if fact.kind is kind and fact.has_extra_arg
+}

@@ -1,0 +1,134 @@
+"""Formats of stated facts: how each kind lies in a column, and how cells of CSV files and values of JSON files give it.
+
+Everything here goes by a fact's kind; no fact is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from vajra_py.contract.facts import FACTS, Fact, FactKind
+from vajra_py.workload.arrays import F64, I64, ObjectArray, StringColumn, objects
+from vajra_py.workload.cells import durations, maybe_numbers, maybe_whole_numbers, text, texts, whole_numbers
+from vajra_py.workload.files import Parser
+
+__all__ = ["CSV_FIELDS", "REQUIRED_FIELDS", "FactColumn", "FactFormat", "format_of"]
+
+FactColumn: TypeAlias = F64 | I64 | StringColumn | ObjectArray
+"""The values of one fact. In whole numbers the smallest one stands for None, in the others NaN does."""
+
+_NO_INTEGER = np.iinfo(np.int64).min
+
+
+@dataclass(frozen=True, slots=True)
+class FactFormat:
+    """How values of one kind are kept and read.
+
+    Attributes:
+        column: values to a column.
+        values: a column (or a stretch of one) to values.
+        read_json, json_allowed: a JSON value to a value (TypeError, ValueError), and what that may be.
+        parse_cells, cells_allowed: the same of a CSV column.
+    """
+
+    column: Callable[[Sequence[Any]], FactColumn]
+    values: Callable[[Any], list[Any]]
+    read_json: Callable[[Any], Any]
+    json_allowed: str
+    parse_cells: Parser
+    cells_allowed: str
+
+
+def format_of(fact: Fact) -> FactFormat:
+    """The format of a fact's kind."""
+    return _OPTIONAL_INTEGER if fact.is_optional and fact.kind is FactKind.INTEGER else _FORMATS[fact.kind]
+
+
+def read_integer(value: Any) -> int:
+    """A whole number of JSON, of 64 bits."""
+    if type(value) is not int or not -(2**63) <= value < 2**63:
+        raise TypeError
+    return value
+
+
+def read_number(value: Any) -> float:
+    """A finite number of JSON."""
+    if type(value) not in (int, float) or not abs(value) < float("inf"):
+        raise TypeError
+    return float(value)
+
+
+def read_seconds(value: Any) -> float:
+    """A finite number of JSON, 0 or more."""
+    if type(value) not in (int, float) or not 0 <= value < float("inf"):
+        raise TypeError
+    return float(value)
+
+
+def read_text(value: Any) -> str:
+    """A text of JSON."""
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _read_texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise TypeError
+    return tuple(map(read_text, value))
+
+
+def _float_column(values: Sequence[float | None]) -> F64:
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def _floats(column: F64) -> list[float | None]:
+    return [None if value != value else value for value in column.tolist()]
+
+
+def _integer_column(values: Sequence[int | None]) -> I64:
+    return np.array([_NO_INTEGER if value is None else value for value in values], dtype=np.int64)
+
+
+def _optional_integers(column: I64) -> list[int | None]:
+    return [None if value == _NO_INTEGER else value for value in column.tolist()]
+
+
+def _plain(column: I64 | StringColumn | ObjectArray) -> list[Any]:
+    return column.tolist()
+
+
+_INTEGER = FactFormat(_integer_column, _plain, read_integer, "A whole number", whole_numbers, "A whole number")
+_OPTIONAL_INTEGER = FactFormat(
+    *(_integer_column, _optional_integers, read_integer, "A whole number"),
+    *(maybe_whole_numbers(_NO_INTEGER), "A whole number, or nothing"),
+)
+_FORMATS: Mapping[FactKind, FactFormat] = {
+    FactKind.TEXT: FactFormat(StringColumn.of, _plain, read_text, "A string", text, "Any text"),
+    FactKind.TEXTS: FactFormat(
+        objects, _plain, _read_texts, "A list of strings", texts, "Texts with `;` between them, or nothing"
+    ),
+    FactKind.INTEGER: _INTEGER,
+    FactKind.NUMBER: FactFormat(
+        _float_column, _floats, read_number, "A finite number", maybe_numbers, "A finite number, or nothing"
+    ),
+    FactKind.DURATION: FactFormat(
+        *(_float_column, _floats, read_seconds, "A finite number of seconds >= 0"),
+        *(durations, "A finite number of seconds >= 0, or nothing"),
+    ),
+}
+
+REQUIRED_FIELDS = ("arrived_at", "num_prompt_tokens", "num_output_tokens")
+CSV_FIELDS = (
+    *(*REQUIRED_FIELDS, "max_tokens"),
+    *(fact.name for fact in FACTS if fact.kind is FactKind.INTEGER),
+    *(fact.name for fact in FACTS if fact.kind in (FactKind.NUMBER, FactKind.DURATION)),
+    *("think_time_s", "request_id"),
+    *(fact.name for fact in FACTS if fact.kind in (FactKind.TEXT, FactKind.TEXTS)),
+    "follows",
+)
+"""Fields that a column of a CSV file may hold."""
