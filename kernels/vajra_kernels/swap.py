@@ -2,14 +2,14 @@
 
 A host block holds a KV block of all layers, K and V, as one run of words. On a GPU the blocks of a swap are gathered into a
 buffer on the device by one launch for each cache, and runs of consecutive host blocks cross in one copy each; the way back is
-the same in reverse. Only the gathering and scattering stands in the stream that computes: what crosses does so on a stream of
-its own, behind and before them by events.
+the same in reverse. Only gather and scatter run on the compute stream; transfers run on a stream of
+their own, ordered by events.
 
 Invariants:
-    - Copies of one direction that are asked for together have distinct destinations.
+    - Copies of one direction in one call have distinct destinations.
     - A copy to the host has the KV of everything that was submitted before it, and nothing that is submitted later changes it.
       What is submitted after a copy to the device finds the blocks there.
-    - Nothing waits on the host. It may be read only when both streams have got there (``torch.cuda.synchronize``).
+    - The host never waits. Its memory may be read only after both streams have completed (``torch.cuda.synchronize``).
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from vajra_kernels.ops import copy_words
 
 NUM_BUFFERS = 2
 BUFFER_BYTES = 32 * 2**20
-"""Of each of the buffers on the device: what crosses in a millisecond, about."""
+"""Bytes of each buffer on the device: about one millisecond of transfer."""
 
 Pairs = Sequence[tuple[int, int]]
 """(Device block, host block)."""
 
 
 class Lane(Enum):
-    """In what order work happens: that of one lane one after another, that of two only as events say."""
+    """Kind of stream: work of one stream runs in order, work of two streams is ordered by events only."""
 
     COMPUTE = "compute"
     TRANSFER = "transfer"
 
 
 class Lanes(Protocol):
-    """Two queues of work on one device."""
+    """Compute and transfer stream of one device."""
 
     def run(self, lane: Lane, work: Callable[[], None]) -> None:
-        """Submit work to a lane."""
+        """Submit work to a stream."""
 
     def mark(self, lane: Lane) -> Any:
-        """An event of the present end of a lane."""
+        """Record an event at the current end of a stream."""
 
     def wait(self, lane: Lane, event: Any) -> None:
-        """Let what is submitted to a lane from now on wait for an event."""
+        """Make later work of a stream wait for an event."""
 
 
 class CudaLanes:
-    """The stream that is current, and one of its own for transfers."""
+    """The current stream, and a separate one for transfers."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -90,8 +90,8 @@ class SwapSpace:
         Args:
             caches: [num_layers, num_blocks, block_size, Hkv, D] each, all that move together.
             num_blocks: on the host.
-            shared_file: the host's memory is that file's, not pinned, which every process that names it has in common.
-            lanes: in the place of the device's streams, to see the order.
+            shared_file: back host memory by this file, shared by all processes that name it, instead of pinned memory.
+            lanes: replaces the device's streams, for tests of the order.
         """
         device = caches[0].device
         self._caches = [block_words(cache) for cache in caches]
@@ -133,7 +133,7 @@ class SwapSpace:
             buffer.free = self._lanes.mark(Lane.COMPUTE)
 
     def _pieces(self, pairs: Pairs) -> Iterator[tuple[_Buffer, Pairs, Pairs]]:
-        """(Buffer, (device block, host block) pairs that it takes, (device block, row of the buffer) pairs)."""
+        """Yield (buffer, (device block, host block) pairs copied through it, (device block, row of the buffer) pairs)."""
         held = self._buffers[0].words.shape[0]
         ordered = sorted(pairs, key=lambda pair: pair[1])
         for begin in range(0, len(ordered), held):
@@ -142,7 +142,7 @@ class SwapSpace:
             yield self._buffers[-1], piece, [(block, row) for row, (block, _) in enumerate(piece)]
 
     def _cross(self, piece: Pairs, rows: torch.Tensor, to_host: bool) -> None:
-        """Copy between the host blocks of `piece`, in ascending order, and a buffer's first rows: a copy a run of neighbours."""
+        """Copy between the host blocks of `piece`, in ascending order, and a buffer's first rows: one copy per run of consecutive blocks."""
         begin = 0
         for end in range(1, len(piece) + 1):
             if end < len(piece) and piece[end][1] == piece[end - 1][1] + 1:
