@@ -31,48 +31,48 @@ Pairs = Sequence[tuple[int, int]]
 """(Device block, host block)."""
 
 
-class Lane(Enum):
+class StreamKind(Enum):
     """Kind of stream: work of one stream runs in order, work of two streams is ordered by events only."""
 
     COMPUTE = "compute"
     TRANSFER = "transfer"
 
 
-class Lanes(Protocol):
+class Streams(Protocol):
     """Compute and transfer stream of one device."""
 
-    def run(self, lane: Lane, work: Callable[[], None]) -> None:
+    def run(self, kind: StreamKind, work: Callable[[], None]) -> None:
         """Submit work to a stream."""
 
-    def mark(self, lane: Lane) -> Any:
+    def mark(self, kind: StreamKind) -> Any:
         """Record an event at the current end of a stream."""
 
-    def wait(self, lane: Lane, event: Any) -> None:
+    def wait(self, kind: StreamKind, event: Any) -> None:
         """Make later work of a stream wait for an event."""
 
 
-class CudaLanes:
+class CudaStreams:
     """The current stream, and a separate one for transfers."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._transfers = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def run(self, lane: Lane, work: Callable[[], None]) -> None:
-        """See ``Lanes``."""
-        with torch.cuda.stream(self._stream(lane)):
+    def run(self, kind: StreamKind, work: Callable[[], None]) -> None:
+        """See ``Streams``."""
+        with torch.cuda.stream(self._stream(kind)):
             work()
 
-    def mark(self, lane: Lane) -> torch.cuda.Event:
-        """See ``Lanes``."""
-        return self._stream(lane).record_event()  # type: ignore[no-any-return]
+    def mark(self, kind: StreamKind) -> torch.cuda.Event:
+        """See ``Streams``."""
+        return self._stream(kind).record_event()  # type: ignore[no-any-return]
 
-    def wait(self, lane: Lane, event: torch.cuda.Event) -> None:
-        """See ``Lanes``."""
-        self._stream(lane).wait_event(event)
+    def wait(self, kind: StreamKind, event: torch.cuda.Event) -> None:
+        """See ``Streams``."""
+        self._stream(kind).wait_event(event)
 
-    def _stream(self, lane: Lane) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device) if lane is Lane.COMPUTE else self._transfers
+    def _stream(self, kind: StreamKind) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device) if kind is StreamKind.COMPUTE else self._transfers
 
 
 class SwapSpace:
@@ -83,54 +83,58 @@ class SwapSpace:
         caches: Sequence[torch.Tensor],
         num_blocks: int,
         shared_file: str | None = None,
-        lanes: Lanes | None = None,
+        streams: Streams | None = None,
     ) -> None:
-        """Allocates.
+        """Allocate host blocks and device buffers.
 
         Args:
             caches: [num_layers, num_blocks, block_size, Hkv, D] each, all that move together.
             num_blocks: on the host.
             shared_file: back host memory by this file, shared by all processes that name it, instead of pinned memory.
-            lanes: replaces the device's streams, for tests of the order.
+            streams: replaces the device's streams, for tests of the order.
         """
         device = caches[0].device
         self._caches = [block_words(cache) for cache in caches]
         widths = [words.shape[0] * words.shape[2] for words in self._caches]
         self._host = _host_words((num_blocks, sum(widths)), device, shared_file)
         self._widths = widths
-        self._lanes = CudaLanes(device) if lanes is None and device.type == "cuda" else lanes
+        self._streams = CudaStreams(device) if streams is None and device.type == "cuda" else streams
         self._buffers: list[_Buffer] = []
-        if self._lanes is not None:
+        if self._streams is not None:
             held = max(1, min(num_blocks, BUFFER_BYTES // (4 * sum(widths))))
             shape = (held, sum(widths))
             self._buffers = [
-                _Buffer(torch.empty(shape, dtype=torch.int32, device=device), self._lanes.mark(Lane.COMPUTE))
+                _Buffer(torch.empty(shape, dtype=torch.int32, device=device), self._streams.mark(StreamKind.COMPUTE))
                 for _ in range(NUM_BUFFERS)
             ]
 
     def to_host(self, pairs: Pairs) -> None:
         """Copy device blocks to host blocks."""
-        if self._lanes is None:
+        if self._streams is None:
             self._gather(self._host, pairs)
             return
         for buffer, piece, rows in self._pieces(pairs):
-            self._lanes.wait(Lane.COMPUTE, buffer.free)
-            self._lanes.run(Lane.COMPUTE, lambda buffer=buffer, rows=rows: self._gather(buffer.words, rows))  # type: ignore[misc]
-            self._lanes.wait(Lane.TRANSFER, self._lanes.mark(Lane.COMPUTE))
-            self._lanes.run(Lane.TRANSFER, lambda buffer=buffer, piece=piece: self._cross(piece, buffer.words, True))  # type: ignore[misc]
-            buffer.free = self._lanes.mark(Lane.TRANSFER)
+            self._streams.wait(StreamKind.COMPUTE, buffer.free)
+            self._streams.run(StreamKind.COMPUTE, lambda buffer=buffer, rows=rows: self._gather(buffer.words, rows))  # type: ignore[misc]
+            self._streams.wait(StreamKind.TRANSFER, self._streams.mark(StreamKind.COMPUTE))
+            self._streams.run(
+                StreamKind.TRANSFER, lambda buffer=buffer, piece=piece: self._cross(piece, buffer.words, True)
+            )  # type: ignore[misc]
+            buffer.free = self._streams.mark(StreamKind.TRANSFER)
 
     def to_device(self, pairs: Pairs) -> None:
         """Copy host blocks to device blocks."""
-        if self._lanes is None:
+        if self._streams is None:
             self._scatter(self._host, pairs)
             return
         for buffer, piece, rows in self._pieces(pairs):
-            self._lanes.wait(Lane.TRANSFER, buffer.free)
-            self._lanes.run(Lane.TRANSFER, lambda buffer=buffer, piece=piece: self._cross(piece, buffer.words, False))  # type: ignore[misc]
-            self._lanes.wait(Lane.COMPUTE, self._lanes.mark(Lane.TRANSFER))
-            self._lanes.run(Lane.COMPUTE, lambda buffer=buffer, rows=rows: self._scatter(buffer.words, rows))  # type: ignore[misc]
-            buffer.free = self._lanes.mark(Lane.COMPUTE)
+            self._streams.wait(StreamKind.TRANSFER, buffer.free)
+            self._streams.run(
+                StreamKind.TRANSFER, lambda buffer=buffer, piece=piece: self._cross(piece, buffer.words, False)
+            )  # type: ignore[misc]
+            self._streams.wait(StreamKind.COMPUTE, self._streams.mark(StreamKind.TRANSFER))
+            self._streams.run(StreamKind.COMPUTE, lambda buffer=buffer, rows=rows: self._scatter(buffer.words, rows))  # type: ignore[misc]
+            buffer.free = self._streams.mark(StreamKind.COMPUTE)
 
     def _pieces(self, pairs: Pairs) -> Iterator[tuple[_Buffer, Pairs, Pairs]]:
         """Yield (buffer, (device block, host block) pairs copied through it, (device block, row of the buffer) pairs)."""
