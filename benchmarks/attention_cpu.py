@@ -1,4 +1,4 @@
-"""What does batching decodes and cutting chunks gain over one attention call per sequence, on this CPU?
+"""Measure the gain of batched decodes and divided chunks over one attention call per sequence on this CPU.
 
 Prints CPU milliseconds per layer for the per-sequence way (gather a sequence, one scaled_dot_product_attention) and for
 ``vajra_kernels.paged_attention``, the one-off cost of a step's metadata and plan, and the largest difference of results.

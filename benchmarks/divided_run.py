@@ -34,7 +34,7 @@ PLAIN = "output: {steps: false, decision_log: false}\n"
 
 
 class Cost(NamedTuple):
-    """What a command took."""
+    """Resources that a command used."""
 
     wall_s: float
     cpu_s: float

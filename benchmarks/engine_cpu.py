@@ -68,7 +68,7 @@ Contender = Callable[[], Tokens]
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What every contender is given."""
+    """Input of every contender."""
 
     name: str
     prompts: Sequence[Sequence[int]]
@@ -129,7 +129,7 @@ class TimedRunner:
 
     @property
     def overhead(self) -> float:
-        """What part of a steady step is not the runner's: scheduling and bookkeeping."""
+        """Fraction of a steady step outside the runner: scheduling and bookkeeping."""
         return self.between_s / (self.between_s + self.compute_s)
 
 
@@ -167,7 +167,7 @@ def padded_batch(model: Any, requests: Requests, **cache: Any) -> Contender:
 
 @contextmanager
 def continuous_batching(model: Any, requests: Requests, max_batch_tokens: int) -> Iterator[Contender]:
-    """What `generate_batch` runs, with each request's own output length; its cache is kept from round to round."""
+    """The loop of `generate_batch`, with each request's own output length; its cache is kept between rounds."""
     lengths = zip(requests.prompts, requests.num_outputs, strict=True)
     num_pages = sum(-(-(len(prompt) + count) // PAGE_TOKENS) for prompt, count in lengths)
     settings = transformers.ContinuousBatchingConfig(
@@ -260,7 +260,7 @@ def measure_overhead(place: Path, options: argparse.Namespace) -> float:
 
 
 def machine(options: argparse.Namespace) -> dict[str, Any]:
-    """What the figures belong to."""
+    """Return machine, versions and options of the figures."""
     return {
         "cpu": processor(),
         "cores": os.cpu_count(),

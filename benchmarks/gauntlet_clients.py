@@ -21,7 +21,7 @@ import httpx
 
 NUM_INNOCENTS = 4
 PATIENCE_S = 60.0
-"""How long an innocent waits."""
+"""Timeout of a well-behaved client, in seconds."""
 KEY, ADMIN_KEY = "gauntlet", "gauntlet-admin"
 JSON = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
 ATTACKER = "127.0.0.2"
@@ -31,7 +31,7 @@ SWAPS = ("fixed_chunk", "dynamic_chunk", "vllm_v1")
 
 @dataclass(slots=True)
 class Tally:
-    """What happened in a part of the gauntlet.
+    """Counts of outcomes in a part of the gauntlet.
 
     Attributes:
         requests: requests sent, by status or by what else came of them.
@@ -308,7 +308,7 @@ async def swaps(url: str, until: float, tally: Tally) -> None:
 
 
 async def schemathesis(url: str, seconds: float, tally: Tally) -> None:
-    """What follows from the server's own description."""
+    """Send requests generated from the server's OpenAPI description."""
     command = [
         str(Path(sys.executable).absolute().with_name("schemathesis")),
         "run",

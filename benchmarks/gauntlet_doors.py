@@ -23,7 +23,7 @@ from gauntlet_clients import ATTACKER, JSON, KEY, PATIENCE_S, Tally, innocents, 
 from gauntlet_parts import Attack, Given, Part, end_in_time, serve, sized
 
 LEFT_S = 5.0
-"""How soon after its client has left a request has to have ended."""
+"""Seconds within which a request must end after its client has disconnected."""
 STUCK = 5
 """Exit code of a server whose engine hangs."""
 

@@ -57,7 +57,7 @@ class Growth:
 
     @property
     def is_leak(self) -> bool:
-        """Whether it is more than warm-up and noise."""
+        """True if the growth exceeds warm-up and noise."""
         return self.bytes_per_request > self.least_found
 
 

@@ -24,12 +24,12 @@ NO_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY"
 that a weight was multiplied with: hundreds of MiB that come with new batch sizes and would hide a leak."""
 GRACE_S = 5.0
 END_S = 9.0
-"""How long after its grace time a server may still be there; see `docs/serving.md`."""
+"""Seconds after its grace period within which a server must exit; see `docs/serving.md`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a part is given.
+    """Input of a part.
 
     Attributes:
         model: directory of a tiny model.

@@ -91,7 +91,7 @@ SLOTS, CHECKED_STEPS = 21, 24
 
 
 def unavailable() -> str | None:
-    """Why the engine cannot be imported here, or None."""
+    """Return the reason that the engine cannot be imported here, or None."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     try:
@@ -212,7 +212,7 @@ def floor_s(shape: Shape, facts: ModelFacts, num_kv_tokens: int, limits: dict[st
 
 @dataclass(slots=True)
 class Watch:
-    """What an engine's only runner was told, and how long the device took.
+    """Records the steps submitted to an engine's only runner, and the device's durations.
 
     Attributes:
         runner: it.

@@ -1,4 +1,4 @@
-"""Which GPU, driver, versions and day do measured figures belong to?"""
+"""GPU, driver, versions and date of measured figures."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Case:
 
     @property
     def captures(self) -> bool:
-        """Whether its decodes must be replayed."""
+        """True if its decodes must be replayed from graphs."""
         return self.graphs and (self.dtype != "float32" or self.family not in MIXTURES)
 
 
@@ -107,7 +107,7 @@ def check_tokens(case: Case, device: str) -> tuple[float, float, str]:
 
 @contextmanager
 def notes() -> Iterator[list[str]]:
-    """What the engine logs meanwhile."""
+    """Collect the engine's log messages within the context."""
     said: list[str] = []
     handler, logger = logging.Handler(), logging.getLogger("vajra_py.engine")
     handler.emit = lambda record: said.append(record.getMessage())
@@ -190,7 +190,7 @@ def _outputs(folder: str, case: Case, device: str) -> tuple[list[tuple[RequestOu
 
 @torch.inference_mode()
 def _different(folder: str, case: Case, outputs: Sequence[tuple[RequestOutput, SamplingParams]], device: str) -> int:
-    """How many tokens are not what the sampler of the host chooses from transformers' logits."""
+    """Return the number of tokens that differ from the host sampler's choice from transformers' logits."""
     import numpy as np
     from transformers import AutoModelForCausalLM
 

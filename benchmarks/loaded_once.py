@@ -24,7 +24,7 @@ class LoadedOnce:
         """Slots that the last run left behind."""
 
     def loader(self, config: ExperimentConfig) -> Callable[[RunnerOptions], ModelRunner]:
-        """How a profile or a run of this experiment loads it."""
+        """Return the loader for a profile or a run of this experiment."""
 
         def load(options: RunnerOptions) -> ModelRunner:
             if self._runner is None:

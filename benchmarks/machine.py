@@ -1,4 +1,4 @@
-"""What a benchmark's figures belong to."""
+"""Machine and versions of a benchmark's figures."""
 
 from __future__ import annotations
 

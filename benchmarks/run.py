@@ -41,7 +41,7 @@ TARGETS: Mapping[str, tuple[float, str]] = {
     "startup_import_s": (0.2, "import vajra_py, seconds"),
     "startup_first_event_s": (1.0, "first event of a small simulation, seconds"),
 }
-"""What a figure should at most be, and what it is."""
+"""Upper bound of each figure, and its description."""
 
 
 def main() -> int:

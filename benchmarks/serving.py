@@ -51,7 +51,7 @@ class Served:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """URL of the server."""
         return f"http://{self.host}:{self.port}"
 
 
@@ -189,7 +189,7 @@ def engine_ttft(served: Served) -> tuple[float, float]:
 
 
 def lone_requests(served: Served) -> float:
-    """What HTTP adds to the mean TTFT of requests that come one by one, seconds."""
+    """Return the seconds that HTTP adds to the mean TTFT of sequential requests."""
     first_token_s(served, [7] * PROMPT_TOKENS)
     total, count = engine_ttft(served)
     measured = [first_token_s(served, [9 + number] * PROMPT_TOKENS) for number in range(NUM_LONE)]

@@ -1,4 +1,4 @@
-"""How much CPU time does a streamed token take of everything but the model?
+"""Measure the CPU time per streamed token of everything except the model.
 
 `python benchmarks/serving_cpu.py MODEL` starts a server whose model only waits, 15 ms a step, and reads 64 streams of it, in
 rounds. For each round: µs of CPU a token that the event loop's thread, the engine's and the worker's took, and the client.

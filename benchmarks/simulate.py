@@ -1,4 +1,4 @@
-"""How fast is the simulator? Times the event loop, per-request metrics included, on a CSV of requests or on drawn ones.
+"""Measure the speed of the simulator: times the event loop, per-request metrics included, on a CSV of requests or on drawn ones.
 
 python benchmarks/simulate.py --workload file.csv --replicas 4
 """
@@ -71,7 +71,7 @@ def measure_run(mapping: dict[str, Any]) -> dict[str, float]:
 
 
 def measure_outputs(num_requests: int = 19_366, rate: float = 5.5, rounds: int = 5) -> dict[str, float]:
-    """What decision log and steps table cost: time and CPU time of a whole run with both, over one without, in alternating rounds.
+    """Measure the cost of decision log and steps table: time and CPU time of a whole run with both, over one without, in alternating rounds.
 
     As many requests at the rate of the Azure conversation trace of 2023 on four replicas, as in `examples/azure.yaml`.
     """

@@ -1,4 +1,4 @@
-"""What does one steady decode step cost: schedule and apply, prefix cache on, priorities on, nobody watching?
+"""Measure the cost of one steady decode step: schedule and apply, with prefix cache and priorities, without observers.
 
 Figures are ratios to a bare loop that appends one token to each of as many lists, taken in the same run, alternately.
 """
@@ -41,7 +41,7 @@ class Case:
     num_running: int
     num_waiting: int = 0
     admits: bool = False
-    """Whether every step has room for one more, which ends with its prompt; else nobody is admitted."""
+    """True if every step admits one request, which ends with its prompt; else no request is admitted."""
     prioritizer: str = "edf"
     scheduler: str = "fixed_chunk"
     params: tuple[tuple[str, Any], ...] = (("chunk_size", 2048),)

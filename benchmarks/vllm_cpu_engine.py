@@ -66,7 +66,7 @@ class SteadyClock:
         return self._told + (time.process_time() - self._since) / self._pace.slowness
 
     def settle(self):
-        """What has passed stays as it was counted."""
+        """Freeze the counts so far."""
         self._told, self._since = self.now(), time.process_time()
 
     def skip_to(self, at):

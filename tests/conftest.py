@@ -1,4 +1,4 @@
-"""What every test may rely on: repeatable hypothesis runs, the reference data where present, a GPU where asked for."""
+"""Shared configuration of all tests: repeatable hypothesis runs, optional reference data, optional GPU."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def vajra(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
 
 @pytest.fixture(scope="session")
 def small_text() -> str:
-    """What the file of a small experiment says."""
+    """Text of a small experiment's file."""
     return SMALL
 
 

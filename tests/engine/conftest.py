@@ -1,4 +1,4 @@
-"""What tests of the engine's control share: a model that nobody loads."""
+"""Shared fixture of tests of the engine's control: a model directory that is never loaded."""
 
 from __future__ import annotations
 

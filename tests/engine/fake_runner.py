@@ -53,7 +53,7 @@ def next_token(token_ids: Sequence[int]) -> int:
 
 
 def expected_output(prompt: Sequence[int], num_tokens: int, stops_at_eos: bool = False) -> list[int]:
-    """What a prompt gives."""
+    """Return the output tokens for a prompt."""
     known = list(prompt)
     for _ in range(num_tokens):
         known.append(next_token(known))
@@ -81,7 +81,7 @@ class FakeRunner:
         self._num_steps = 0
         self._slots: dict[int, _Slot] = {}
         self._ahead: tuple[StepOutput, dict[int, _Slot], list[tuple[int, int, int]]] | None = None
-        """What was begun: its output, its rows before, and (slot, place in its table, spare block) of those that grew."""
+        """Step started ahead: its output, its previous rows, and (slot, place in its table, spare block) of those that grew."""
         self._device = self._host = np.empty((0, 0), np.int64)
 
     @property

@@ -34,7 +34,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True)
 class Setting:
-    """What a made run is like."""
+    """Parameters of a generated run."""
 
     name: str = "run"
     num_requests: int = 60

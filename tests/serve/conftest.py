@@ -76,7 +76,7 @@ def tls_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @dataclass
 class Strings:
-    """What a test holds in its hand: steps that may run, replicas that break, and what was seen."""
+    """Controls of a test: permitted steps, failing replicas, and observations."""
 
     may_step: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     runs_freely: bool = True
@@ -161,7 +161,7 @@ class PuppetServer:
     thread: threading.Thread
 
     def puppet(self, options: RunnerOptions) -> Puppet:
-        """What it loads unless a test says otherwise."""
+        """Default loader, unless a test sets another."""
         return Puppet(options, self.strings)
 
     def drain(self) -> None:

@@ -43,7 +43,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What vLLM and its libraries warn of is theirs; what is left open by them is closed when the process ends."""
+    """Ignore warnings of vLLM and its libraries, and resources that they leave open until the process ends."""
     for item in items:
         if "tests/vllm/" in item.nodeid or item.path.parent.name == "vllm":
             item.add_marker(pytest.mark.filterwarnings("ignore"))

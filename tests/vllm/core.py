@@ -172,7 +172,7 @@ class Core:
         self.steps.append(Step(dict(output.num_scheduled_tokens), computed, preempted, free_blocks(self.scheduler)))
 
     def execute(self, output: Any) -> ModelRunnerOutput:
-        """What a worker does; a `WorkerFault` where that goes wrong."""
+        """Execute a step as a worker; raises `WorkerFault` on a violation."""
         sampled = self.worker.execute(output)
         for name, start in self.worker.seen.items():
             assert start == self.steps[-1].computed[name], name

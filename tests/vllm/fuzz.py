@@ -55,7 +55,7 @@ class Wish:
     string_after: int | None = None
     """After how many tokens its frontend finds a string that stops it."""
     grammar: tuple[int, str, int | None] | None = None
-    """When it is compiled (turn), "ok" or "error", and which token it does not allow."""
+    """Turn in which it is compiled, "ok" or "error", and the token that it forbids."""
     client: int = 0
 
 
@@ -267,7 +267,7 @@ class Play(Core):
     stopped: set[str] = field(default_factory=set)
     """Requests in which their frontend has found a string."""
     finished: list[str] = field(default_factory=list)
-    """What clients were said to have finished."""
+    """Clients' requests that were reported as finished."""
     answers: list[bool] = field(default_factory=list)
     """Of resets."""
     stats: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -434,7 +434,7 @@ def difference(session: Session, own: Play, ours: Play) -> str | None:
 
 
 def end_check(session: Session, ours: Play) -> str | None:
-    """Whether everything was given back."""
+    """Return a description of resources that were not released, or None."""
     mechanism = ours.scheduler.mechanism
     mechanism.replica.memory.check()
     mechanism.controller.check_conservation()
@@ -447,7 +447,7 @@ def end_check(session: Session, ours: Play) -> str | None:
 
 
 def compare(model: str, seed: int, *, is_async: bool) -> tuple[str | None, Counter[str]]:
-    """What differs in one session, and what was in it."""
+    """Return the difference found in one session, or None, and counts of its contents."""
     session = session_of(seed, is_async=is_async)
     _MADE["zero"] = time.time() + 10
     counts: Counter[str] = Counter(sessions=1, requests=len(session.wishes), second_runner=session.second_runner)

@@ -110,7 +110,7 @@ class SharedWorkers:
         self._workers.close()
 
     def backend(self, on_made: Callable[[EngineRun], None] | None = None) -> Callable[[Run], Backend]:
-        """How a run is made on these workers."""
+        """Return a factory of backends on these workers."""
 
         def make(run: Run) -> Backend:
             made = EngineRun(run, load=self.load)

@@ -22,7 +22,7 @@ class WorkerFault(AssertionError):
 
 @dataclass
 class Truth:
-    """What a request's tokens are, whoever schedules it.
+    """Tokens of each request, independent of the scheduler.
 
     Attributes:
         prompt: its prompt.
@@ -48,7 +48,7 @@ class Truth:
 
 
 class KvSlots:
-    """What each slot of the KV memory holds."""
+    """Contents of each slot of the KV memory."""
 
     def __init__(self, block_size: int) -> None:
         self.size = block_size
@@ -105,7 +105,7 @@ class _Row:
 
 @dataclass
 class Runner:
-    """What both have in common: a batch is computed, and the outputs are its tokens.
+    """Common base of both runners: computes a batch and returns its tokens as outputs.
 
     Attributes:
         truths: what the requests' tokens are, by name.

@@ -237,7 +237,7 @@ def slot_of(job: Job) -> int:
 
 @dataclass(frozen=True)
 class ComputeKit:
-    """What the tests of the computing part share."""
+    """Shared helpers of the tests of `engine.compute`."""
 
     job: type[Job] = Job
     driver: type[Driver] = Driver

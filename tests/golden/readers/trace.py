@@ -15,7 +15,7 @@ Step: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a run first differs from its trace."""
+    """First difference of a run from its trace."""
 
     step: str
     field: str
@@ -41,7 +41,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of one trace."""
+    """Result for one trace."""
 
     system: str
     name: str
@@ -49,13 +49,13 @@ class Result:
     """Steps compared, the differing one included; or requests."""
     difference: Difference | None = None
     unit: str = "steps"
-    """What is compared one by one."""
+    """Unit of comparison."""
     note: str = ""
-    """What is worth telling about a match."""
+    """Additional information on a match."""
 
     @property
     def matches(self) -> bool:
-        """Whether everything that is compared is equal."""
+        """True if all compared values are equal."""
         return self.difference is None
 
 

@@ -1,4 +1,4 @@
-"""How urgent is a request, if short prompts go first and nobody may starve?"""
+"""Prioritizer that prefers short prompts and ages waiting requests, so that none starves."""
 
 from __future__ import annotations
 

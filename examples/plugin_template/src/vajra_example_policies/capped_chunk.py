@@ -1,4 +1,4 @@
-"""How many prompt tokens run in a step, if somebody decodes, and if nobody does?"""
+"""Batch policy with separate caps on prompt tokens for steps with and without decodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica takes a request, if cached prefixes are worth following and full memories worth avoiding?"""
+"""Router that prefers replicas with cached prefixes and avoids replicas with full KV memory."""
 
 from __future__ import annotations
 

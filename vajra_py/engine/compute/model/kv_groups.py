@@ -164,9 +164,8 @@ def write_and_attend_with_lse(
 def _attended(
     query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], metadata: AttentionMetadata, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    window = (
-        scores.window if metadata.causal else None
-    )  # only reached with windows that cover the longest sequence, as shorter ones are refused
+    # Windows are irrelevant for earlier parts: models with one shorter than the longest sequence are refused.
+    window = scores.window if metadata.causal else None
     return paged_attention(
         query, *cache, metadata, scale=scores.scale, window=window, softcap=scores.softcap, return_lse=True
     )
