@@ -106,7 +106,7 @@ def measure(batch: Batch, rounds: int) -> str:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (CPU time is of all of them)")
     parser.add_argument("--rounds", type=int, default=20, help="rounds per figure; the least counts")

@@ -85,7 +85,7 @@ def engine(job: Mapping[str, Any]) -> Callable[[], list[list[int]]]:
     }
     settings = {"num_threads": job["threads"] // count, "dtype": job["dtype"]}
     settings["workers"] = "process" if count > 1 else "in_process"
-    settings["look_ahead"] = count > 1  # all requests are there from the start: none comes into a step that was begun
+    settings["look_ahead"] = count > 1  # all requests are submitted at the start, so none arrives during a step
     experiment = {"preset": "vllm-v1", "replica": replica, "num_replicas": count, "backend": {"engine": settings}}
     llm = LLM(job["model"], experiment)
     prompts = [prompt for prompt, _ in job["requests"]]

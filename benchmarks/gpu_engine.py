@@ -1,4 +1,4 @@
-"""Time the engine on this GPU, with captured graphs and without, and watch what it does: for `gpu_check` and `gpu_bench`.
+"""Time the engine on this GPU, with and without captured graphs, and record its steps: for `gpu_check` and `gpu_bench`.
 
 Needs transformers and what `vajra_py` needs besides torch; `unavailable` says what is missing.
 """
@@ -102,7 +102,7 @@ def unavailable() -> str | None:
 
 
 def write_model(folder: str, shape: Shape, longest: int) -> None:
-    """The configuration of such a model, which is all that random weights need."""
+    """Write the configuration of such a model, which suffices for random weights."""
     import transformers
 
     facts = asdict(shape) | {"max_position_embeddings": longest, "initializer_range": 0.1}
@@ -216,7 +216,7 @@ class Watch:
 
     Attributes:
         runner: it.
-        counts: steps, rows that were begun ahead and used, blocks that were swapped.
+        counts: steps, rows that were started ahead and used, blocks that were swapped.
         device_s: of all steps.
         decode_s: of each step of so many decodes and nothing else.
     """
@@ -227,7 +227,7 @@ class Watch:
     decode_s: dict[int, list[float]] = field(default_factory=dict)
 
     def load(self, options: RunnerOptions) -> TorchRunner:
-        """For `LLM(..., load=…)`: a runner that is watched."""
+        """Load a recorded runner, for `LLM(..., load=…)`."""
         from vajra_py.engine.compute.step.runner import TorchRunner
 
         self.runner = runner = TorchRunner.load(options)

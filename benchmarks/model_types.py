@@ -63,7 +63,7 @@ SMALL: dict[str, Any] = {
 USUAL: dict[str, dict[str, Any]] = {
     name: {"layer_types": ["conv", "full_attention", "conv", "full_attention"]} for name in ("lfm2", "lfm2_moe")
 } | {
-    "phi4_multimodal": {  # encoders that its text never meets: 850 million parameters by default
+    "phi4_multimodal": {  # encoders that are not used for text: 850 million parameters by default
         "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
         "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1, "num_attention_heads": 2},
     }
@@ -80,7 +80,7 @@ class OutOfTimeError(BaseException):
 
 @contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """Raises `OutOfTimeError` when the block takes more processor time than this."""
+    """Raise `OutOfTimeError` if the block takes more processor time than this."""
 
     def stop(*_: object) -> None:
         raise OutOfTimeError

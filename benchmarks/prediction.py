@@ -152,7 +152,7 @@ def experiment(computing: Computing, model: Path, load_name: str, policy: str) -
 
 
 class _Enough(Exception):
-    """So much of the profile is measured for now."""
+    """Ends a profile's measurement at the part that is due."""
 
 
 class Profiles:
@@ -192,7 +192,7 @@ class Profiles:
             print(f"profile: errors {json.dumps(profile.errors)}")
 
 
-# One workload
+# Results of one workload
 
 
 Figures: TypeAlias = Mapping[tuple[str, str], float]
@@ -249,7 +249,7 @@ class Engines:
         return (folder / _NOTE).exists()
 
     def run(self, config: ExperimentConfig, folder: Path) -> None:
-        """Make the run of a folder, with a note of how slow the machine was."""
+        """Execute the run of a folder, and record the machine's slowdown."""
         note = folder / _NOTE
         for _ in range(_MOST_TRIES):
             if note.exists():
@@ -275,7 +275,7 @@ class Engines:
             for batch in WARM:
                 bench.time_s(batch)
             if self._wall:
-                runner.close()  # leaves it as a run finds it
+                runner.close()  # restores the state at the start of a run
                 return runner
             reference.frees(bench)
             clock = NormalizedClock(reference.time_s, self._typical_s)
@@ -361,7 +361,7 @@ def ordered(compared: Sequence[Compared], key: tuple[str, str]) -> Iterator[Pair
             yield Pair(one.policy, other.policy, apart, (one.simulated[key] < other.simulated[key]) in signs)
 
 
-# What is shown and kept
+# Output
 
 
 def tables(compared: Sequence[Compared]) -> list[str]:
@@ -397,7 +397,7 @@ def tables(compared: Sequence[Compared]) -> list[str]:
 def write(
     folder: Path, profiles: Profiles, compared: Sequence[Compared], printed: str, options: argparse.Namespace
 ) -> None:
-    """All figures as JSON, and what is printed with where it comes from."""
+    """Write all figures as JSON, and the printed tables with their provenance."""
     profile = read_profile(profiles.file)
 
     def named(values: Figures) -> dict[str, float]:

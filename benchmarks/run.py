@@ -1,4 +1,4 @@
-"""Every benchmark in one run: `make bench` prints the figures, writes `latest.json` and keeps a history, in `runs/bench` or where told.
+"""Every benchmark in one run: `make bench` prints the figures, writes `latest.json` and keeps a history, in `runs/bench` or a given folder.
 
 Figures named `_x_` are ratios taken in this run and may be compared between machines; the others belong to this machine.
 """

@@ -96,7 +96,7 @@ def measure_outputs(num_requests: int = 19_366, rate: float = 5.5, rounds: int =
 
 
 def _peak_memory_mb() -> float:
-    """Most memory that this process held; what the process held that started it does not count, where the system tells."""
+    """Return the peak memory of this process, without that of its parent where the system reports it."""
     status = Path("/proc/self/status")
     text = status.read_text() if status.exists() else ""
     found = re.search(r"VmHWM:\s*(\d+) kB", text)
@@ -121,7 +121,7 @@ def _has_dates(path: Path) -> bool:
         with path.open(encoding="utf-8") as file:
             return bool(re.search(r"\d{4}-\d\d-\d\d", "".join(file.readline() for _ in range(2))))
     except (OSError, UnicodeError):
-        return False  # the reader says what is wrong with it
+        return False  # the reader raises the error
 
 
 CASES = {

@@ -48,7 +48,7 @@ class Case:
 
 
 def affine_latency() -> LatencyModel:
-    """A latency model that costs nothing to ask."""
+    """Return a latency model of negligible cost."""
     return AffineConfig(type="affine", base_s=0.005, per_token_s=1e-5).build()
 
 
@@ -102,7 +102,7 @@ def build(case: Case) -> tuple[Controller, Replica, SimulatedExecutor]:
 def submit(
     controller: Controller, executor: SimulatedExecutor, request_id: str, num_tokens: int, now: int, num_outputs: int
 ) -> None:
-    """One request that puts out as much as it may."""
+    """Submit one request that generates its maximum number of tokens."""
     facts = RequestFacts(request_id, num_tokens, max_tokens=num_outputs)
     request, _, _ = controller.submit(facts, lambda size: PrivateBlockHashes(request_id), now)
     executor.expect(request, 900_000)

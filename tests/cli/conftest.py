@@ -1,4 +1,4 @@
-"""Commands as a user types them, and an experiment that takes a fraction of a second."""
+"""Fixtures to run commands, and an experiment that takes a fraction of a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests on a Ray cluster; without Ray they are left out."""
+"""Fixtures of tests on a Ray cluster, which are skipped without Ray."""
 
 from __future__ import annotations
 

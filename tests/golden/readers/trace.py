@@ -27,7 +27,7 @@ class Difference:
     """Our side: the step, and every request that is alive."""
 
     def lines(self) -> list[str]:
-        """For people: what differs, then both sides."""
+        """Return readable lines: the difference, then both sides."""
         return [
             f"step {self.step}: {self.field}",
             f"  recorded: {self.expected}",
@@ -60,7 +60,7 @@ class Result:
 
 
 def first_difference(expected: Step, actual: Step) -> str | None:
-    """The first field of `actual` that the recorded step tells otherwise."""
+    """Return a description of the first field of `actual` that differs from the recorded step."""
     for field, value in actual.items():
         if field in expected and expected[field] != value:
             return field

@@ -53,7 +53,7 @@ class PrefixAffinityPolicy:
         return min(up, key=_load).replica_id
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Whatever arrived while no replica was up goes to the first that asks."""
+        """Assign requests that arrived while no replica was up to the first replica that pulls."""
         return (request.request_id for request in queued)
 
 
