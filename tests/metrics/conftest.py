@@ -233,7 +233,7 @@ def request_row(job: Job, setting: Setting) -> RequestRow:
 
 
 def write_decisions(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write a decision log of rows, as a mechanism that decides them would."""
+    """Write a decision log with these rows, in the format of a real run."""
     log = DecisionLog(path)
     requests: dict[str, Any] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Servers to talk to: a real process with a tiny model, and one in a thread whose model is a puppet."""
+"""Server fixtures: a real process with a tiny model, and one in a thread with a scripted runner."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def tls_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return key, certificate
 
 
-# A model that is a puppet: no tensors, and it computes when it is told to.
+# A scripted runner: no tensors, and steps run when the test permits them.
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Strings:
 
     def let_go(self) -> None:
         self.runs_freely = True
-        self.may_step.release(8)  # as many as there may be replicas
+        self.may_step.release(8)  # one per possible replica
 
 
 class Puppet:
@@ -181,12 +181,12 @@ class PuppetServer:
 
     @contextmanager
     def asked_for_much(self, **body: Any) -> Iterator[socket.socket]:
-        """A connection with little room, over which 32 long streams have been asked for and nothing is read."""
+        """Connection with a small receive buffer and 32 requested long streams that are never read."""
         asked = {"n": 32, "max_tokens": 200, "stream": True, "return_token_ids": True, "logprobs": 5, **body}
         content = json.dumps({"model": "puppet", "prompt": [1, 2, 3], **asked}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(content)}\r\n"
         for listener in self.server.servers[0].sockets:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited by connections
         address = httpx.URL(self.url)
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
