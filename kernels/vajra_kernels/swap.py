@@ -118,8 +118,9 @@ class SwapSpace:
             self._streams.run(StreamKind.COMPUTE, lambda buffer=buffer, rows=rows: self._gather(buffer.words, rows))  # type: ignore[misc]
             self._streams.wait(StreamKind.TRANSFER, self._streams.mark(StreamKind.COMPUTE))
             self._streams.run(
-                StreamKind.TRANSFER, lambda buffer=buffer, piece=piece: self._cross(piece, buffer.words, True)
-            )  # type: ignore[misc]
+                StreamKind.TRANSFER,
+                lambda buffer=buffer, piece=piece: self._cross(piece, buffer.words, True),  # type: ignore[misc]
+            )
             buffer.free = self._streams.mark(StreamKind.TRANSFER)
 
     def to_device(self, pairs: Pairs) -> None:
@@ -130,8 +131,9 @@ class SwapSpace:
         for buffer, piece, rows in self._pieces(pairs):
             self._streams.wait(StreamKind.TRANSFER, buffer.free)
             self._streams.run(
-                StreamKind.TRANSFER, lambda buffer=buffer, piece=piece: self._cross(piece, buffer.words, False)
-            )  # type: ignore[misc]
+                StreamKind.TRANSFER,
+                lambda buffer=buffer, piece=piece: self._cross(piece, buffer.words, False),  # type: ignore[misc]
+            )
             self._streams.wait(StreamKind.COMPUTE, self._streams.mark(StreamKind.TRANSFER))
             self._streams.run(StreamKind.COMPUTE, lambda buffer=buffer, rows=rows: self._scatter(buffer.words, rows))  # type: ignore[misc]
             buffer.free = self._streams.mark(StreamKind.COMPUTE)
