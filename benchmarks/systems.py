@@ -1,4 +1,4 @@
-"""How do the schedulers of other systems behave on the same requests? Draws the figure and fills the tables of docs/systems.md.
+"""Compare the schedulers of other systems on the same requests; draw the figure and fill the tables of docs/systems.md.
 
 python benchmarks/systems.py --trace AzureLLMInferenceTrace_conv.csv
 
