@@ -50,7 +50,7 @@ def check(files: tuple[Path, ...], overrides: tuple[str, ...], effective: bool) 
 
 
 def _what_is_run(points: list[tuple[SweepPoint, ExperimentConfig]]) -> Iterator[str]:
-    """The number of runs, and why they are fewer than points and seeds."""
+    """Return the number of runs, and the reason if it is less than points times seeds."""
     from vajra_py.experiment.runs.equal_seeds import EqualSeeds
     from vajra_py.plugins import load_registry
 

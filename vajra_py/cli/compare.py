@@ -84,7 +84,7 @@ def compare(  # noqa: PLR0913 - one argument for each option
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Which part of a comparison is shown, and how."""
+    """Requested part and form of a comparison."""
 
     form: str
     scope: str | None
@@ -97,7 +97,7 @@ def _names(given: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _text(comparison: Comparison, asked: _Asked) -> str:
-    """The comparison as a text for other programs."""
+    """Return the comparison as text for other programs."""
     from vajra_py.metrics.comparison import tables as comparison_tables
     from vajra_py.metrics.comparison.comparison import OVERALL
     from vajra_py.metrics.comparison.table_renderers import csv_text, latex, markdown
