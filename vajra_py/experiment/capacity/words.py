@@ -74,7 +74,9 @@ def _own(one: ConditionCapacity) -> str:
 
 
 def _precision_text(answer: CapacityAnswer, found: Answer) -> str:
-    """Whether the interval is as narrow as it was to be, and if not, why the search ended."""
+    """Return a sentence on whether the interval is as narrow as requested, and if not, the reason that the search
+    ended.
+    """
     wanted = f"{100 * answer.precision_fraction:.3g} % of precision_fraction"
     if found.stop == "one seed":
         return "" if answer.note else "; one seed: no interval"
@@ -137,7 +139,9 @@ def _warning(answer: CapacityAnswer) -> str:
 
 
 def answer_notes(answers: Sequence[CapacityAnswer]) -> list[str]:
-    """Why searches were run under fewer seeds, or what alone differs between them; with the settings where it is not all."""
+    """Return the reasons that searches used fewer seeds, or the only source of variation; with the settings if not all
+    are concerned.
+    """
     notes = []
     for note in dict.fromkeys(answer.note for answer in answers if answer.note):
         labels = [answer.label for answer in answers if answer.note == note]
