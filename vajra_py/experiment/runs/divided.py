@@ -211,9 +211,9 @@ class _Planned:
         self._part = part
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> int | None:
-        """The replica that was planned."""
+        """Return the planned replica."""
         return self._part.planned()
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Nothing: every request is bound."""
+        """Return None: every request is bound on arrival."""
         return ()

@@ -54,7 +54,7 @@ from vajra_py.sim.simulator import Acceptance, SimulationOptions, Simulator
 DECISIONS_FILE = "decisions.parquet"
 _NANOSECOND = TICKS_PER_SECOND // 10**9
 _NEVER_CAME_BACK = 10**6 * TICKS_PER_SECOND
-"""Duration of a step whose end the recorded run did not see."""
+"""Duration of a step whose end the run did not record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def _ticks(seconds: float) -> int:
 
 
 def replay(path: Path, registry: Registry | None = None) -> ReplayReport:
-    """Let the simulator do what a run of the engine did, and compare. Raises like `read_recording`."""
+    """Replay a run of the engine in the simulator and compare. Raises like `read_recording`."""
     registry = registry or load_registry()
     recording = read_recording(path, registry)
     with tempfile.TemporaryDirectory(prefix="vajra-replay-") as folder:
@@ -181,7 +181,7 @@ def _status(path: Path) -> str:
 
 
 class _RecordedTimer:
-    """Steps of one replica last as long as they did."""
+    """Timer that replays the recorded step durations of one replica."""
 
     def __init__(self, replica: Replica, recording: Recording) -> None:
         self._replica = replica
@@ -208,7 +208,7 @@ class _RecordedTimer:
 
 
 class _RecordedExecutor(SimulatedExecutor):
-    """Requests put out the tokens that they put out, and end where they ended."""
+    """Executor that replays each request's recorded tokens and end."""
 
     def __init__(self, outputs: Mapping[int, RecordedOutput]) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ def _simulator(recording: Recording, registry: Registry, log: DecisionLog) -> Si
             simulator.inject(one.tick, Phase.ABORT, one.request_id)
         elif isinstance(one, Swap):
             simulator.inject(one.tick, Phase.POLICY, one.change())
-        elif not isinstance(one, PolicyViolation | StageEnd):  # a violation happens again by itself, or is missed
+        elif not isinstance(one, PolicyViolation | StageEnd):  # a violation recurs by itself, or is reported missing
             simulator.inject(one.tick, Phase.FAILURE, one)
     return simulator
 
@@ -334,7 +334,7 @@ def _replay_log(
 
 
 def _compare_logs(recorded: Path, replayed: Path) -> str | None:
-    """The first step that differs, said so that one can see what differs in it."""
+    """Describe the first step that differs between the decision logs."""
     pairs = zip_longest(read_decisions(recorded), read_decisions(replayed))
     for number, (one, other) in enumerate(pairs, 1):
         if one != other:

@@ -42,9 +42,9 @@ class SimulatedRun:
     def __init__(self, run: Run) -> None:
         settings = run.config.backend.settings
         self.workload = run.workload
-        """What is simulated."""
+        """Simulated workload."""
         latency = build_latency_model(settings.latency.type, settings.latency.parameters, run.registry)
-        told = _told(latency, settings.predictions, run.registry, "backend.simulator")
+        told = _prediction_model(latency, settings.predictions, run.registry, "backend.simulator")
         latencies, models = _by_replicaset(run, latency, told)
         self._latencies = latencies
         seeds = run.seeds.child("policies")
@@ -53,7 +53,7 @@ class SimulatedRun:
             settings.output_length.type, settings.output_length.parameters, truth, run.registry
         )
         executor = SimulatedExecutor()
-        intake = _intake(latency)
+        intake = _request_overhead(latency)
         services = Services(
             registry=run.registry,
             latency=told,
@@ -91,14 +91,14 @@ class SimulatedRun:
 
     @property
     def varies_steps(self) -> bool:
-        """Whether equal steps differ by draws of the seed."""
+        """True if the durations of equal steps vary by seed."""
         return any(isinstance(one, VariesSteps) and one.variation is not None for one in self._latencies.values())
 
     def prepare(self, folder: Path) -> None:
-        """Nothing of its own to record: a simulation is repeated by running it again."""
+        """Do nothing: a simulation needs no recording, as it can be repeated."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: no resources are held."""
 
     def start(self) -> Outcome:
         """Simulate the whole workload."""
@@ -120,7 +120,7 @@ def _origin(latency: LatencyModel) -> StepTimes:
 def _by_replicaset(
     run: Run, latency: LatencyModel, told: LatencyModel
 ) -> tuple[dict[str, LatencyModel], dict[str, ReplicasetModel]]:
-    """What the steps of each replicaset take; and the models of those that have one of their own."""
+    """Return the latency model of each replicaset, and the model descriptions of those that override it."""
     settings = run.config.backend.settings
     latencies = dict.fromkeys(run.config.effective_replicasets, latency)
     models = {}
@@ -129,13 +129,17 @@ def _by_replicaset(
         if own.latency is not None:
             latencies[name] = build_latency_model(own.latency.type, own.latency.parameters, run.registry)
         has_own = own.latency is not None or own.predictions is not None
-        asked = _told(latencies[name], own.predictions, run.registry, where) if has_own else told
+        asked = _prediction_model(latencies[name], own.predictions, run.registry, where) if has_own else told
         models[name] = ReplicasetModel(asked, model_facts(latencies[name]))
     return latencies, models
 
 
-def _told(latency: LatencyModel, choice: TypedChoice | None, registry: Registry, where: str) -> LatencyModel:
-    """What policies ask for predictions, in place of what steps take. Raises `ConfigError` where the two cannot be of one replica."""
+def _prediction_model(
+    latency: LatencyModel, choice: TypedChoice | None, registry: Registry, where: str
+) -> LatencyModel:
+    """Return the latency model for policies' predictions, in place of the simulated one. Raises `ConfigError` if the
+    two cannot describe one replica.
+    """
     if choice is None:
         return latency
     told = build_latency_model(choice.type, choice.parameters, registry)
@@ -146,7 +150,7 @@ def _told(latency: LatencyModel, choice: TypedChoice | None, registry: Registry,
 
 
 def model_facts(latency: LatencyModel) -> ModelFacts:
-    """What a latency model knows about memory and lengths."""
+    """Return the latency model's facts about memory and lengths."""
     if isinstance(latency, RooflineModel):
         model = latency.deployment.model
     elif isinstance(latency, ProfileBundleModel):
@@ -160,8 +164,8 @@ def model_facts(latency: LatencyModel) -> ModelFacts:
     )
 
 
-def _intake(latency: LatencyModel) -> dict[str, Any]:
-    """How requests reach the scheduler of the engine that the model is of."""
+def _request_overhead(latency: LatencyModel) -> dict[str, Any]:
+    """Return the controller options that model the host overhead per request; empty if the model has none."""
     if not isinstance(latency, HasHostOverhead):
         return {}
     return {"arrival_delay_s": latency.host.request_s, "asynchronous": latency.host.asynchronous}

@@ -38,7 +38,7 @@ class PointStatus:
 
 
 SweepProgress: TypeAlias = Callable[[int, PointStatus], None]
-"""Called with the point's position and how it stands."""
+"""Called with the point's position and status."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,9 @@ class _Plan:
         return [index for index in wanted if not self._is_finished(index)]
 
     def released_by(self, index: int) -> list[int]:
-        """Points that this one, now finished, does not stand for after all: its run drew something that could not be seen before."""
+        """Return points that this one, now finished, does not represent after all: its run drew from the seed
+        unexpectedly.
+        """
         own = [copy for copy, kept in self.copies.items() if kept == index]
         if not own or not drew_beside_workload(self._points[index][2]):
             return []
@@ -155,7 +157,7 @@ class _Plan:
         return own
 
     def note(self, failures: Mapping[int, str]) -> None:
-        """Say in the runs' summaries which of them stand for several seeds."""
+        """Record in the runs' summaries which of them represent several seeds."""
         for own in self._settings:
             first = tuple(self.copies.get(index, index) for index in own.points)
             for index in own.kept:
