@@ -1,4 +1,6 @@
-"""Tables as plain data: what a cell says, and how a table is cut to a width. `table_renderers` writes them for terminals and as Markdown, LaTeX, CSV and HTML."""
+"""Tables as plain data: cells, and splitting a table to a width. `table_renderers` writes them for terminals and as
+Markdown, LaTeX, CSV and HTML.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ WORSE = "†"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One value as it is shown."""
+    """One displayed value."""
 
     text: str
     spread: str = ""
@@ -25,7 +27,7 @@ class Cell:
     is_quiet: bool = False
     """Shown in grey: a value that takes no part in comparisons."""
     value: float | int | bool | str | None = None
-    """Raw value, which CSV has in place of the text; None: the text."""
+    """Raw value for CSV; None: the text."""
 
     @property
     def is_bold(self) -> bool:
@@ -45,12 +47,12 @@ class Row:
     head: str
     cells: tuple[Cell, ...]
     starts: bool = False
-    """A rule is drawn above it."""
+    """True if a rule is drawn above the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table, or one of those that a wide one was cut into."""
+    """Table, or one piece of a split one."""
 
     corner: str
     """Heading of the column of headings."""

@@ -160,12 +160,12 @@ def csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def html(table: Table, caption: str = "", style: str = "") -> str:
-    """The table as HTML, its notes in the caption; `style` names a class of the page's style sheet."""
+    """Render the table as HTML, with its notes in the caption; `style` is a class of the page's style sheet."""
     return str(html_templates().get_template("table.html.j2").module.table([table.for_readers], caption, style))  # type: ignore[attr-defined]
 
 
 def html_templates() -> Environment:
-    """The templates of the pages; every one writes its tables by `table.html.j2`."""
+    """Load the templates of the pages; every one renders its tables by `table.html.j2`."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     return Environment(

@@ -13,7 +13,7 @@ from vajra_py.metrics.comparison.table_model import BEST, HIGHEST, LOWEST, WORSE
 from vajra_py.metrics.comparison.table_renderers import csv_text
 
 WIDE = 6
-"""Up to this many settings are columns; more are rows, of fewer metrics."""
+"""Largest number of settings shown as columns; more are rows, with fewer metrics."""
 
 
 def value_table(
@@ -82,7 +82,9 @@ def interval_text(comparison: Comparison, metric: Metric, position: int, scope: 
 
 
 def value_notes(comparison: Comparison, scope: str, metrics: Sequence[Metric]) -> Iterator[str]:
-    """Sentences without their stops: what values and marks mean, which comparisons were made, where step times come from."""
+    """Return sentences without full stops: the meaning of values and marks, the comparisons made, the origin of step
+    times.
+    """
     marks = {mark for metric in metrics for mark in comparison.marks(metric.key, scope).values()}
     if comparison.is_replicated:
         yield "Mean of the replications with its 95 % interval"
@@ -105,7 +107,7 @@ def value_notes(comparison: Comparison, scope: str, metrics: Sequence[Metric]) -
 
 
 def family_notes(comparison: Comparison, scope: str) -> Iterator[str]:
-    """Sentences without their stops: the family of comparisons, and who takes no part in it."""
+    """Yield sentences without full stops on the family of comparisons, and on settings excluded from it."""
     yield from filter(None, (comparison.family_words(scope),))
     unstable = [name for name, own in zip(comparison.names, comparison.stability, strict=True) if own == OVERLOADED]
     if unstable and len(comparison.names) > 1:
@@ -116,7 +118,9 @@ def family_notes(comparison: Comparison, scope: str) -> Iterator[str]:
 
 
 def origins(comparison: Comparison) -> Iterator[str]:
-    """A sentence without its stop for each origin of the settings' step times, with the settings that it is of where they differ."""
+    """Yield a sentence without its full stop for each origin of the settings' step times, with its settings if origins
+    differ.
+    """
     found: dict[str, list[str]] = {}
     for name, sentence in zip(comparison.names, comparison.step_times, strict=False):
         if sentence:

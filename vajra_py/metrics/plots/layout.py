@@ -114,7 +114,7 @@ def _grid(count: int, varied: Sequence[Axis]) -> Arrangement | None:
 
 
 def _called(axis: Axis, level: str) -> str:
-    """A level of an axis in a legend: a policy by its name, as in the names of runs; a number with what it counts."""
+    """Return a level of an axis for the legend: a policy by its name, as in the names of runs; a number with its unit."""
     return level if axis.path.endswith(".policy") else f"{axis.label} {level}"
 
 

@@ -1,4 +1,4 @@
-"""One page for somebody who reads one page: a self-contained HTML report with verdict, tables, figures and configurations.
+"""Self-contained HTML report with verdict, tables, figures and configurations.
 
 The page loads nothing: styles, figures (inline SVG) and data are inside. It follows the reader's light or dark setting, has no script, and is the same bytes for
 the same runs. The reading order is: what was compared and on what, whether the runs were stable, warnings, numbers, pictures, details.
@@ -35,7 +35,7 @@ from vajra_py.metrics.runs.workload_words import workload_words
 
 _MAX_NAMES = 8
 _MAX_NAMED = 3
-"""Settings that a sentence names before it counts the others."""
+"""Settings that a sentence names before it counts the rest."""
 
 
 def write_report(
@@ -144,7 +144,7 @@ def _described(axis: Axis) -> str:
 
 
 def _verdicts(settings: Sequence[Setting], comparison: Comparison) -> list[dict[str, Any]]:
-    """One entry per stability label: which settings, and why where they are not stable."""
+    """Return one entry per stability label: its settings, and the reasons of unstable ones."""
     found = []
     for label in ("stable", "backlogged", "overloaded", "unknown"):
         members = [i for i, own in enumerate(comparison.stability) if own == label]
@@ -241,7 +241,7 @@ def _figures(runs: Sequence[RunData], comparison: Comparison) -> list[dict[str, 
 
 
 def _spelled(comparison: Comparison, key: str) -> str:
-    """A metric's values in words, for those who cannot see the figure."""
+    """Return a metric's values in words, as a text alternative of the figure."""
     metric = BY_KEY[key]
     row = comparison.values[OVERALL][key]
     known = [(value, name) for value, name in zip(row, comparison.names, strict=True) if value is not None]

@@ -1,4 +1,4 @@
-"""What the configurations of several runs differ in, and the axes along which the runs form a grid.
+"""Differences between the configurations of several runs, and the axes along which the runs form a grid.
 
 Configurations are compared as flat `dotted.path -> text` mappings. A path whose value follows from other paths' values (a parameter that only one policy
 has, an output folder) is not an axis of its own.
@@ -18,15 +18,15 @@ from vajra_py.metrics.runs.run_data import RunData
 WORKLOAD_PREFIX = "workload"
 SEED_PATH = "seed"
 ABSENT = "–"
-"""Stands for a value that a configuration does not have."""
+"""Placeholder for a value that a configuration does not have."""
 
-# Where a run writes to, and what it is called, says nothing about what it does.
+# Output locations and names have no effect on results.
 _IGNORED = ("name", "output", "out", "run_dir", "output_dir", "results", "sweep", "replications", "description")
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One thing that was varied."""
+    """Varied setting."""
 
     path: str
     label: str
@@ -100,7 +100,7 @@ def _join(kept: dict[str, tuple[str, ...]], joined: dict[str, list[str]], path: 
 
 
 def is_workload(axis: Axis) -> bool:
-    """Whether this axis varies the load rather than the system."""
+    """Return whether this axis varies the load rather than the system."""
     return axis.path == SEED_PATH or axis.path.split(".")[0] in (WORKLOAD_PREFIX, "workloads")
 
 
@@ -108,12 +108,12 @@ _RATE_WORDS = ("rate", "rate_per_s", "time_scale", "num_users")
 
 
 def is_rate(axis: Axis) -> bool:
-    """Whether this axis says how much load comes: requests per second, their pace, or the users of a closed loop."""
+    """Return whether this axis sets the amount of load: requests per second, their pace, or the users of a closed loop."""
     return is_workload(axis) and axis.path.split(".")[-1] in _RATE_WORDS
 
 
 def _follows(values: Sequence[str], kept: Sequence[Sequence[str]]) -> bool:
-    """Whether runs that agree on all kept axes also agree on this one."""
+    """Return whether runs that agree on all kept axes also agree on this one."""
     if not kept:
         return False
     seen: dict[tuple[str, ...], str] = {}
@@ -121,7 +121,7 @@ def _follows(values: Sequence[str], kept: Sequence[Sequence[str]]) -> bool:
 
 
 IDENTITIES = ("type", "profile", "path")
-"""Settings that say which workload it is: the others are read as properties of it."""
+"""Settings that identify a workload: the others are its properties."""
 
 
 def _rank(path: str) -> int:

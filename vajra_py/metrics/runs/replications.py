@@ -1,4 +1,5 @@
-"""Groups runs into settings: runs that differ in nothing but their seed are replications of one setting, unless they repeat each other.
+"""Group runs into settings: runs that differ only in their seed are replications of one setting, unless they repeat
+each other.
 
 A load is a part of the configuration, never a measured rate: seeds of one rate arrive at somewhat different rates and are one load all the same.
 """
@@ -36,16 +37,18 @@ class Setting:
     every: tuple[RunData, ...] = ()
     """All its runs, those that repeat another one included."""
     note: str = ""
-    """What its replications are worth, where that is not what one expects: copies, or equal requests."""
+    """Limitation of its replications: copies, or equal requests."""
 
     @property
     def is_copied(self) -> bool:
-        """Whether all of its several seeds give one run: nothing can be said of chance."""
+        """True if all of its several seeds give one run, so variation by chance is unknown."""
         return self.num_seeds > 1 and len(self.runs) == 1
 
     @property
     def one_sample(self) -> str:
-        """Reason why its seeds count as one observation; empty where each run is a replication. It is shown wherever an interval or a mark would be."""
+        """Reason that its seeds count as one observation; empty if each run is a replication. It is shown in place of
+        an interval or a mark.
+        """
         return COPIED if self.is_copied else ""
 
     @property
@@ -55,12 +58,12 @@ class Setting:
 
 
 def system_axes(runs: Sequence[RunData]) -> list[Axis]:
-    """What the runs differ in apart from their seeds."""
+    """Return the differences between the runs apart from their seeds."""
     return [axis for axis in axes(runs) if axis.path != SEED_PATH]
 
 
 def load_labels(runs: Sequence[RunData]) -> tuple[str, ...]:
-    """What sets each run's workload apart from the others', seeds aside, as text; empty for all when they share one."""
+    """Return the distinctive part of each run's workload, except seeds, as text; empty for all if they share one."""
     varied = [axis for axis in system_axes(runs) if is_workload(axis)]
     return tuple(", ".join(f"{axis.label} {axis.values[i]}" for axis in varied) for i in range(len(runs)))
 

@@ -1,7 +1,8 @@
-"""Read what a finished or interrupted run left in its folder.
+"""Read the files of a finished or interrupted run.
 
-Nothing is read before it is asked for, tables by column, and every fault of a file is a `RunError` that names it. A folder:
-`manifest.json` (required), `config.yaml`, `summary.json`, `requests.parquet`, `steps.parquet`, `tbt.parquet`, `decisions.parquet`.
+Files are read on demand, tables by column, and every fault of a file is a `RunError` that names it. A folder:
+`manifest.json` (required), `config.yaml`, `summary.json`, `requests.parquet`, `steps.parquet`, `tbt.parquet`,
+`decisions.parquet`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _FINISHED_STATUSES = ("finished", "complete", "completed", "done", "ok", "succes
 
 
 class RunData:
-    """A run's folder, read on demand. `name` tells it from others it is compared with."""
+    """Folder of a run, read on demand. `name` distinguishes it from other runs in a comparison."""
 
     def __init__(self, path: str | Path, name: str | None = None) -> None:
         self.path = Path(path)
@@ -72,7 +73,7 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """What to call it: the name given, else that of its folder, without the digest that a sweep's folders end in."""
+        """Given name, else that of the folder, without the digest suffix of a sweep's folders."""
         return self._name or re.sub(r"(?<=.)-[0-9a-f]{8}$", "", self.path.resolve().name)
 
     def renamed(self, name: str) -> RunData:
@@ -94,7 +95,7 @@ class RunData:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the manifest says that the run came to its end (or says nothing about it)."""
+        """True if the manifest marks the run as finished (or has no status)."""
         status = self.manifest.get("status")
         return status is None or str(status).lower() in _FINISHED_STATUSES
 
@@ -183,12 +184,12 @@ class RunData:
 
     @property
     def has_decisions(self) -> bool:
-        """Whether the run kept a decision log."""
+        """True if the run has a decision log."""
         return (self.path / DECISIONS_FILE).exists()
 
     @property
     def has_cut_decisions(self) -> bool:
-        """Whether the decision log stops where the run's process was killed."""
+        """True if the decision log was cut off because the run's process was killed."""
         return is_cut(self.path / DECISIONS_FILE)
 
     def _table(self, file: str, columns: Sequence[str]) -> ArrowTable:

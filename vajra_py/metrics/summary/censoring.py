@@ -1,4 +1,4 @@
-"""Latencies that a run did not see the end of: how many, and what they were at least.
+"""Latencies censored by the end of a run: their number, and lower bounds.
 
 A run that ends with requests in it knows the latencies of those that were served in time, which are the short ones: its means and quantiles are too low. A request without a value has waited for its age, the
 time from its arrival to its own end or to that of the run, so its value would have been at least that; with the ages in the place of the missing values, mean and quantiles are

@@ -26,7 +26,7 @@ _MILLION = 1e6
 
 @dataclass(frozen=True, slots=True)
 class ReplicasetDevices:
-    """The devices of one replicaset."""
+    """Devices of one replicaset."""
 
     costs: DeviceCosts
     devices_per_replica: int
@@ -36,12 +36,12 @@ class ReplicasetDevices:
 
     @property
     def num_devices(self) -> int:
-        """Of all its replicas."""
+        """Number of devices of all its replicas."""
         return self.devices_per_replica * self.num_replicas
 
     @property
     def price_per_hour(self) -> float | None:
-        """Of all its devices."""
+        """Price of all its devices."""
         price = self.costs.price_per_hour
         return None if price is None else price * self.num_devices
 
@@ -136,7 +136,7 @@ def _of(steps: ArrowTable, replicaset: str) -> ArrowTable:
 
 
 def _sum(values: Mapping[str, float | None]) -> float | None:
-    """Of all of them; None where one is not known."""
+    """Return the sum of all values; None if one is unknown."""
     known = [value for value in values.values() if value is not None]
     return sum(known) if known and len(known) == len(values) else None
 

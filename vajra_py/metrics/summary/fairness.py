@@ -42,7 +42,7 @@ _LEAST_CELLS = 16
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One entry per request of the run: whose it is, when it waited, and what it was served. Times in seconds, NaN = never."""
+    """Service per request of the run: tenant, waiting time, and received service. Times in seconds, NaN = never."""
 
     tenant: Ints
     """Position of its tenant."""

@@ -57,7 +57,7 @@ class StabilityLabel(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Stability:
-    """The verdict, and the numbers that it rests on."""
+    """Stability label, and the numbers it is based on."""
 
     label: StabilityLabel
     reason: str
@@ -222,7 +222,9 @@ def _mean_between(
 
 
 def _shed_fraction(lifetimes: Lifetimes, inside: Bools) -> float:
-    """Expired, and rejected for want of room: one that is larger than everything ever served may simply never fit."""
+    """Return the fraction that expired, or was rejected for lack of room: a request larger than everything ever served
+    may simply never fit.
+    """
     total = int(inside.sum())
     if not total:
         return 0.0

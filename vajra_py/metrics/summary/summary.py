@@ -1,4 +1,4 @@
-"""Summarises a run in numbers: overall, per SLO class, tenant and replicaset.
+"""Summarise a run in numbers: overall, per SLO class, tenant and replicaset.
 
 A summary is a nested dictionary of plain values, the same in memory and in `summary.json`; None stands for "no such value" (no request had one).
 Nothing is dropped silently: `counts` adds up to the requests that arrived in the window, unfinished ones included, and each distribution carries
@@ -90,7 +90,7 @@ class Summary:
         return Summary({**self.data, "warnings": [*self.data["warnings"], *sentences]})
 
     def with_step_times(self, origin: Mapping[str, Any]) -> Summary:
-        """The same summary with where its step times come from, as `step_times`."""
+        """Return a copy with the origin of its step times, as `step_times`."""
         return Summary({**self.data, "step_times": dict(origin)})
 
     def with_sections(self, sections: Mapping[str, Any]) -> Summary:
@@ -318,16 +318,16 @@ _RATES = ("requests_per_s", "output_tokens_per_s", "prompt_tokens_per_s")
 
 
 _CUT = np.array([reason not in (*COMPLETED_REASONS, EndReason.REJECTED.value) for reason in REASONS])
-"""By position in `REASONS`: requests that left, or were left, without their answer although they had been taken in."""
+"""Mask by position in `REASONS`: requests that were admitted and left without their answer."""
 
 
 def _censored(columns: _Columns, arrived: Ints) -> Section:
-    """For each latency that some of these requests did not live to have: how many, and lower bounds over all of them."""
+    """Return, for each latency missing in some of these requests, their number and lower bounds over all requests."""
     cut = _CUT[columns.reason[arrived]]
     if not cut.any():
         return {}
     age_s = columns.age_s[arrived]
-    # Tokens may still come fast or slowly: of the time between them nothing is known of a request without its end.
+    # The time between tokens of an unfinished request has no lower bound.
     least = {"ttft_s": age_s, "tpot_s": np.zeros(len(arrived)), "e2e_s": age_s, "queue_s": age_s}
     found = {}
     for name, bound in least.items():

@@ -1,4 +1,4 @@
-"""The table of figures that policies emitted of their own, and what the summary says of them.
+"""Table of figures emitted by policies, and its section of the summary.
 
 `emitted.parquet` is written where a policy emitted something: `at` (seconds), `replicaset`, `policy`, `name`, `value`, and `index`, that of
 the request in the requests table (null where the figure is of none). Rows are in order of time, then of the other columns.
@@ -26,7 +26,7 @@ _ORDER = [(name, "ascending") for name in ("at", "replicaset", "policy", "name",
 
 
 def emitted_table(figures: EmittedFigures) -> ArrowTable:
-    """What was emitted, in the table's order."""
+    """Return emitted figures, in the table's order."""
     import pyarrow as pa
 
     number, index = np.array(figures.numbers, dtype=np.int64), np.array(figures.indices, dtype=np.int64)
@@ -42,7 +42,7 @@ def emitted_table(figures: EmittedFigures) -> ArrowTable:
 
 
 def combined(tables: list[ArrowTable]) -> ArrowTable:
-    """One table of those of a run's parts."""
+    """Return the concatenated tables of a run's parts."""
     import pyarrow as pa
 
     return pa.concat_tables(tables).sort_by(_ORDER)

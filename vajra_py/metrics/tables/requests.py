@@ -51,14 +51,14 @@ _NAN = float("nan")
 
 @dataclass(frozen=True, slots=True)
 class RequestRow:
-    """What is known of a request when it leaves, or when the run ends before it does. Times in seconds on the run's clock, NaN = never."""
+    """Facts about a request at its end, or at the end of the run. Times in seconds on the run's clock, NaN = never."""
 
     request_id: str
     index: int
     """Submission order over the whole run."""
     replicaset: str
     replica_id: int
-    """Where it ran last; -1 if it never got to a replica."""
+    """Last replica of the request; -1 if it never reached one."""
     tenant: str
     slo_class: str
     session_id: str
@@ -90,20 +90,20 @@ TEXT_COLUMNS = ("request_id", "replicaset", "tenant", "slo_class", "session_id",
 
 
 class TableBuilder(Protocol):
-    """Something that collects rows and gives them back as columns."""
+    """Builder that collects rows and returns them as columns."""
 
     def __len__(self) -> int:
         """Rows of the finished table."""
 
     @property
     def layout(self) -> Mapping[str, Any]:
-        """How Parquet is to encode the columns: arguments of its writer."""
+        """Arguments of the Parquet writer for the columns' encoding."""
 
     def schema(self) -> ArrowSchema:
-        """Names and types of the columns that are written."""
+        """Return the names and types of the written columns."""
 
     def slices(self, num_rows: int) -> Iterator[ArrowTable]:
-        """What is written, from the first row on, at most `num_rows` at a time; nothing for an empty table."""
+        """Yield the written rows in slices of at most `num_rows`; nothing for an empty table."""
 
 
 class RequestsBuilder:
@@ -148,7 +148,7 @@ class RequestsBuilder:
         return len(self._rows)
 
     def append(self, row: RequestRow) -> None:
-        """Take one request; ValueError for a reason that no request can have."""
+        """Append one request; ValueError for an unknown reason."""
         if row.reason not in REASONS:
             raise ValueError(
                 f"request {row.request_id}: unknown reason ({row.reason!r}). Allowed: {', '.join(REASONS)}"
@@ -183,7 +183,7 @@ class RequestsBuilder:
         )
 
     def extend(self, columns: Mapping[str, Sequence[Any] | NDArray[Any]]) -> None:
-        """Take several requests: a value for each under the names of `RequestRow`'s fields, with reasons that exist."""
+        """Append several requests: a value for each under the names of `RequestRow`'s fields, with valid reasons."""
         for name, texts in (("request_id", self._request_ids), ("session_id", self._session_ids)):
             for text in columns[name]:
                 texts.append(text)
@@ -196,7 +196,7 @@ class RequestsBuilder:
         self._rows.extend(len(columns["index"]), **numbers)
 
     def take(self, table: ArrowTable) -> None:
-        """Take the rows of another such table."""
+        """Append the rows of another such table."""
         if not table.num_rows:
             return
         self._request_ids.take(table.column("request_id"))
@@ -304,7 +304,7 @@ class TbtBuilder:
         return sum(len(gaps.merged()[0]) for gaps in self._lists.values())
 
     def gaps(self, replicaset: str, slo_class: str = "") -> GapList:
-        """The list that takes the gaps of this replicaset and SLO class (empty: none)."""
+        """Return the gap list of this replicaset and SLO class (empty: none)."""
         key = (replicaset, slo_class)
         found = self._lists.get(key)
         if found is None:

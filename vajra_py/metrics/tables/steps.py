@@ -32,7 +32,7 @@ _NAN = float("nan")
 
 
 class StepRow(NamedTuple):
-    """What a step was and what it left behind."""
+    """One step and the state after it."""
 
     replicaset: str
     replica_id: int
@@ -95,7 +95,7 @@ class StepsBuilder:
         return len(self._ends)
 
     def append(self, row: StepRow) -> None:
-        """Take one step."""
+        """Append one step."""
         formed = to_ticks(row.formed_at)
         end = to_ticks(row.formed_at + row.duration_s)
         is_exact = (to_seconds(formed), to_seconds(end) - to_seconds(formed)) == (row.formed_at, row.duration_s)
@@ -109,7 +109,7 @@ class StepsBuilder:
         self._ends.append(end)
 
     def take(self, batch: Batch) -> None:
-        """Take the records of a step log."""
+        """Append the records of a step log."""
         assert self._num_blocks_of is not None
         given, ends = batch.columns(), np.frombuffer(batch.ends, dtype=np.int64)
         came_back = given["status"] == CAME_BACK
@@ -127,7 +127,7 @@ class StepsBuilder:
         self._growth.frombytes(np.frombuffer(batch.lists["growth"], dtype=np.int64).astype(np.int32).tobytes())
 
     def extend(self, records: ArrowTable) -> None:
-        """Take the records of another such table."""
+        """Append the records of another such table."""
         if not records.num_rows:
             return
         num_steps = records.column("num_steps").to_numpy().astype(np.int64)
@@ -153,7 +153,7 @@ class StepsBuilder:
         ],
         "column_encoding": dict.fromkeys(("step_index", "gap", "duration", "drift"), "DELTA_BINARY_PACKED"),
     }
-    """How Parquet keeps the records."""
+    """Parquet encoding of the records."""
 
     def schema(self) -> ArrowSchema:
         """Columns of the records, as they are written."""
@@ -180,7 +180,9 @@ class StepsBuilder:
         if self._made is not None and self._made[0] == len(self._records):
             return self._made[1]
         records = self._records.rows(slice(None))
-        ranks = self._replicasets.ranks()[records["replicaset"]]  # by name, whoever ended the first step
+        ranks = self._replicasets.ranks()[
+            records["replicaset"]
+        ]  # by name, so that the order does not depend on which replica finished a step first
         order = np.lexsort((records["step_index"], records["replica_id"], ranks))
         ends = reordered(np.array(self._ends, dtype=np.int64), records["num_steps"], order)
         growth = reordered(np.array(self._growth, dtype=np.int32), records["num_growths"], order)
@@ -300,7 +302,7 @@ class _Expansion:
         return repeated
 
     def _given(self, name: str, otherwise: NDArray[np.float64], record: Ints) -> NDArray[np.float64]:
-        """What records say by themselves, and otherwise what follows from the rest."""
+        """Return recorded values, and the derived ones where a record has none."""
         given = self._records.column(name).to_numpy()
         if np.isnan(given).all():
             return otherwise
@@ -308,7 +310,9 @@ class _Expansion:
         return np.where(np.isnan(given), otherwise, given)
 
     def _blocks_taken(self, num_steps: Ints, starts: Ints, position: Ints) -> Ints:
-        """How many blocks members took since the run's first step: each step after it as many as `growth` says, cyclically."""
+        """Return the number of blocks taken by members since the run's first step: each later step takes the number in
+        `growth`, cyclically.
+        """
         growth, periods = list_parts(self._records.column("growth"))
         if not growth.size:
             return np.zeros(len(position), dtype=np.int64)
