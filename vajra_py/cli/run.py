@@ -90,7 +90,7 @@ def run(  # noqa: PLR0913 - one argument for each option
     with ray_cluster(on) as cluster, display:
         pool = None if cluster is None else pool_on(cluster, config, workers)
         if config.is_single:
-            runs = [_run_one(config, _Asked(overwrite, quiet, workers, pool), display)]
+            runs = [_run_one(config, _RunOptions(overwrite, quiet, workers, pool), display)]
         else:
             result = sweep(config, workers=workers, overwrite=overwrite, progress=display.point, pool=pool)
             runs, failures, num_copies = list(result.runs), list(result.failures), len(result.copies)
@@ -133,7 +133,7 @@ def _warn_of_rejections(runs: Sequence[RunData]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _RunOptions:
     """Execution options of a run."""
 
     overwrite: bool
@@ -143,7 +143,7 @@ class _Asked:
     """Place of execution; None: this machine."""
 
 
-def _run_one(config: ExperimentConfig, asked: _Asked, display: _Display) -> RunData:
+def _run_one(config: ExperimentConfig, options: _RunOptions, display: _Display) -> RunData:
     from vajra_py.experiment.runs.pool import RunTask, run_in_pool
     from vajra_py.experiment.runs.run import run_experiment
     from vajra_py.experiment.runs.sweep import PointStatus
@@ -151,18 +151,18 @@ def _run_one(config: ExperimentConfig, asked: _Asked, display: _Display) -> RunD
     def progress(done: int, total: int, now: float) -> None:
         display.point(0, PointStatus(config.name, done, total, now))
 
-    run = _run_divided(config, asked, progress) if (asked.workers or 1) > 1 else None
-    if run is None and asked.pool is None:
-        run = run_experiment(config, progress=progress, overwrite=asked.overwrite)
+    run = _run_divided(config, options, progress) if (options.workers or 1) > 1 else None
+    if run is None and options.pool is None:
+        run = run_experiment(config, progress=progress, overwrite=options.overwrite)
     elif run is None:
-        assert asked.pool is not None
-        run = run_in_pool(asked.pool, RunTask(config, config.output_dir / config.name, asked.overwrite), progress)
+        assert options.pool is not None
+        run = run_in_pool(options.pool, RunTask(config, config.output_dir / config.name, options.overwrite), progress)
     display.point(0, PointStatus(config.name, is_finished=True))
     return run
 
 
 def _run_divided(
-    config: ExperimentConfig, asked: _Asked, progress: Callable[[int, int, float], None]
+    config: ExperimentConfig, options: _RunOptions, progress: Callable[[int, int, float], None]
 ) -> RunData | None:
     """Execute the run with several workers; return None if it must run undivided, after printing the reason."""
     from vajra_py.experiment.runs.folder import RunFolder
@@ -170,20 +170,20 @@ def _run_divided(
     from vajra_py.experiment.runs.pool import local_pool
     from vajra_py.plugins import load_registry
 
-    assert asked.workers is not None
+    assert options.workers is not None
     place, registry = RunFolder(config.output_dir / config.name), load_registry()
-    if place.is_finished(config) and not asked.overwrite:
+    if place.is_finished(config) and not options.overwrite:
         return None
-    place.check(config, overwrite=asked.overwrite)
-    parts = parts_of(config, registry, asked.workers)
+    place.check(config, overwrite=options.overwrite)
+    parts = parts_of(config, registry, options.workers)
     if not isinstance(parts, str):
-        pool = asked.pool or (lambda progress: local_pool(asked.workers, len(parts), registry, progress))
-        run = run_in_parts(config, registry, parts, pool, progress, overwrite=asked.overwrite)
+        pool = options.pool or (lambda progress: local_pool(options.workers, len(parts), registry, progress))
+        run = run_in_parts(config, registry, parts, pool, progress, overwrite=options.overwrite)
         if not isinstance(run, str):
             return run
         parts = run
-    if not asked.quiet:
-        click.echo(f"not divided among {asked.workers} workers: {parts.rstrip('.')}.", err=True)
+    if not options.quiet:
+        click.echo(f"not divided among {options.workers} workers: {parts.rstrip('.')}.", err=True)
     return None
 
 

@@ -44,8 +44,8 @@ class SimulatedRun:
         self.workload = run.workload
         """Simulated workload."""
         latency = build_latency_model(settings.latency.type, settings.latency.parameters, run.registry)
-        told = _prediction_model(latency, settings.predictions, run.registry, "backend.simulator")
-        latencies, models = _by_replicaset(run, latency, told)
+        predictions = _prediction_model(latency, settings.predictions, run.registry, "backend.simulator")
+        latencies, models = _by_replicaset(run, latency, predictions)
         self._latencies = latencies
         seeds = run.seeds.child("policies")
         truth = Truth(seeds.child("output_lengths").stream, run.workload.true_lengths())
@@ -53,16 +53,16 @@ class SimulatedRun:
             settings.output_length.type, settings.output_length.parameters, truth, run.registry
         )
         executor = SimulatedExecutor()
-        intake = _request_overhead(latency)
+        request_overhead = _request_overhead(latency)
         services = Services(
             registry=run.registry,
-            latency=told,
+            latency=predictions,
             output_lengths=predictor,
             seeds=seeds,
             facts=model_facts(latency),
             executor_of=lambda replicaset, replica_id: executor,
             reserves_growth=True,
-            holds_ended_slots=intake.get("asynchronous", False),
+            holds_ended_slots=request_overhead.get("asynchronous", False),
             models=models,
         )
         self.controller = build_controller(run.config, services)
@@ -72,7 +72,7 @@ class SimulatedRun:
             drain=settings.drain,
             tenant_salt=any(one.tenant_salt for one in memories),
             policy_timeout_s=run.config.policy_timeout_s,
-            **intake,
+            **request_overhead,
         )
         seeds = run.seeds.child("steps")
         timers = {name: _timers(one, settings.scheduling_overhead_s, seeds) for name, one in latencies.items()}
@@ -118,7 +118,7 @@ def _origin(latency: LatencyModel) -> StepTimes:
 
 
 def _by_replicaset(
-    run: Run, latency: LatencyModel, told: LatencyModel
+    run: Run, latency: LatencyModel, predictions: LatencyModel
 ) -> tuple[dict[str, LatencyModel], dict[str, ReplicasetModel]]:
     """Return the latency model of each replicaset, and the model descriptions of those that override it."""
     settings = run.config.backend.settings
@@ -129,8 +129,8 @@ def _by_replicaset(
         if own.latency is not None:
             latencies[name] = build_latency_model(own.latency.type, own.latency.parameters, run.registry)
         has_own = own.latency is not None or own.predictions is not None
-        asked = _prediction_model(latencies[name], own.predictions, run.registry, where) if has_own else told
-        models[name] = ReplicasetModel(asked, model_facts(latencies[name]))
+        own_predictions = _prediction_model(latencies[name], own.predictions, run.registry, where) if has_own else predictions
+        models[name] = ReplicasetModel(own_predictions, model_facts(latencies[name]))
     return latencies, models
 
 
@@ -142,11 +142,11 @@ def _prediction_model(
     """
     if choice is None:
         return latency
-    told = build_latency_model(choice.type, choice.parameters, registry)
-    if told.num_stages != latency.num_stages and not isinstance(latency, ReplaysDurations):
-        message = f"is of {told.num_stages} pipeline stages, and the latency model of {latency.num_stages}"
+    predictions = build_latency_model(choice.type, choice.parameters, registry)
+    if predictions.num_stages != latency.num_stages and not isinstance(latency, ReplaysDurations):
+        message = f"is of {predictions.num_stages} pipeline stages, and the latency model of {latency.num_stages}"
         raise ConfigError(Problem(f"{where}.predictions", message, "Allowed: a model of as many"))
-    return told
+    return predictions
 
 
 def model_facts(latency: LatencyModel) -> ModelFacts:

@@ -180,9 +180,7 @@ class StepsBuilder:
         if self._made is not None and self._made[0] == len(self._records):
             return self._made[1]
         records = self._records.rows(slice(None))
-        ranks = self._replicasets.ranks()[
-            records["replicaset"]
-        ]  # by name, so that the order does not depend on which replica finished a step first
+        ranks = self._replicasets.ranks()[records["replicaset"]]  # by name: independent of completion order
         order = np.lexsort((records["step_index"], records["replica_id"], ranks))
         ends = reordered(np.array(self._ends, dtype=np.int64), records["num_steps"], order)
         growth = reordered(np.array(self._growth, dtype=np.int32), records["num_growths"], order)
