@@ -151,7 +151,7 @@ class PluginParts:
         | Mapping[str, Offer[ObserverSpec]],
         noun: str,
     ) -> TypedChoice:
-        """Return the choice `{type: name, …}`, completed, or a stand-in."""
+        """Return the completed choice `{type: name, …}`, or a stand-in."""
         if not isinstance(given, dict):
             self._found(path, f"must be the name of {noun}, or a mapping with type (got {show(given)})")
             return TypedChoice(type=STAND_IN)

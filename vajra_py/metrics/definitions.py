@@ -241,7 +241,7 @@ def quantiles(values: Floats, fractions: Sequence[float]) -> list[float]:
 
 
 def weighted_quantiles(values: Floats, weights: Ints, fractions: Sequence[float]) -> list[float]:
-    """`quantiles` of a list in which `values[i]` stands `weights[i]` times (whole, not negative), without making that list."""
+    """Return `quantiles` of a list with `weights[i]` copies of `values[i]` (whole, not negative), without building it."""
     total = int(weights.sum())
     if total <= 0:
         return [float("nan")] * len(fractions)

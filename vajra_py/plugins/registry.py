@@ -30,7 +30,7 @@ class PluginSource:
     """Origin of an offer: an entry point of a package at a version."""
 
     package: str
-    """Name of the distribution, as pip knows it."""
+    """Name of the distribution, as used by pip."""
     version: str
     entry_point: str
 

@@ -101,7 +101,9 @@ class _Question:
     """Its configuration as plain values, without `capacity:`."""
     folder: Path
     seeds: tuple[int, ...]
-    """Those that give different runs, as many as may be asked for: common to all settings of the sweep but for those."""
+    """Seeds that give different runs, as many as may be requested: common to all settings of the sweep except for seeds
+    that repeat a run.
+    """
     question: CapacityConfig
     slo: Slo
     paths: tuple[str, ...]

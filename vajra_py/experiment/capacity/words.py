@@ -1,4 +1,6 @@
-"""Capacity answers as sentences: the rate or the replicas, how sure that is, and which settings are told apart."""
+"""Capacity answers as sentences: the rate or the replicas, their uncertainty, and significant differences between
+settings.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +152,9 @@ def answer_notes(answers: Sequence[CapacityAnswer]) -> list[str]:
 
 
 def difference_lines(answers: Sequence[CapacityAnswer]) -> list[str]:
-    """The settings compared in pairs, the one that takes more first; which ones may be the highest, and what says so."""
+    """Return the pairwise comparison of settings, the one with the higher capacity first; then the candidates for the
+    highest one, and the criterion.
+    """
     pairs = capacity_differences(answers)
     if not pairs:
         return []

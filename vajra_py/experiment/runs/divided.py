@@ -182,7 +182,9 @@ class PartOfRun(SimulatedRun):
         return np.array(rows, dtype=np.int64), replicas
 
     def _assign(self, replicaset: Replicaset, request: Request, views: Sequence[ReplicaLoadView], now: float) -> int:
-        """The replica that the whole would bind a request to. Raises `RunError` when it cannot be told here."""
+        """Return the replica to which the undivided run would bind a request. Raises `RunError` if it cannot be
+        determined here.
+        """
         try:
             chosen = replicaset.scheduler.assign(request, views, now)
         except POLICY_EXCEPTIONS as error:
@@ -203,7 +205,7 @@ class PartOfRun(SimulatedRun):
 
 
 class _Planned:
-    """Binds requests as the plan says."""
+    """Scheduler that binds requests according to the plan."""
 
     traits = SchedulerTraits(reads_load=False)
 

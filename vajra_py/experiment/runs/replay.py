@@ -76,7 +76,7 @@ class Recording:
 
     @property
     def knows_tokens(self) -> bool:
-        """True if the prefix cache knows any request by its tokens."""
+        """True if the prefix cache identifies any request by its tokens."""
         return any(isinstance(one, Arrival) and one.prompt_token_ids is not None for one in self.inputs)
 
 

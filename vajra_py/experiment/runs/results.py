@@ -89,7 +89,7 @@ def _window(config: ExperimentConfig, arrived_at: Floats, e2e_s: Floats, ended_a
 
 
 def _asked_rate(config: ExperimentConfig) -> float | None:
-    """Requests per second that the workload was asked to come at: its `rate`, or that of the arrivals of single requests."""
+    """Return the configured request rate of the workload: its `rate`, or that of the arrivals of single requests."""
     asked = config.workload.rate
     if asked is None and config.workload.type == "synthetic" and config.workload.time_scale is None:
         asked = getattr(config.workload.arrivals, "rate", None)

@@ -132,10 +132,10 @@ class _Plan:
         self._settings = settings
         self._overwrite = overwrite
         self.copies = {copy: kept for own in settings for kept in own.kept for copy in own.copies_of(kept)}
-        """Points that are not run, each with the one that stands for it."""
+        """Points that are not run, each with the one that represents it."""
 
     def kept(self) -> list[int]:
-        """The points to run, with those that finished runs turn out not to stand for."""
+        """Return the points to run, including those that finished runs turn out not to represent."""
         for kept in sorted(set(self.copies.values())):
             if self._is_finished(kept):
                 self.released_by(kept)

@@ -70,7 +70,9 @@ _LARGEST_EXPONENT = 300.0
 
 
 def _half_width(values: Sequence[float]) -> float | None:
-    """Half the width of Student's t interval; None with fewer than two values, 0 where they are equal but for rounding."""
+    """Return half the width of Student's t interval; None with fewer than two values, 0 if they are equal up to
+    rounding.
+    """
     known = np.asarray(values, dtype=np.float64)
     if known.size < 2:
         return None

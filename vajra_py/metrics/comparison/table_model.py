@@ -104,7 +104,7 @@ def least_cells(table: Table, column: int, *, wraps: bool) -> list[Cell]:
 def fold(
     table: Table, width: float, cell_width: Callable[[Cell], float], padding: float, *, wraps: bool = False
 ) -> list[Table]:
-    """The table cut into such that fit the width, row headings and pinned columns in each; notes stand below the last.
+    """Split the table into pieces that fit the width, each with row headings and pinned columns; notes follow the last.
 
     `cell_width`: of a cell, in the unit of `width`; `padding`: of a column, beside its cells. Heads are broken between words, and so are columns of words where the form `wraps`
     them. A column that is too wide by itself is not cut.

@@ -29,12 +29,12 @@ _COLUMN_SEPARATION_PT = 4.0
 
 
 def one_line(cell: Cell) -> int:
-    """Characters of a cell whose interval stands beside its value."""
+    """Return the characters of a cell with its interval beside the value."""
     return len(cell.plain)
 
 
 def stacked(cell: Cell) -> int:
-    """Characters of a cell whose interval stands below its value."""
+    """Return the characters of a cell with its interval below the value."""
     return max(len(cell.text) + len(cell.mark), len(cell.spread))
 
 

@@ -49,7 +49,7 @@ def value_table(
 
 
 def replication_counts(comparison: Comparison) -> list[str]:
-    """The number of each setting's runs, with the number of seeds that one run stands for."""
+    """Return each setting's number of runs, with the number of seeds represented by a single run."""
     return [
         f"{count} for {comparison.copied[i]} equal seeds" if comparison.is_copied(i) else str(count)
         for i, count in enumerate(comparison.replications)

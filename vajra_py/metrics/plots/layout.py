@@ -92,7 +92,9 @@ def _arrange(names: tuple[str, ...], varied: Sequence[Axis], ranks: Sequence[flo
 
 
 def _grid(count: int, varied: Sequence[Axis]) -> Arrangement | None:
-    """Panels, colours and dashes by the axes of the runs' grid; None when they do not tell the runs apart within the limits."""
+    """Return panels, colours and dashes by the axes of the runs' grid; None if they cannot distinguish the runs within
+    the limits.
+    """
     roles = _roles(varied)
     if roles is None or len(set(zip(*(axis.values for axis in varied), strict=True))) < count:
         return None

@@ -195,7 +195,7 @@ def _draw(
     scale: float,
     make: _MakeInterval = positive_interval,
 ) -> bool:
-    """Draw one line per series; says so and returns False when there is nothing to draw."""
+    """Draw one line per series; write a message and return False if there is nothing to draw."""
     drawn = False
     for i in arrangement.members(0):
         points = _points(series[i], read, scale, make)

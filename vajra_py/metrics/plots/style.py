@@ -260,7 +260,7 @@ def keep_panel(figure: Figure, kept: Axes) -> None:
 
 
 def _stacked(figure: Figure, shape: tuple[int, int, int], shared: Mapping[str, Any]) -> NDArray[Any]:
-    """A grid of axes of which `across` stand side by side, in reading order; axes are shared as in the grid."""
+    """Return a grid of axes with `across` side by side, in reading order; axes are shared as in the grid."""
     import numpy as np
 
     num_rows, num_columns, across = shape

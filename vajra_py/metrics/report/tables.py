@@ -24,11 +24,11 @@ _VERSUS_KEYS = (
 )  # fmt: skip
 
 Folded: TypeAlias = list[Table]
-"""Tables with the same rows that stand below each other."""
+"""Tables with the same rows, placed below each other."""
 
 
 def _characters(cell: Cell) -> int:
-    """Characters of a cell, whose interval stands below its value in smaller type."""
+    """Return the characters of a cell, with its interval below the value in smaller type."""
     return max(len(cell.text) + len(cell.mark), (7 * len(cell.spread) + 7) // 8)
 
 

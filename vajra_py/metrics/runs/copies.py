@@ -17,7 +17,7 @@ from vajra_py.errors import RunError
 from vajra_py.metrics.runs.run_data import REQUESTS_FILE, RunData
 
 SECTION = "replications"
-"""Of a summary: `asked` (seeds of the setting), `run` (those that differ), `why` (a sentence)."""
+"""Section of a summary: `asked` (seeds of the setting), `run` (those that differ), `why` (a sentence)."""
 COPIED = "All seeds give equal requests and nothing else is random: one run, no interval, nothing tested"
 """Reason that a setting of several seeds counts as one observation, without its full stop."""
 HOW = "In `workload`, `window: random`, `bootstrap` and `thin` draw replications from a trace."

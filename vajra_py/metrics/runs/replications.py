@@ -130,7 +130,7 @@ def _note(runs: Sequence[RunData], num_seeds: int) -> str:
 def _without_repetition(
     runs: Sequence[RunData], members: Sequence[int], seeds: Sequence[str]
 ) -> list[tuple[tuple[int, ...], str]]:
-    """The members as groups in which each seed stands once, with what their names need in addition."""
+    """Return the members in groups with distinct seeds, each with an addition to its name."""
     if _is_repetition_free(members, seeds):
         return [(tuple(members), "")]
     folders: dict[str, list[int]] = {}

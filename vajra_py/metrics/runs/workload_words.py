@@ -20,7 +20,7 @@ _MAX_PARTS = 4
 
 
 def workload_words(runs: Sequence[RunData]) -> list[str]:
-    """A sentence or two on the workload of these runs, what they differ in left out; nothing when their configurations do not tell."""
+    """Return one or two sentences on the common workload of these runs; empty if their configurations do not record it."""
     workload = runs[0].config.get("workload")
     if not isinstance(workload, Mapping) or "type" not in workload:
         return []

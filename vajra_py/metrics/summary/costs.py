@@ -69,7 +69,8 @@ class ReplicasetDevices:
 def cost_sections(
     by_replicaset: Mapping[str, ReplicasetDevices], summary: Mapping[str, Any], steps: ArrowTable
 ) -> dict[str, Any]:
-    """The sections `cost` (US dollars) and `energy` of a summary; None for what a replicaset's devices do not say.
+    """Return the sections `cost` (US dollars) and `energy` of a summary; None for figures missing for a replicaset's
+    devices.
 
     All devices are paid for, and draw at least idle power, for the whole window, the drain after the last arrival too: that is what the run costs and uses. A request and a token cost
     what the devices cost in a second over what they deliver in one (`throughput`), and use their mean power while requests arrive over the same: neither rises with the length of the drain.

@@ -160,7 +160,9 @@ def grid_edges(start_at: float, end_at: float, num_tenants: int) -> Floats:
 def fairness_section(
     service: Service, names: Sequence[str], weights: ServiceWeights, window: tuple[float, float], inside: Bools
 ) -> dict[str, Any]:
-    """The section `fairness` of a summary. `inside` are the requests that arrived in the window; None stands for what is not defined, such as everything of a single tenant."""
+    """Return the section `fairness` of a summary. `inside` are the requests that arrived in the window; None marks
+    undefined values, such as all of them for a single tenant.
+    """
     present = np.flatnonzero(np.bincount(service.tenant[inside], minlength=len(names)))
     shares = np.array([weights.tenants.get(name, 1.0) for name in names], dtype=np.float64)
     each = attained_service(

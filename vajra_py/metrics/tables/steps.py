@@ -237,7 +237,7 @@ def expand_steps(records: ArrowTable, names: Sequence[str], *, encoded: bool = F
 
 
 class _Expansion:
-    """Columns of single steps, in order of time: each step takes what its record says."""
+    """Columns of single steps, in order of time, expanded from their records."""
 
     def __init__(self, records: ArrowTable) -> None:
         self._records = records
