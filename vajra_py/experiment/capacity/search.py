@@ -98,7 +98,7 @@ def _mean(slacks: Sequence[float]) -> float:
 
 
 def _surely(slacks: Sequence[float]) -> float:
-    """The lower end of Student's interval of the mean slack."""
+    """Return the lower end of Student's interval of the mean slack."""
     interval = replication_interval(slacks)
     return slacks[0] if interval is None else interval.low
 
@@ -110,7 +110,8 @@ def _maybe(slacks: Sequence[float]) -> float:
 
 
 def search_replicas(slo: Slo, ranges: Sequence[range], costs: Sequence[float], replications: int) -> Search:
-    """The cheapest numbers of replicas at which the mean slack of each condition is at least zero, when more of any kind that is there never make it worse.
+    """Search for the cheapest replica counts at which the mean slack of each condition is at least zero, if more
+    replicas of an existing kind never make it worse.
 
     Each test rules out a whole side: where the SLO fails, all with no more replicas of any kind and the same kinds left out; where it holds, all that cost as much or more. The
     interval goes from the cheapest that cannot be told from holding to the cheapest that certainly holds.

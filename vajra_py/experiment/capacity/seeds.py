@@ -65,7 +65,7 @@ class Crossing:
 
 
 def crossing(rates: Sequence[float], slacks: Sequence[float]) -> Crossing:
-    """The crossing of a condition's slack, from the rates under which one seed was run, in order.
+    """Return the crossing of a condition's slack, from the rates under which one seed was run, in order.
 
     The fit begins at the largest slack: a goodput is too low at low rates as well as at high ones, and its capacity is the upper end.
     """
@@ -83,7 +83,7 @@ def crossing(rates: Sequence[float], slacks: Sequence[float]) -> Crossing:
 
 
 def _falling(slacks: Sequence[float]) -> Sequence[float]:
-    """The non-increasing least-squares fit."""
+    """Return the non-increasing least-squares fit."""
     if all(a >= b for a, b in itertools.pairwise(slacks)):
         return slacks
     from scipy.optimize import isotonic_regression
@@ -137,7 +137,7 @@ def bound_of(least: float, most: float) -> Bound:
 
 
 def condition_capacity(text: str, seeds: Sequence[SeedCapacity], *, may_go_on: bool) -> ConditionCapacity:
-    """The capacity of a condition from those of its seeds.
+    """Return the capacity of a condition from those of its seeds.
 
     `may_go_on`: more seeds would have been run, had the interval been wider; see `_seeds_interval`.
     """
@@ -195,7 +195,9 @@ def typical_curve(
 def _along(
     levels: Sequence[float], known: Sequence[tuple[Sequence[tuple[float, float]], float]], rate: float
 ) -> list[tuple[float, float]]:
-    """The curve's points at slacks ever further from zero, as long as enough seeds were run there and the rate goes on the same way."""
+    """Return the curve's points at slacks ever further from zero, as long as enough seeds were run there and the rate
+    goes on the same way.
+    """
     curve, last = [], 0.0
     for level in levels:
         moves = []
@@ -236,7 +238,7 @@ class RateEstimate:
 
 
 def rate_estimate(slo: Slo, conditions: Sequence[ConditionCapacity]) -> RateEstimate:
-    """The capacity of the SLO from those of its conditions; each end of the interval is that of their ends."""
+    """Return the capacity of the SLO from those of its conditions; each end of the interval is that of their ends."""
     least, by_least = slo.decided([one.least for one in conditions])
     most, by_most = slo.decided([one.most for one in conditions])
     decides = by_least if least > 0 else by_most
@@ -271,7 +273,7 @@ class SeedRuns:
         self._crossings = [None] * self.num_conditions
 
     def of(self, condition: int) -> Mapping[float, float]:
-        """The slack of one condition by rate, in order."""
+        """Return the slack of one condition by rate, in order."""
         return {rate: self.slacks[rate][condition] for rate in self.rates}
 
     def crossing(self, condition: int) -> Crossing:

@@ -47,7 +47,7 @@ def find_capacity(
     progress: SearchProgress | None = None,
     pool: MakePool | None = None,
 ) -> list[CapacityAnswer]:
-    """The answer for each setting of the experiment's sweep, in order.
+    """Return the answer for each setting of the experiment's sweep, in order.
 
     Raises `ConfigError` if the experiment has no valid `capacity:` section, `RunInterrupted` if the user stops it.
     """
@@ -113,7 +113,7 @@ class _Question:
     """Reason for fewer seeds than requested, or the only source of variation between them."""
 
     def config(self, setting: Setting, seed: int, registry: Registry) -> ExperimentConfig:
-        """The experiment at a rate or with so many replicas, under one seed."""
+        """Return the experiment at a rate or with so many replicas, under one seed."""
         absent = [path for path, value in zip(self.paths, setting, strict=True) if self.costs and not value]
         mapping = _without([path.split(".")[1] for path in absent], self.mapping) if absent else self.mapping
         values = [(path, self._value(value)) for path, value in zip(self.paths, setting, strict=True)]
@@ -121,7 +121,7 @@ class _Question:
         return config_from_mapping(mapping, [*texts, f"{_SEED}={seed}"], registry)
 
     def path(self, setting: Setting, seed: int) -> Path:
-        """The folder of such a run."""
+        """Return the folder of such a run."""
         names = [path.removesuffix(".num_replicas").rpartition(".")[2] for path in self.paths]
         parts = [f"{name}-{self._value(value)}" for name, value in zip(names, setting, strict=True)]
         return self.folder / "-".join([*parts, f"seed-{seed}"])
@@ -134,7 +134,7 @@ class _Question:
         return sum(a * b for a, b in zip(setting, self.costs, strict=True)) if self.costs else setting[0]
 
     def seed_at(self, position: int) -> int:
-        """The seed at a position of the search's seeds."""
+        """Return the seed at a position of the search's seeds."""
         return self.seeds[position]
 
     @property
@@ -144,7 +144,7 @@ class _Question:
         return min(asked.replications, len(self.seeds)), min(asked.max_replications, len(self.seeds))
 
     def search(self) -> Search:
-        """The search that answers it, with the further points of its curve."""
+        """Return the search that answers it, with the further points of its curve."""
         asked, (fewest, most) = self.question, self.num_seeds
         if asked.replicas is not None:
             ranges = [range(one.min, one.max + 1) for one in asked.replicas.values()]
@@ -168,7 +168,7 @@ def _with_curve(search: Search, factors: Sequence[float], num_seeds: int) -> Sea
 
 
 def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
-    """A question for each setting of the sweep. Raises `ConfigError`."""
+    """Return a capacity search for each setting of the sweep. Raises `ConfigError`."""
     asked = config.capacity
     if asked is None:
         raise ConfigError(
@@ -223,7 +223,7 @@ def _replicaset_of(path: str) -> str:
 
 
 def _without(names: Sequence[str], mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """The experiment without these replicasets, whose requests go to those after them."""
+    """Return the experiment without these replicasets, whose requests go to those after them."""
     left = {name: one for name, one in mapping["replicasets"].items() if name not in names}
     changed = {**mapping, "replicasets": left}
     backend = mapping["backend"].get("simulator")
@@ -319,7 +319,7 @@ class _Search:
             self._error = error
 
     def result(self) -> CapacityAnswer:
-        """The answer, with the curve of everything that was run."""
+        """Return the answer, with the curve of everything that was run."""
         asked = self.question
         curve: list[CurvePoint] = []
         if self._error is None:
@@ -399,7 +399,7 @@ class _Search:
 
 
 def metric_value(summary: Summary, metric: SloMetric) -> float | None:
-    """The value of an SLO's metric in a run; None where no request came far enough to have one.
+    """Return the value of an SLO's metric in a run; None if no request came far enough to have one.
 
     Raises `RunError` for a group that the run does not have, and where requests were completed and none of them has a value.
     """

@@ -49,7 +49,7 @@ def _rate_text(answer: CapacityAnswer, found: Answer) -> str:
 
 
 def bounded_text(rate: float, bound: Bound, unit: str = "") -> str:
-    """A rate that is exact, or a bound of it."""
+    """Return a rate that is exact, or a bound of it."""
     text = f"{significant(rate)} {unit}".rstrip()
     return {"exact": text, "unknown": f"not known, about {text}"}.get(bound, f"{bound} {text}")
 
@@ -63,7 +63,7 @@ def _interval_text(found: Answer) -> str:
 
 
 def _conditions_text(found: Answer) -> str:
-    """The condition that decides, and where the others end to hold."""
+    """Return the condition that decides, and where the others end to hold."""
     if len(found.conditions) < 2 or found.deciding is None:
         return ""
     others = [one for place, one in enumerate(found.conditions) if place != found.decides]
@@ -117,7 +117,7 @@ def _replicas_text(answer: CapacityAnswer) -> str:
 
 
 def counts_text(answer: CapacityAnswer) -> str:
-    """The numbers of replicas of an answer."""
+    """Return the numbers of replicas of an answer."""
     found = answer.answer
     assert found is not None
     names = [path.removesuffix(".num_replicas").rpartition(".")[2] for path in answer.paths]
@@ -189,7 +189,7 @@ def _difference_line(one: CapacityDifference) -> str:
 
 
 def bounds_text(interval: Interval) -> str:
-    """The ends of an interval that may be open."""
+    """Return the ends of an interval that may be open."""
     low, high = significant(interval.low), significant(interval.high)
     if math.isinf(interval.high):
         return f"{low} or more" if interval.low > 0 else "all rates"

@@ -46,7 +46,7 @@ def problems_of_parts(
 
 
 def _paths(workload: Any) -> Iterator[str]:
-    """The files that a workload is read from."""
+    """Yield the files that a workload is read from."""
     if getattr(workload, "path", None):
         yield workload.path
     for part in getattr(workload, "workloads", ()):

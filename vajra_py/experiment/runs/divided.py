@@ -162,7 +162,7 @@ class PartOfRun(SimulatedRun):
         self.workload = Workload(run.workload.columns.take(rows), run.workload.name, run.workload.source)
 
     def _plan(self, division: Division, part: int) -> tuple[I64, list[int]]:
-        """The rows of this part's requests in the workload, and the replica of each (-1: not known beforehand)."""
+        """Return the rows of this part's requests in the workload, and the replica of each (-1: not known beforehand)."""
         rows: list[int] = []
         replicas: list[int] = []
         views = {name: _views(one) for name, one in self.controller.replicasets.items()}
@@ -200,7 +200,7 @@ class PartOfRun(SimulatedRun):
         return int(self._rows[self._position])
 
     def planned(self) -> int:
-        """The replica of the request that was submitted last."""
+        """Return the replica of the request that was submitted last."""
         return self._replicas[self._position]
 
 

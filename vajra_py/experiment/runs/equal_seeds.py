@@ -47,7 +47,7 @@ class SettingSeeds:
         return copies_sentence(num_seeds, num_runs) if num_runs < num_seeds else ""
 
     def copies_of(self, point: int) -> list[int]:
-        """The other points that give the run of this one."""
+        """Return the other points that give the run of this one."""
         return [one for one, first in zip(self.points, self.original, strict=True) if first == point and one != point]
 
 
@@ -60,7 +60,7 @@ class EqualSeeds:
         self._known: dict[str, tuple[int, ...]] = {}
 
     def of_points(self, points: Sequence[tuple[SweepPoint, ExperimentConfig]]) -> list[SettingSeeds]:
-        """The settings among the points of a sweep, in order: points that differ in their seed alone are one."""
+        """Return the settings among the points of a sweep, in order: points that differ in their seed alone are one."""
         groups: dict[str, list[int]] = {}
         for index, (point, _) in enumerate(points):
             values = {path: value for path, value in point.items() if path != SEED}
@@ -72,7 +72,7 @@ class EqualSeeds:
         return found
 
     def of_seeds(self, config: ExperimentConfig, seeds: Sequence[int]) -> SettingSeeds:
-        """An experiment under each of these seeds, in their order.
+        """Return an experiment under each of these seeds, in their order.
 
         A setting that cannot be drawn or built counts as different: its runs report the error.
         """

@@ -46,7 +46,7 @@ def files_digest(config: ExperimentConfig) -> dict[str, str]:
 
 
 def named_paths(config: ExperimentConfig) -> list[str]:
-    """The strings among an experiment's settings that may be paths of files or folders that it reads, sorted."""
+    """Return the strings among an experiment's settings that may be paths of files or folders that it reads, sorted."""
     settings = config.model_dump(
         mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications", "description", "capacity"}
     )
@@ -65,7 +65,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def find_runs(path: Path) -> list[Path]:
-    """The run folders at a path: itself, or those below it, in order of their names, numbers in them by size."""
+    """Return the run folders at a path: itself, or those below it, in order of their names, numbers in them by size."""
     if (path / "manifest.json").exists() or not path.is_dir():
         return [path]
     found = sorted(
@@ -76,7 +76,7 @@ def find_runs(path: Path) -> list[Path]:
 
 
 def find_all_runs(paths: Iterable[Path]) -> list[Path]:
-    """The run folders at these paths, each once, however often and by whatever way it is named."""
+    """Return the run folders at these paths, without duplicates."""
     return list({os.path.realpath(found): found for path in paths for found in find_runs(path)}.values())
 
 

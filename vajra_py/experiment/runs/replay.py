@@ -101,7 +101,9 @@ class ReplayReport:
 
 
 def read_recording(path: Path, registry: Registry | None = None) -> Recording:
-    """A run's recording. Raises `RunError` when the folder does not hold one, `ConfigError` when its settings are broken."""
+    """Return a run's recording. Raises `RunError` when the folder does not hold one, `ConfigError` when its settings
+    are broken.
+    """
     if not (path / "config.yaml").exists():
         raise RunError(str(Problem(str(path), "is not a run's folder (config.yaml is missing)")))
     config = load_config(path / "config.yaml", registry=registry)
@@ -216,14 +218,14 @@ class _RecordedExecutor(SimulatedExecutor):
         self._nothing = RecordedOutput()
 
     def known_output_tokens(self, request: Request) -> int | None:
-        """The recorded length of those that came to their end; one more of those that failed, at the latest in that step."""
+        """Return the recorded length of finished requests; for failed ones one token more, at the latest in that step."""
         output = self._outputs.get(request.index, self._nothing)
         if output.failed_at is not None:
             return len(output.token_ids) + 1
         return len(output.token_ids) if output.reason in (EndReason.STOP.value, EndReason.LENGTH.value) else None
 
     def result(self, plan: StepPlan) -> StepResult:
-        """The recorded tokens of every entry that was due one."""
+        """Return the recorded tokens of every entry that produces one."""
         tokens: list[tuple[Request, int]] = []
         stopped: list[Request] = []
         failed: dict[Request, str] = {}
@@ -304,7 +306,9 @@ def _controller(recording: Recording, registry: Registry) -> tuple[Controller, _
 
 
 def sized_config(config: ExperimentConfig, engine: Mapping[str, Any]) -> ExperimentConfig:
-    """The settings with the sizes written out that the engine found: KV blocks and length of each replicaset's model."""
+    """Return the settings with the sizes found by the engine written out: KV blocks and length of each replicaset's
+    model.
+    """
     replicasets = {}
     for name, one in config.effective_replicasets.items():
         memory = one.replica.memory

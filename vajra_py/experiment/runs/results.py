@@ -65,7 +65,7 @@ def _write_tables(path: Path, tables: Tables) -> None:
 
 
 def _summary(config: ExperimentConfig, requests: Any, steps: Any, tbt: Any, ended_at: float) -> Summary:
-    """The summary of the tables, pyarrow's; `steps` has the columns that are read."""
+    """Return the summary of the tables, pyarrow's; `steps` has the columns that are read."""
     arrived_at, e2e_s = (requests.column(name).to_numpy() for name in ("arrived_at", "e2e_s"))
     summary = summarise(requests, steps, tbt, _window(config, arrived_at, e2e_s, ended_at))
     summary = summary.with_warnings(rate_warnings(summary.data, _asked_rate(config)))

@@ -65,7 +65,7 @@ def run_experiment(
 
 
 def load_workload(config: ExperimentConfig) -> Workload:
-    """The experiment's workload; the same for every experiment with the same seed and workload settings."""
+    """Return the experiment's workload; the same for every experiment with the same seed and workload settings."""
     workload = build_workload(config.workload, SeedTree(config.seed).child("workload").stream, Path.cwd())
     last = float(workload.columns.arrived_at.max())
     if not last <= LAST_S:

@@ -54,7 +54,9 @@ class SweepResult:
 def sweep_points(
     config: ExperimentConfig, registry: Registry | None = None
 ) -> list[tuple[SweepPoint, ExperimentConfig, Path]]:
-    """Every point with its settings and its folder, `<output.dir>/<name>/<point>`; of a single run, `<output.dir>/<name>`."""
+    """Return every point with its settings and its folder, `<output.dir>/<name>/<point>`; of a single run,
+    `<output.dir>/<name>`.
+    """
     base = config.output_dir / config.name
     if config.is_single:
         return [(point, one, base) for point, one in expand_sweep(config, registry)]

@@ -156,7 +156,9 @@ class Comparison:
         return versus(own, self._adjusted[scope], (baseline, position), key)
 
     def against(self, baseline: int, keys: Sequence[str], scope: str = OVERALL) -> list[Versus]:
-        """Every other setting of the baseline's load against it in these metrics, those that could be tested."""
+        """Return comparisons of every other setting under the load of the baseline with it, in these metrics, as far as
+        they can be tested.
+        """
         found = [self.versus(i, baseline, key, scope) for _, i in self.pairs(baseline) for key in keys]
         return [one for one in found if not one.untested]
 
@@ -168,7 +170,9 @@ class Comparison:
         return [pair for start in starts for pair in combinations(self.of_load(start), 2)]
 
     def family_words(self, scope: str = OVERALL) -> str:
-        """A sentence without its stop on the comparisons that are adjusted together; empty where nothing is tested."""
+        """Return a sentence without its full stop on the comparisons that are adjusted together; empty if nothing is
+        tested.
+        """
         self.versus(0, 0, METRICS[0].key, scope)
         tested = self._adjusted[scope]
         if not tested:
@@ -189,15 +193,15 @@ class Comparison:
         return found
 
     def of_load(self, position: int) -> list[int]:
-        """The settings under the same load as this one."""
+        """Return the settings under the same load as this one."""
         return [i for i, load in enumerate(self.loads) if load == self.loads[position]]
 
     def by_load(self) -> list[int]:
-        """Positions of the settings, those of one load together, in natural order of the loads."""
+        """Return the positions of the settings, those of one load together, in natural order of the loads."""
         return sorted(range(len(self.names)), key=lambda i: (natural(self.loads[i]), i))
 
     def load_starts(self) -> frozenset[int]:
-        """The first setting of each load, in that order."""
+        """Return the first setting of each load, in that order."""
         order = self.by_load()
         return frozenset(
             i
@@ -236,7 +240,7 @@ class Comparison:
         return pd.DataFrame(difference_records(self, scope, position), columns=list(DIFFERENCE_COLUMNS))
 
     def to_csv(self, scope: str | None = None) -> str:
-        """The same rows as `frame` as CSV text, of one scope or of all; no value is an empty field."""
+        """Return the same rows as `frame` as CSV text, of one scope or of all; no value is an empty field."""
         from vajra_py.metrics.comparison.tables import value_csv
 
         return value_csv(self, scope)
@@ -248,7 +252,7 @@ class Comparison:
         return json_text(self, scope)
 
     def to_markdown(self, scope: str = OVERALL) -> str:
-        """A Markdown table, one row per metric, the best value of each in bold."""
+        """Return a Markdown table, one row per metric, the best value of each in bold."""
         from vajra_py.metrics.comparison.table_renderers import markdown
         from vajra_py.metrics.comparison.tables import origins, value_table
 
@@ -256,7 +260,7 @@ class Comparison:
         return markdown(replace(table, notes=(*table.notes, *origins(self))))
 
     def to_latex(self, scope: str = OVERALL, columns: Sequence[str] = ()) -> str:
-        """A LaTeX table (package booktabs) that fits a page, its legend in the caption.
+        """Return a LaTeX table (package booktabs) that fits a page, with its legend in the caption.
 
         A few settings are columns. More are rows, with a rule between loads, and the primary metrics are columns; so are the metrics that `columns` names, in that order.
         """
@@ -292,7 +296,7 @@ class Comparison:
 
 
 def _best_of(metric: Metric, known: Mapping[int, float], *, as_read: bool) -> set[int]:
-    """Positions of the best value; `as_read`: of all that read the same."""
+    """Return the positions of the best value; `as_read`: of all that read the same."""
     if metric.lower_is_better is None or len(known) < 2:
         return set()
     target = min(known.values()) if metric.lower_is_better else max(known.values())

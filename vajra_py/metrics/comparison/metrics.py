@@ -135,12 +135,12 @@ def named_metrics(given: Sequence[str], option: str = "--metrics") -> list[Metri
 
 
 def titled(metric: Metric) -> str:
-    """The metric's label with its unit."""
+    """Return the metric's label with its unit."""
     return f"{metric.label} ({metric.unit})" if metric.unit else metric.label
 
 
 def metric_text(metric: Metric, value: float | None) -> str:
-    """A raw value of this metric in its unit, with three or four significant digits; a dash for none."""
+    """Return a raw value of this metric in its unit, with three or four significant digits; a dash for none."""
     if value is None:
         return "–"
     shown = value * metric.scale
@@ -160,7 +160,9 @@ def _percent(shown: float) -> str:
 
 
 def error_text(metric: Metric, value: float) -> str:
-    """A difference or half of an interval's width, in the metric's unit, with two significant digits and no exponent."""
+    """Return a difference or half of an interval's width, in the metric's unit, with two significant digits and no
+    exponent.
+    """
     shown = abs(value * metric.scale)
     if shown == 0 or shown >= 100:
         return f"{shown:,.0f}"

@@ -52,7 +52,9 @@ def difference(first: Mapping[str, float], second: Mapping[str, float]) -> Diffe
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """The p-values corrected for their number: S. Holm, "A simple sequentially rejective multiple test procedure" (1979)."""
+    """Return the p-values corrected for their number: S. Holm, "A simple sequentially rejective multiple test
+    procedure" (1979).
+    """
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     corrected = [1.0] * len(p_values)
     largest = 0.0
@@ -67,7 +69,7 @@ def _standard_error(values: Floats) -> float:
 
 
 def _t_test(mean: float, error: float, freedom: float, above: float) -> tuple[Interval | None, float, float | None]:
-    """The interval of the mean difference, `above` as it came, and the two-sided p-value."""
+    """Return the interval of the mean difference, `above` as it came, and the two-sided p-value."""
     if not error > abs(mean) * 1e-12:  # equal in every replication
         return (None, above, None) if mean else (Interval(0.0, 0.0), above, 1.0)
     from scipy import stats

@@ -96,7 +96,7 @@ class Field:
 
 
 def versus(field: Field, adjusted: Mapping[tuple[str, int, int], float], pair: tuple[int, int], key: str) -> Versus:
-    """The second of the pair against the first; `adjusted` are the p-values of `adjust`."""
+    """Return the second of the pair against the first; `adjusted` are the p-values of `adjust`."""
     baseline, position = pair
     samples = field.samples.get(key, ())
     found = difference(samples[position], samples[baseline]) if samples else None
@@ -109,7 +109,9 @@ def versus(field: Field, adjusted: Mapping[tuple[str, int, int], float], pair: t
 
 
 def adjust(field: Field) -> dict[tuple[str, int, int], float]:
-    """The adjusted p-value of each primary metric and pair (the lower position first) that can be tested, each load a family of its own."""
+    """Return the adjusted p-value of each primary metric and pair (the lower position first) that can be tested, each
+    load a family of its own.
+    """
     found: dict[tuple[str, int, int], float] = {}
     for members in groups(field.loads):
         tested: dict[tuple[str, int, int], float] = {}
@@ -123,5 +125,5 @@ def adjust(field: Field) -> dict[tuple[str, int, int], float]:
 
 
 def groups(loads: Sequence[str]) -> list[list[int]]:
-    """Positions of the settings under one load, a list for each load."""
+    """Return the positions of the settings under one load, a list for each load."""
     return [[i for i, own in enumerate(loads) if own == load] for load in dict.fromkeys(loads)]

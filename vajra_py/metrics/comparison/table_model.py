@@ -76,7 +76,7 @@ class Table:
         return self.part([i for i in range(len(self.heads)) if i not in self.csv_only]) if self.csv_only else self
 
     def part(self, columns: Sequence[int]) -> Table:
-        """The table with these columns alone, in their order; without names for CSV."""
+        """Return the table with these columns alone, in their order; without names for CSV."""
         return replace(
             self,
             heads=tuple(self.heads[i] for i in columns),
@@ -88,13 +88,13 @@ class Table:
 
 
 def table_of_texts(heads: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> Table:
-    """A table of words: the first of each row is its heading."""
+    """Return a table of words: the first of each row is its heading."""
     found = tuple(Row(str(first), tuple(Cell(str(one)) for one in rest)) for first, *rest in rows)
     return Table(heads[0], tuple(heads[1:]), found, title, text_columns=frozenset(range(len(heads) - 1)))
 
 
 def least_cells(table: Table, column: int, *, wraps: bool) -> list[Cell]:
-    """The cells and words that say how narrow a column may be; of a column of words that is wrapped, each word."""
+    """Return the cells and words that limit how narrow a column can be; for a wrapped text column, each word."""
     cells = [row.cells[column] for row in table.rows]
     if wraps and column in table.text_columns:
         cells = [replace(cell, text=word) for cell in cells for word in cell.text.split()]

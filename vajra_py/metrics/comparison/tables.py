@@ -19,7 +19,8 @@ WIDE = 6
 def value_table(
     comparison: Comparison, scope: str, metrics: Sequence[Metric] | None = None, *, by_setting: bool | None = None
 ) -> Table:
-    """The values of one scope: a few settings are columns, many are rows, of fewer metrics unless these are named.
+    """Return the values of one scope: a few settings are columns, many are rows, of fewer metrics unless these are
+    named.
 
     Args:
         comparison: of settings.
@@ -71,7 +72,7 @@ def cells(comparison: Comparison, metric: Metric, scope: str) -> tuple[Cell, ...
 
 
 def interval_text(comparison: Comparison, metric: Metric, position: int, scope: str) -> str:
-    """The interval as `±0.12`, as a range where it is lopsided, or nothing."""
+    """Return the interval as `±0.12`, as a range where it is lopsided, or nothing."""
     value, interval = comparison.values[scope][metric.key][position], comparison.interval(metric.key, position, scope)
     if interval is None or value is None:
         return ""
@@ -131,7 +132,9 @@ def origins(comparison: Comparison) -> Iterator[str]:
 
 
 def records(comparison: Comparison, scope: str | None = None) -> Iterator[dict[str, Any]]:
-    """A row for each scope (or this one) and setting: raw values, ends of intervals, and p-values of the difference from the best setting of the load."""
+    """Yield a row for each scope (or this one) and setting: raw values, ends of intervals, and p-values of the
+    difference from the best setting of the load.
+    """
     for own in comparison.scopes if scope is None else (scope,):
         for i, name in enumerate(comparison.names):
             row: dict[str, Any] = {"scope": own, "run": name, "stability": comparison.stability[i]}
@@ -172,7 +175,9 @@ DIFFERENCE_COLUMNS = (
 def difference_records(
     comparison: Comparison, scope: str | None = None, baseline: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A row for each pair of settings of a load (or those with this baseline) and metric, in columns of plain values; see `DIFFERENCE_COLUMNS`."""
+    """Yield a row for each pair of settings of a load (or those with this baseline) and metric, in columns of plain
+    values; see `DIFFERENCE_COLUMNS`.
+    """
     for own in comparison.scopes if scope is None else (scope,):
         for first, second in comparison.pairs(baseline):
             for metric in comparison.shown(own, 2):

@@ -117,7 +117,7 @@ def _completed(run: RunData) -> int:
 
 
 def _relative_width(comparison: Comparison, position: int) -> float:
-    """The widest of the intervals that matter, as half of its width over the value."""
+    """Return the largest relative half width among the relevant intervals."""
     shares = [0.0]
     for key in _NAMED:
         value, interval = comparison.values[OVERALL][key][position], comparison.interval(key, position)

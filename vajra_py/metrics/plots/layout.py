@@ -31,7 +31,7 @@ class Arrangement:
     legend: tuple[tuple[str, Look], ...]
 
     def members(self, panel: int) -> list[int]:
-        """Positions of the series in this panel, muted ones first (that is, behind)."""
+        """Return the positions of the series in this panel, muted ones first (that is, behind)."""
         found = [i for i, own in enumerate(self.panel_of) if own == panel]
         return sorted(found, key=lambda i: not self.looks[i].is_muted)
 
@@ -45,7 +45,7 @@ class Series:
 
 
 def arrange_runs(runs: Sequence[RunData]) -> Arrangement:
-    """The arrangement of a figure with one series per run."""
+    """Return the arrangement of a figure with one series per run."""
     names = tuple(run.name for run in distinct(runs))
     return _arrange(names, axes(runs), [_rank(run) for run in runs])
 

@@ -162,7 +162,7 @@ def _use_settings(width_in: float) -> None:
 
 
 def new_figure(num_rows: int, num_columns: int, row_height_in: float, **shared: Any) -> tuple[Figure, NDArray[Any]]:
-    """A figure of the width in force with a grid of axes (always a 2-D array).
+    """Return a figure of the width in force with a grid of axes (always a 2-D array).
 
     Panels that a narrow figure has no room for stand below each other, two side by side where all of them would be taller than a page, and lower where that does not suffice.
     """
@@ -228,7 +228,9 @@ def name_panel(axes: Axes, name: str) -> None:
 
 
 def panels(figure: Figure) -> dict[str, Axes]:
-    """The panels that have a name, in reading order; those of one name have their titles behind it: `ttft_p99/interactive`."""
+    """Return the panels that have a name, in reading order; those of one name have their titles behind it:
+    `ttft_p99/interactive`.
+    """
     named = [own for own in figure.axes if own.get_visible() and own.get_label()]
     names = [str(own.get_label()) for own in named]
     found: dict[str, Axes] = {}
@@ -354,7 +356,7 @@ def plain_log(axis: Any, most: int = 8) -> None:
 
 
 def number(value: float) -> str:
-    """A tick's number: no exponent, no trailing zeros, thousands as k and M."""
+    """Return a tick's number: no exponent, no trailing zeros, thousands as k and M."""
     if abs(value) >= 1e6:
         return f"{value / 1e6:g}M"
     if abs(value) >= 1e4:

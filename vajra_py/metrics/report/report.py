@@ -54,7 +54,9 @@ def write_report(
 
 
 def render_report(runs: Sequence[RunData], title: str | None = None, metrics: Sequence[str] = ()) -> str:
-    """The report as HTML text, `metrics` being the primary ones; RunError when there is no run, or a run's tables cannot be read."""
+    """Return the report as HTML text, `metrics` being the primary ones; RunError when there is no run, or a run's
+    tables cannot be read.
+    """
     from vajra_py.metrics.comparison.table_renderers import html_templates
 
     first = compare(runs)
@@ -169,7 +171,7 @@ def _reason(setting: Setting, label: str) -> str:
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """The best value of each primary metric, under the highest load that at least two settings kept up with."""
+    """Return the best value of each primary metric, under the highest load that at least two settings kept up with."""
     if len(comparison.names) < 2:
         return []
     order = dict.fromkeys(comparison.loads[i] for i in comparison.by_load() if len(comparison.of_load(i)) > 1)
@@ -192,7 +194,9 @@ def findings(comparison: Comparison) -> list[str]:
 
 
 def _finding(comparison: Comparison, key: str, members: Sequence[int]) -> str | None:
-    """The lowest (or highest) value, the settings whose difference from it is not significant, and the furthest value."""
+    """Return the lowest (or highest) value, the settings whose difference from it is not significant, and the furthest
+    value.
+    """
     metric, row = BY_KEY[key], comparison.values[OVERALL][key]
     best = sorted(comparison.best(key) & set(members))
     known = [i for i in members if row[i] is not None and comparison.stability[i] != OVERLOADED]
@@ -220,7 +224,7 @@ def _named(comparison: Comparison, members: Sequence[int]) -> str:
 
 
 def _judged(comparison: Comparison, i: int) -> str:
-    """A run's name, with its verdict where it is not stable."""
+    """Return a run's name, with its verdict where it is not stable."""
     label = comparison.stability[i]
     return comparison.names[i] if label == "stable" else f"{comparison.names[i]}, {label}"
 

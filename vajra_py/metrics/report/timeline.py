@@ -85,7 +85,7 @@ def write_timeline(run: RunData, path: str | Path, options: TimelineOptions | No
 
 
 def timeline_events(run: RunData, options: TimelineOptions | None = None) -> Iterator[Event]:
-    """The events of `write_timeline`, one by one."""
+    """Yield the events of `write_timeline`, one by one."""
     chosen = options or TimelineOptions()
     requests = _requests(run, chosen)
     replicas = _replicas(run, requests)
@@ -327,7 +327,7 @@ def _run_end(run: RunData) -> int:
 
 
 def _span(name: str, track: tuple[int, int], start: int, end: int, arguments: Event) -> Event:
-    """A complete event; nanoseconds become microseconds."""
+    """Return a complete event; nanoseconds become microseconds."""
     pid, tid = track
     return {
         "ph": "X",

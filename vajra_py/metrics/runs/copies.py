@@ -54,7 +54,9 @@ def drawn_beside_workload(runs: Sequence[RunData]) -> list[str]:
 
 
 def originals(runs: Sequence[RunData]) -> list[int]:
-    """Positions of the runs that repeat no earlier one, by their summaries and, where there are any, tables of requests."""
+    """Return the positions of the runs that repeat no earlier one, by their summaries and, where there are any, tables
+    of requests.
+    """
     by_summary: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
         by_summary.setdefault(_results(run), []).append(i)

@@ -41,7 +41,7 @@ class Axis:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """A nested configuration as one text per dotted path; lists stay whole, as JSON, unless they hold mappings."""
+    """Return a nested configuration as one text per dotted path; lists stay whole, as JSON, unless they hold mappings."""
     flat: dict[str, str] = {}
     for key, value in config.items():
         path = f"{prefix}.{key}" if prefix else str(key)
@@ -55,14 +55,16 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _number_or_json(value: object) -> str:
-    """A value that is no text; a whole number reads the same whether it was given as `12` or as `12.0`."""
+    """Return the text of a value that is not a string; a whole number gives the same text as `12` and as `12.0`."""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return json.dumps(value, default=str)
 
 
 def differences(runs: Sequence[RunData]) -> dict[str, tuple[str, ...]]:
-    """Every path on which the runs' configurations do not agree, with the value of each run, in order of the first configuration."""
+    """Return every path on which the runs' configurations do not agree, with the value of each run, in order of the
+    first configuration.
+    """
     flats = [flatten(run.config) for run in runs]
     paths = dict.fromkeys(path for flat in flats for path in flat)
     values = {path: tuple(flat.get(path, ABSENT) for flat in flats) for path in paths}
@@ -70,7 +72,9 @@ def differences(runs: Sequence[RunData]) -> dict[str, tuple[str, ...]]:
 
 
 def axes(runs: Sequence[RunData]) -> list[Axis]:
-    """The independent ones among the differences: policies first, then parameters, then the workload, then the seed, each in the order of the file."""
+    """Return the independent ones among the differences: policies first, then parameters, then the workload, then the
+    seed, each in the order of the file.
+    """
     differing = {path: values for path, values in differences(runs).items() if path.split(".")[0] not in _IGNORED}
     kept: dict[str, tuple[str, ...]] = {}
     joined: dict[str, list[str]] = {}
@@ -85,7 +89,7 @@ def axes(runs: Sequence[RunData]) -> list[Axis]:
 
 
 def _short(values: tuple[str, ...]) -> tuple[str, ...]:
-    """The values as parts of names, as far as they stay distinct: files without their folders, a dash for null."""
+    """Return the values as parts of names, as far as they stay distinct: files without their folders, a dash for null."""
     found = tuple(ABSENT if value == "null" else value.rsplit("/", 1)[-1] for value in values)
     return found if len(set(found)) == len(set(values)) else values
 
@@ -135,6 +139,6 @@ def _rank(path: str) -> int:
 
 
 def natural(text: str) -> tuple[tuple[int, float, str], ...]:
-    """A sort key in which numbers inside a text count by their size."""
+    """Return a sort key in which numbers inside a text count by their size."""
     parts = re.split(r"(\d+(?:\.\d+)?)", text)
     return tuple((0, float(part), "") if i % 2 else (1, 0.0, part) for i, part in enumerate(parts) if part)

@@ -50,7 +50,7 @@ def _coverage(sources: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[float, fl
 
 
 def _operations(source: Any) -> list[Mapping[str, Any]]:
-    """The operations of a workload and of its parts."""
+    """Return the operations of a workload and of its parts."""
     return list(_walk(source)) if isinstance(source, Mapping) else []
 
 

@@ -69,7 +69,9 @@ def load_labels(runs: Sequence[RunData]) -> tuple[str, ...]:
 
 
 def workload_differences(runs: Sequence[RunData]) -> str:
-    """A sentence without its stop on runs whose workloads differ in more than their rate; empty where they do not."""
+    """Return a sentence without its full stop on runs whose workloads differ in more than their rate; empty if they do
+    not.
+    """
     varied = [axis for axis in system_axes(runs) if is_workload(axis)]
     if all(is_rate(axis) for axis in varied):
         return ""
@@ -78,12 +80,13 @@ def workload_differences(runs: Sequence[RunData]) -> str:
 
 
 def seed_of(run: RunData) -> str:
-    """The run's seed as text; a dash when its configuration names none."""
+    """Return the run's seed as text; a dash when its configuration names none."""
     return flatten(run.config).get(SEED_PATH, ABSENT)
 
 
 def group_replications(runs: Sequence[RunData], *, each_run: bool = False) -> list[Setting]:
-    """The settings among these runs, in order of their first runs, under names that differ; with `each_run` every run is one.
+    """Return the settings among these runs, in order of their first runs, under names that differ; with `each_run`
+    every run is one.
 
     Two runs of one configuration *and* one seed are no replications of each other (a simulation repeats itself; another version of the code may not):
     they are kept apart, by the folders that they lie in where that suffices.

@@ -15,7 +15,7 @@ from vajra_py.metrics.definitions import QUANTILES, Bools, Floats, quantiles
 
 
 def censored_section(values: Floats, least: Floats, missing: Bools) -> dict[str, Any] | None:
-    """The requests whose value is missing, and lower bounds over all; None when none is missing.
+    """Return the requests whose value is missing, and lower bounds over all; None when none is missing.
 
     `values`: NaN = none; `least`: what a missing value would have been at least; `missing`: those that would have had one.
     """

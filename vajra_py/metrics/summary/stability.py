@@ -212,7 +212,9 @@ def _growth(stays: tuple[Floats, Floats], sizes: Floats, edges: Floats, names: t
 def _mean_between(
     begins_at: Floats, ends_at: Floats, start_at: float, end_at: float, sizes: Floats | None = None
 ) -> float:
-    """Mean over [start_at, end_at] of the size of all intervals [begins_at, ends_at) that cover a moment; 0 of an empty range."""
+    """Return the mean over [start_at, end_at] of the size of all intervals [begins_at, ends_at) that cover a moment; 0
+    of an empty range.
+    """
     if not end_at > start_at:
         return 0.0
     known = np.isfinite(begins_at)

@@ -35,7 +35,7 @@ class NameColumn:
         return code
 
     def codes(self, names: Sequence[str]) -> list[int]:
-        """The numbers of these strings."""
+        """Return the numbers of these strings."""
         for name in dict.fromkeys(names):
             self.code(name)
         return list(map(self._codes.__getitem__, names))
@@ -48,7 +48,7 @@ class NameColumn:
         return ranks
 
     def take(self, codes: NDArray[Any]) -> Any:
-        """The strings behind these numbers, as an Arrow array."""
+        """Return the strings behind these numbers, as an Arrow array."""
         import pyarrow as pa
 
         return pa.array(list(self._codes), type=pa.string()).take(pa.array(codes))
@@ -79,7 +79,7 @@ class TextColumn:
         self._ends.frombytes((ends[1:] + start).tobytes())
 
     def all(self) -> Any:
-        """Every string so far, as an Arrow array with 64-bit offsets."""
+        """Return every string so far, as an Arrow array with 64-bit offsets."""
         import pyarrow as pa
 
         buffers = [pa.py_buffer(self._ends.tobytes()), pa.py_buffer(bytes(self._bytes))]

@@ -57,7 +57,9 @@ def write_emitted(table: ArrowTable, folder: Path) -> None:
 
 
 def emitted_section(table: ArrowTable) -> dict[str, Any]:
-    """The summary's section `emitted`: by policy and name the count, mean and quantiles; no section where nothing was emitted."""
+    """Return the summary's section `emitted`: by policy and name the count, mean and quantiles; no section where
+    nothing was emitted.
+    """
     if not table.num_rows:
         return {}
     section: dict[str, dict[str, Any]] = {}
@@ -76,7 +78,9 @@ def emitted_section(table: ArrowTable) -> dict[str, Any]:
 
 
 def last_by_request(table: ArrowTable) -> Any:
-    """A data frame of the last value that each request got, a column `emitted.POLICY.NAME` for each figure, by request index."""
+    """Return a data frame of the last value that each request got, a column `emitted.POLICY.NAME` for each figure, by
+    request index.
+    """
     frame = table.to_pandas()
     frame = frame[frame["index"].notna()]
     frame["column"] = "emitted." + frame["policy"] + "." + frame["name"]

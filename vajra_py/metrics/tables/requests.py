@@ -229,11 +229,11 @@ class RequestsBuilder:
         return pa.schema([(name, types.get(name, pa.float64())) for name in REQUEST_COLUMNS])
 
     def to_table(self) -> ArrowTable:
-        """The whole table, sorted by submission index; ValueError when an index came twice."""
+        """Return the whole table, sorted by submission index; ValueError when an index came twice."""
         return _whole(self)
 
     def slices(self, num_rows: int) -> Iterator[ArrowTable]:
-        """The table by at most `num_rows` rows."""
+        """Yield the table by at most `num_rows` rows."""
         import pyarrow as pa
 
         indices = self._rows.column("index")
@@ -256,7 +256,7 @@ class RequestsBuilder:
         return max((float(np.nanmax(column)) for column in moments if not np.isnan(column).all()), default=0.0)
 
     def _numbers(self, rows: NDArray[Any], observed_until: float) -> Columns:
-        """Every column but the texts, with what follows from the facts."""
+        """Return every column except text columns, including derived ones."""
         columns: Columns = {name: np.ascontiguousarray(rows[name]) for name in self._FIELD_NAMES}
         columns |= {name: names.take(columns[name]) for name, names in self._names.items()}
         completed, dropped = reason_masks(columns["reason"])
@@ -322,11 +322,11 @@ class TbtBuilder:
         return pa.schema(list(zip(TBT_COLUMNS, (pa.string(), pa.string(), pa.float64(), pa.int64()), strict=True)))
 
     def to_table(self) -> ArrowTable:
-        """The whole table, sorted by replicaset, SLO class and gap."""
+        """Return the whole table, sorted by replicaset, SLO class and gap."""
         return _whole(self)
 
     def slices(self, num_rows: int) -> Iterator[ArrowTable]:
-        """The table by at most `num_rows` rows; a slice never spans two lists."""
+        """Yield the table by at most `num_rows` rows; a slice never spans two lists."""
         import pyarrow as pa
 
         for (replicaset, slo_class), gap_list in sorted(self._lists.items()):

@@ -168,7 +168,7 @@ class StepsBuilder:
         return pa.schema(fields, metadata={"ticks_per_second": str(TICKS_PER_SECOND)})
 
     def slices(self, num_rows: int) -> Iterator[ArrowTable]:
-        """The records, replica by replica, at most `num_rows` at a time."""
+        """Yield the records, replica by replica, at most `num_rows` at a time."""
         table = self.records()
         for start in range(0, table.num_rows, num_rows):
             yield table.slice(start, num_rows)
@@ -199,7 +199,7 @@ class StepsBuilder:
         return table
 
     def to_table(self) -> ArrowTable:
-        """The table, a row per step, in order of time."""
+        """Return the table, a row per step, in order of time."""
         return expand_steps(self.records(), STEP_COLUMNS)
 
 
