@@ -43,14 +43,14 @@ def check(files: tuple[Path, ...], overrides: tuple[str, ...], effective: bool) 
         if effective:
             click.echo(dump_effective(config), nl=False)
         elif not found:
-            for line in _what_is_run(points):
+            for line in _run_count_lines(points):
                 click.echo(f"{file}: {line}")
     if problems:
         raise ConfigError(problems)
 
 
-def _what_is_run(points: list[tuple[SweepPoint, ExperimentConfig]]) -> Iterator[str]:
-    """The number of runs, and why they are fewer than points and seeds."""
+def _run_count_lines(points: list[tuple[SweepPoint, ExperimentConfig]]) -> Iterator[str]:
+    """Return the number of runs, and the reason if it is less than points times seeds."""
     from vajra_py.experiment.runs.equal_seeds import EqualSeeds
     from vajra_py.plugins import load_registry
 

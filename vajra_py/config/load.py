@@ -1,8 +1,8 @@
 """Load a file or a mapping as a complete experiment, or report everything that is wrong with it.
 
-The order: read, write out short forms, apply overrides, then for each point of the sweep: apply the point, expand
-presets, complete replicasets, check what plug-ins define, check the schema. Mistakes of all steps that could be taken
-are reported together.
+The order: read, expand short forms, apply overrides, then for each point of the sweep: apply the point, expand presets,
+complete replicasets, check the parts that plug-ins define, check the schema. Mistakes of all steps that could be
+executed are reported together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vajra_py.plugins import Registry, load_registry
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a configuration was made from: the tree as written, overrides applied; and its sweep's points, once made."""
+    """Origin of a configuration: the tree as written with overrides applied, and the points of its sweep once expanded."""
 
     root: Entries
     points: tuple[tuple[SweepPoint, ExperimentConfig], ...]
@@ -38,14 +38,15 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a tree is judged by."""
+    """Context for checking a tree."""
 
     registry: Registry
     base_folder: Path | None = None
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = (), registry: Registry | None = None) -> ExperimentConfig:
-    """The experiment of a YAML file, `overrides` (`a.b=c`) applied. With a sweep: its first point; see `expand_sweep`.
+    """Load the experiment of a YAML file with `overrides` (`a.b=c`) applied. With a sweep: its first point; see
+    `expand_sweep`.
 
     Raises `ConfigError` with every mistake of the file, of the overrides and of every point of the sweep; `PluginError`
     when an installed package is broken.
@@ -60,16 +61,17 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), registry: Regis
 def config_from_mapping(
     mapping: Mapping[str, Any], overrides: Iterable[str] = (), registry: Registry | None = None
 ) -> ExperimentConfig:
-    """The experiment of a mapping that reads like a file; raises like `load_config`, with paths for places."""
+    """Load the experiment of a mapping of the same form as a file; raises like `load_config`, with paths as places."""
     return _load(written_at(Place(), mapping), Place(), overrides, Context(registry or load_registry()))
 
 
 def expand_sweep(
     config: ExperimentConfig, registry: Registry | None = None
 ) -> list[tuple[SweepPoint, ExperimentConfig]]:
-    """The points of the experiment's sweep, each once for every replication, with a complete experiment each, in order; one empty point of a single run.
+    """Return the points of the experiment's sweep, once for every replication, each with its complete experiment, in
+    order; a single run has one empty point.
 
-    Each experiment stands for itself: it has no sweep and no replications. Raises `ConfigError`.
+    The experiments are independent: they have no sweep and no replications. Raises `ConfigError`.
     """
     if config.is_single:
         return [(SweepPoint({}, config.name, config.name), config)]
@@ -81,9 +83,9 @@ def expand_sweep(
 
 
 def dump_effective(config: ExperimentConfig) -> str:
-    """The experiment as YAML with every default written out; loading it again gives an equal experiment.
+    """Return the experiment as YAML with every default written out; loading it again gives an equal experiment.
 
-    With a sweep: what was written, overrides applied, as its points differ in what their defaults are.
+    With a sweep: the experiment as written with overrides applied, because defaults differ between points.
     """
     from ruamel.yaml import YAML
 
@@ -120,15 +122,15 @@ def _load(root: Any, place: Place, overrides: Iterable[str], context: Context) -
 
 
 def _replications(root: Entries) -> int:
-    """How often each setting is run; 1 where what is written is no such number, which the schema then says."""
+    """Return the number of runs of each setting; 1 if the value is not a valid number, which the schema then reports."""
     value = root.get("replications")
     return value if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_REPLICATIONS else 1
 
 
 def _replicated(points: list[SweepPoint], root: Entries) -> tuple[list[SweepPoint], list[Finding]]:
-    """The points under all seeds of the replications."""
+    """Return the points under all seeds of the replications."""
     count, first = _replications(root), root.get("seed", 0)
-    if count == 1 or not isinstance(first, int):  # a seed of another kind is for the schema to refuse
+    if count == 1 or not isinstance(first, int):  # the schema rejects seeds of other types
         return points, []
     place = root.place_of("replications")
     try:
@@ -140,7 +142,7 @@ def _replicated(points: list[SweepPoint], root: Entries) -> tuple[list[SweepPoin
 def _points(
     root: Entries, context: Context, findings: Iterable[Finding] = ()
 ) -> tuple[tuple[SweepPoint, ExperimentConfig], ...]:
-    """Every point with its experiment; raises `ConfigError` with what is wrong with any of them (and `findings`)."""
+    """Return every point with its experiment; raises `ConfigError` with the problems of all points (and `findings`)."""
     found = list(findings)
     base = root.without("sweep")
     if (sweep := root.get("sweep")) is None:
@@ -171,7 +173,7 @@ def _points(
 
 
 def _resolve(root: Entries, context: Context) -> tuple[ExperimentConfig | None, list[Finding]]:
-    """The experiment of a tree without a sweep, None when there are findings."""
+    """Return the experiment of a tree without a sweep; None if there are findings."""
     root, findings = expand(root, context.registry)
     parts = PluginParts(root, context.registry, context.base_folder)
     parts.check()

@@ -1,4 +1,6 @@
-"""Find what is wrong with an experiment and only shows when its parts are made: unreadable traces, models or policies that do not fit."""
+"""Find mistakes that appear only when an experiment's parts are built: unreadable traces, incompatible models or
+policies.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,13 @@ def problems_of_parts(
         except ConfigError as error:
             place = where if len(points) == 1 else f"{where} ({point.label})"
             for problem in error.problems:
-                if str(problem) not in found:  # what is wrong with every point is shown of the first
+                if str(problem) not in found:  # a mistake of every point is reported for the first
                     found.add(str(problem))
                     yield replace(problem, where=f"{place} {problem.where}".strip())
 
 
 def _paths(workload: Any) -> Iterator[str]:
-    """The files that a workload is read from."""
+    """Yield the files that a workload is read from."""
     if getattr(workload, "path", None):
         yield workload.path
     for part in getattr(workload, "workloads", ()):

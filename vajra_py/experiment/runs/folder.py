@@ -26,7 +26,7 @@ _FIRST_FILES = {"environment.json", "environment.partial", "config.yaml", "manif
 
 
 def config_digest(config: ExperimentConfig) -> str:
-    """Names what an experiment's settings say; where results are written and what else is asked does not count."""
+    """Return a digest of an experiment's settings, except output locations and `capacity:`."""
     settings = config.model_dump(
         mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications", "description", "capacity"}
     )
@@ -34,19 +34,19 @@ def config_digest(config: ExperimentConfig) -> str:
 
 
 def files_digest(config: ExperimentConfig) -> dict[str, str]:
-    """The contents of the files that an experiment's settings name (traces, profiles), by path, as digests."""
+    """Return digests of the files that an experiment's settings name (traces, profiles), by path."""
     found: dict[str, str] = {}
     for name in named_paths(config):
         try:
             with Path(name).open("rb") as file:
                 found[name] = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
-        except (OSError, ValueError):  # no file: a folder, or a word with a dot in it
+        except (OSError, ValueError):  # not a file: a folder, or a word with a dot
             continue
     return found
 
 
 def named_paths(config: ExperimentConfig) -> list[str]:
-    """The strings among an experiment's settings that may be paths of files or folders that it reads, sorted."""
+    """Return the strings among an experiment's settings that may be paths of files or folders that it reads, sorted."""
     settings = config.model_dump(
         mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications", "description", "capacity"}
     )
@@ -65,7 +65,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def find_runs(path: Path) -> list[Path]:
-    """The run folders at a path: itself, or those below it, in order of their names, numbers in them by size."""
+    """Return the run folders at a path: itself, or those below it, in order of their names, numbers in them by size."""
     if (path / "manifest.json").exists() or not path.is_dir():
         return [path]
     found = sorted(
@@ -76,7 +76,7 @@ def find_runs(path: Path) -> list[Path]:
 
 
 def find_all_runs(paths: Iterable[Path]) -> list[Path]:
-    """The run folders at these paths, each once, however often and by whatever way it is named."""
+    """Return the run folders at these paths, without duplicates."""
     return list({os.path.realpath(found): found for path in paths for found in find_runs(path)}.values())
 
 
@@ -105,7 +105,9 @@ class RunFolder:
         return self._manifest().get("config_digest") != config_digest(config)
 
     def check(self, config: ExperimentConfig, *, overwrite: bool) -> None:
-        """Raises `ConfigError` when other results lie there and `overwrite` was not asked for, or something that is not a run's."""
+        """Raise `ConfigError` if the folder holds other results and `overwrite` is false, or files that do not belong
+        to a run.
+        """
         changed = [] if overwrite else self._changed_files(config)
         if changed:
             message = f"holds results from before these files changed ({', '.join(changed)})"
@@ -153,13 +155,13 @@ class RunFolder:
         self._write_json("manifest.json", {**self._facts, "status": status})
 
     def close(self) -> None:
-        """Let other runs be written there."""
+        """Release the folder for other runs."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _take_lock(self) -> None:
-        """Lock the folder itself, so that nothing is left when a process is killed."""
+        """Lock the folder itself, so that a killed process leaves no lock file."""
         lock = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,7 +171,7 @@ class RunFolder:
             raise ConfigError(
                 Problem(f"output {self.path}", message, "Wait for it, or another name or folder")
             ) from None
-        except OSError:  # a file system without locks: as good as it gets
+        except OSError:  # a file system without locks: continue unlocked
             pass
         self._lock = lock
 
