@@ -1,4 +1,4 @@
-"""What does an editor need to know to complete and check an experiment file: the schema, with the installed plug-ins' parameters."""
+"""JSON schema by which an editor completes and checks experiment files, with the installed plug-ins' parameters."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from vajra_py.config.choices import registered_backends, workload_annotation
+from vajra_py.config.load import EXPERIMENT_KEYS
 from vajra_py.config.schema import ExperimentConfig
 from vajra_py.contract import Layer
 from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
@@ -18,7 +19,7 @@ Schema = dict[str, Any]
 
 
 def json_schema(registry: Registry) -> Schema:
-    """The JSON schema (draft 2020-12) of an experiment file as it is written: short forms, presets and sweeps included."""
+    """The JSON schema (draft 2020-12) of an experiment's or a system's file as it is written: short forms, presets and sweeps included."""
     schema = ExperimentConfig.model_json_schema(mode="validation")
     definitions: Schema = schema["$defs"]
     properties: Schema = schema["properties"]
@@ -58,7 +59,8 @@ def json_schema(registry: Registry) -> Schema:
         definitions.pop(name, None)
     for name in ("SchedulingConfig", "ReplicasetConfig"):
         definitions[name].pop("required", None)  # presets and the top of the file supply the rest
-    schema["required"] = ["version", "workload", "backend"]
+    schema["required"] = ["version", "backend"]
+    schema["dependentRequired"] = {key: ["workload"] for key in EXPERIMENT_KEYS if key != "workload"}
     return {"$schema": DIALECT, **schema, "title": "vajra-py experiment"}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vajra_py import __version__
-from vajra_py.config.schema import ExperimentConfig
+from vajra_py.config.schema import SystemConfig
 from vajra_py.contract import Layer
 from vajra_py.plugins import Registry
 
@@ -21,7 +21,7 @@ LIBRARIES = ("numpy", "pyarrow", "pydantic", "sortedcontainers", "xxhash")
 """Packages whose version can move a simulated result."""
 
 
-def run_manifest(config: ExperimentConfig, registry: Registry) -> dict[str, Any]:
+def run_manifest(config: SystemConfig, registry: Registry) -> dict[str, Any]:
     """The facts of a run.
 
     Everything but `environment` is the same for the same settings, code and versions; `environment` (machine and time)
@@ -86,7 +86,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.decode("utf-8", "replace").strip()
 
 
-def _policies(config: ExperimentConfig, registry: Registry) -> dict[str, dict[str, dict[str, str]]]:
+def _policies(config: SystemConfig, registry: Registry) -> dict[str, dict[str, dict[str, str]]]:
     """Per replicaset and layer: which policy of which package at which version."""
     return {
         name: {

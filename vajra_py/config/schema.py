@@ -343,8 +343,8 @@ class OutputConfig(Section):
 Sweep: TypeAlias = dict[str, Any] | list[dict[str, Any]]
 
 
-class ExperimentConfig(Section):
-    """One experiment, complete: the policies, the replicas they run, the workload, and what executes it."""
+class SystemConfig(Section):
+    """One system: the policies, the replicas that they schedule, and what executes it. A workload makes an experiment of it."""
 
     version: Literal[1] = Field(description="Version of this schema.")
     name: str = Field("experiment", pattern=NAME_PATTERN, description="Name of the experiment and of its folder.")
@@ -369,8 +369,7 @@ class ExperimentConfig(Section):
         default_factory=dict, description="Several replicasets by name; each takes from the top what it leaves out."
     )
     admission: AdmissionConfig = Field(default_factory=AdmissionConfig, description="Bounds of the queues.")
-    workload: WorkloadConfig = Field(description="Requests: when they arrive and how long they are.")
-    backend: BackendConfig = Field(description="What runs the experiment.")
+    backend: BackendConfig = Field(description="What executes it.")
     policy_timeout_s: PositiveSeconds | None = Field(
         60.0,
         description=(
@@ -380,22 +379,7 @@ class ExperimentConfig(Section):
     )
     observers: tuple[TypedChoice, ...] = Field((), description="Installed observers that watch the run.")
     output: OutputConfig = Field(default_factory=OutputConfig, description="What a run writes.")
-    sweep: Sweep | None = Field(
-        None, description="Values to try: a grid `path: [values]`, `zip: {…}`, or a list of points `- {path: value}`."
-    )
-
-    replications: Annotated[int, Field(strict=True, gt=0, le=MAX_REPLICATIONS)] = Field(
-        1,
-        description=(
-            "Runs of each setting, under the seeds `seed`, `seed` + 1, …: the same ones for every point of a sweep, so that settings are "
-            "compared in pairs."
-        ),
-    )
-
     costs: CostsConfig = Field(default_factory=CostsConfig, description="Prices and power of the devices.")
-    capacity: CapacityConfig | None = Field(
-        None, description="Question about capacity that `vajra capacity` answers; a plain run leaves it aside."
-    )
 
     _source: Any = PrivateAttr(None)
     """The tree that this was made from; a sweep's points are made from it too."""
@@ -417,14 +401,9 @@ class ExperimentConfig(Section):
             raise ValueError("scheduling is missing, and there are no replicasets that have their own")
         return self
 
-    @property
-    def is_single(self) -> bool:
-        """Whether it is one run: neither a sweep nor replications."""
-        return self.sweep is None and self.replications == 1
-
     def __eq__(self, other: object) -> bool:
         """Equal when they say the same, wherever it was written."""
-        return isinstance(other, ExperimentConfig) and self.model_dump() == other.model_dump()
+        return type(other) is type(self) and self.model_dump() == other.model_dump()
 
     @property
     def effective_replicasets(self) -> Mapping[str, ReplicasetConfig]:
@@ -444,3 +423,27 @@ class ExperimentConfig(Section):
     def output_dir(self) -> Path:
         """Folder that gets the runs."""
         return Path(self.output.dir)
+
+
+class ExperimentConfig(SystemConfig):
+    """One experiment: a system, the workload that it serves, and the settings under which both are tried."""
+
+    workload: WorkloadConfig = Field(description="Requests: when they arrive and how long they are.")
+    sweep: Sweep | None = Field(
+        None, description="Values to try: a grid `path: [values]`, `zip: {…}`, or a list of points `- {path: value}`."
+    )
+    replications: Annotated[int, Field(strict=True, gt=0, le=MAX_REPLICATIONS)] = Field(
+        1,
+        description=(
+            "Runs of each setting, under the seeds `seed`, `seed` + 1, …: the same ones for every point of a sweep, so that settings are "
+            "compared in pairs."
+        ),
+    )
+    capacity: CapacityConfig | None = Field(
+        None, description="Question about capacity that `vajra capacity` answers; a plain run leaves it aside."
+    )
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one run: neither a sweep nor replications."""
+        return self.sweep is None and self.replications == 1

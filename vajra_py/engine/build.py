@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vajra_py.config import ExperimentConfig, ReplicasetConfig, config_from_mapping
+from vajra_py.config import ReplicasetConfig, SystemConfig, system_from_mapping
 from vajra_py.contract import Layer
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.engine.ahead import LookAhead, spare_blocks
@@ -125,7 +125,7 @@ class Engine:
     replicas: Mapping[ReplicaKey, EngineReplica]
     models: Mapping[str, ModelFacts]
     tenant_salt: bool
-    config: ExperimentConfig
+    config: SystemConfig
     maker: WorkerMaker
     restarter: Restarter | None = None
     watch: StepWatch | None = None
@@ -134,7 +134,7 @@ class Engine:
     _is_closed: bool = False
 
     @classmethod
-    def load(cls, config: ExperimentConfig, services: EngineServices) -> Engine:
+    def load(cls, config: SystemConfig, services: EngineServices) -> Engine:
         """Check, load, build.
 
         Raises `ConfigError` for what is wrong with settings or model, `ExecutorError` when a worker fails.
@@ -161,7 +161,7 @@ class Engine:
             raise
 
     @classmethod
-    def _built(cls, config: ExperimentConfig, maker: WorkerMaker, workers: Mapping[ReplicaKey, Worker]) -> Engine:
+    def _built(cls, config: SystemConfig, maker: WorkerMaker, workers: Mapping[ReplicaKey, Worker]) -> Engine:
         services = maker.services
         replicasets = config.effective_replicasets
         models = {
@@ -211,7 +211,7 @@ class Engine:
         scheduling[replicaset][layer.value] = {"policy": policy, "params": dict(params)}
         for name, each in scheduling.items():
             (settings["replicasets"][name] if settings.get("replicasets") else settings)["scheduling"] = each
-        config = config_from_mapping(settings, (), self.maker.services.registry)
+        config = system_from_mapping(settings, (), self.maker.services.registry)
         sizes = {
             name: _sizes_of(facts, self.controller.replicasets[name].replicas[0].limits.num_blocks)
             for name, facts in self.models.items()
@@ -310,7 +310,7 @@ class Engine:
 
 
 def _dry_controller(
-    config: ExperimentConfig, services: EngineServices, sizes: Mapping[str, mechanism.ModelFacts]
+    config: SystemConfig, services: EngineServices, sizes: Mapping[str, mechanism.ModelFacts]
 ) -> Controller:
     """Everything but what computes."""
     executor = EngineExecutor(1)

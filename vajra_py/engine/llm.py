@@ -4,8 +4,8 @@
     for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
         output.text
 
-The policies that schedule it are those of an experiment: `config` takes the same keys (scheduling, preset, replica,
-num_replicas, …) from a mapping or a YAML file.
+The policies that schedule it are those of a system: `config` takes its keys (scheduling, preset, replica, num_replicas, …)
+from a mapping or a YAML file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
-from vajra_py.config import ExperimentConfig, config_from_mapping
+from vajra_py.config import SystemConfig, system_from_mapping
 from vajra_py.config.places import plain
 from vajra_py.config.yaml_file import read_mapping
 from vajra_py.contract import Layer
@@ -39,14 +39,6 @@ from vajra_py.runtime.serving.policy_swap import Swapped
 Prompt: TypeAlias = str | Sequence[int]
 """Text, or token ids."""
 
-NO_WORKLOAD: Mapping[str, Any] = {
-    "type": "synthetic",
-    "arrivals": {"type": "at_once"},
-    "num_requests": 1,
-    "prompt_tokens": {"type": "constant", "value": 1},
-    "output_tokens": {"type": "constant", "value": 1},
-}
-"""Stands in an experiment whose requests come from a program."""
 DEFAULT_SCHEDULING: Mapping[str, Any] = {
     "request_prioritizer": "fcfs",
     "replicaset_scheduler": "round_robin",
@@ -134,23 +126,23 @@ def output_of(submission: Submission, request: Request, reason: EndReason) -> Re
     )
 
 
-def experiment_keys(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    """The keys of an experiment, from a mapping or a YAML file. Raises `ConfigError`."""
+def system_keys(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+    """The keys of a system, from a mapping or a YAML file. Raises `ConfigError`."""
     what: object = config  # a caller may give anything
     if what is not None and not isinstance(what, str | Path | Mapping):
         message = f"is neither a mapping nor a file ({type(what).__name__})"
-        raise ConfigError(Problem("config", message, "A mapping of an experiment's keys, or the path of its YAML file"))
+        raise ConfigError(Problem("config", message, "A mapping of a system's keys, or the path of its YAML file"))
     return dict(plain(read_mapping(config)) if isinstance(config, str | Path) else config or {})
 
 
 def llm_config(
     model: str | Path, config: Mapping[str, Any] | str | Path | None = None, overrides: Sequence[str] = ()
-) -> ExperimentConfig:
-    """The experiment that an LLM runs: `config` with the model in it, and defaults where it says nothing.
+) -> SystemConfig:
+    """The system that an LLM is: `config` with the model in it, and defaults where it says nothing. Of an experiment, its system.
 
     Raises `ConfigError`.
     """
-    given = experiment_keys(config)
+    given = system_keys(config)
     backend = given.pop("backend", None) or {}
     kind = next(iter(backend), "engine")
     if len(backend) > 1 or kind not in MODEL_BACKENDS:
@@ -160,21 +152,22 @@ def llm_config(
     if engine.get("replicasets"):
         problem = Problem("backend.engine.replicasets", "an LLM is one model", "Several are served: `vajra serve FILE`")
         raise ConfigError(problem)
-    given.pop("workload", None)
-    mapping = {"version": 1, "name": "llm", **given, "workload": NO_WORKLOAD, "backend": {kind: engine}}
+    for key in ("workload", "replications", "capacity"):
+        given.pop(key, None)
+    mapping = {"version": 1, "name": "llm", **given, "backend": {kind: engine}}
     if "preset" not in mapping and "replicasets" not in mapping:
         mapping.setdefault("scheduling", DEFAULT_SCHEDULING)
     if engine.get("device", "cpu") == "cpu" and "replicasets" not in mapping:
         replica = {**(mapping.get("replica") or {})}
         replica["memory"] = {"memory_fraction": CPU_MEMORY_FRACTION, **(replica.get("memory") or {})}
         mapping["replica"] = replica
-    return config_from_mapping(mapping, overrides)
+    return system_from_mapping(mapping, overrides)
 
 
 class RequestMaker:
     """Makes submissions of prompts, and says what is wrong with them before anything is computed."""
 
-    def __init__(self, config: ExperimentConfig, engine: Engine, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, config: SystemConfig, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self._seed = config.seed
         self._backend = config.backend.kind
         self._facts = engine.facts

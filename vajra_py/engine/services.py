@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vajra_py.config import ExperimentConfig
+from vajra_py.config import SystemConfig
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.engine.build import EngineServices
 from vajra_py.engine.config import ModelBackendConfig
@@ -30,7 +30,7 @@ def length_predictor(
 
 
 def engine_services(
-    config: ExperimentConfig, registry: Registry, lengths: Mapping[str, int], **replaced: Any
+    config: SystemConfig, registry: Registry, lengths: Mapping[str, int], **replaced: Any
 ) -> EngineServices:
     """The services of a run; `replaced` are fields of `EngineServices` to set otherwise."""
     settings: ModelBackendConfig = config.backend.settings

@@ -1,4 +1,4 @@
-"""The experiment that a vLLM is scheduled by: a file, completed by the sizes that vLLM has found.
+"""The system that a vLLM is scheduled by: a file, completed by the sizes that vLLM has found.
 
 The file is named by `--additional-config '{"vajra": {"experiment": "FILE"}}'` or by the environment variable
 `VAJRA_VLLM_EXPERIMENT`; both reach the process that vLLM schedules in. Without a file vLLM's own options decide, and its
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vajra_py.config import ExperimentConfig, PolicyChoice, config_from_mapping, load_config
+from vajra_py.config import PolicyChoice, SystemConfig, load_system, system_from_mapping
 from vajra_py.config.yaml_file import read_mapping
 from vajra_py.contract import Layer
 from vajra_py.errors import ConfigError, Problem, did_you_mean
@@ -27,7 +27,6 @@ EXPERIMENT_VARIABLE = "VAJRA_VLLM_EXPERIMENT"
 SAVE_RUN_VARIABLE = "VAJRA_VLLM_SAVE_RUN"
 _VARIABLES = {"experiment": EXPERIMENT_VARIABLE, "save_run": SAVE_RUN_VARIABLE}
 """What `--additional-config` takes under `vajra`, and the variables that say the same."""
-_WORKLOAD = {"type": "jsonl", "path": "requests come from vLLM's clients"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ def sizes_of(vllm_config: Any, block_size: int, num_blocks: int, version: tuple[
     )
 
 
-def fallback_of(config: ExperimentConfig, registry: Registry) -> dict[Layer, PolicyChoice] | None:
+def fallback_of(config: SystemConfig, registry: Registry) -> dict[Layer, PolicyChoice] | None:
     """The policies of the preset that `backend.vllm.fallback` names; None: nobody takes over. Raises `ConfigError`."""
     settings = config.backend.settings
     if settings.fallback is None:
@@ -104,21 +103,20 @@ def fallback_of(config: ExperimentConfig, registry: Registry) -> dict[Layer, Pol
         "version": 1,
         "name": "fallback",
         "preset": settings.fallback,
-        "workload": _WORKLOAD,
         "backend": {"vllm": {"model": str(settings.model)}},
     }
-    other = config_from_mapping(given, (), registry)
+    other = system_from_mapping(given, (), registry)
     scheduling = next(iter(other.effective_replicasets.values())).scheduling
     return {layer: scheduling.choice(layer) for layer in Layer}
 
 
-def orders_by_priority(config: ExperimentConfig) -> bool:
+def orders_by_priority(config: SystemConfig) -> bool:
     """Whether requests go by their priorities, so that arrival times count as their frontends say them."""
     scheduling = next(iter(config.effective_replicasets.values())).scheduling
     return scheduling.choice(Layer.REQUEST_PRIORITIZER).policy == "priority"
 
 
-def described(config: ExperimentConfig, wishes: Wishes, *, is_async: bool) -> str:
+def described(config: SystemConfig, wishes: Wishes, *, is_async: bool) -> str:
     """One line: by which policies a vLLM is scheduled, and who says so."""
     scheduling = next(iter(config.effective_replicasets.values())).scheduling
     policies = ", ".join(f"{layer.value} {scheduling.choice(layer).policy}" for layer in Layer)
@@ -129,8 +127,8 @@ def described(config: ExperimentConfig, wishes: Wishes, *, is_async: bool) -> st
     return f"vajra-py schedules {source}: {policies}{fallback}{recorded}; scheduling is {mode}"
 
 
-def experiment_of(sizes: Sizes, wishes: Wishes, scheduler: Any, registry: Registry) -> ExperimentConfig:
-    """The experiment with every size written out. Raises `ConfigError`."""
+def experiment_of(sizes: Sizes, wishes: Wishes, scheduler: Any, registry: Registry) -> SystemConfig:
+    """The system with every size written out. Raises `ConfigError`."""
     replica = {
         "max_batch_size": sizes.max_num_seqs,
         "max_batch_tokens": sizes.max_step_tokens,
@@ -141,13 +139,13 @@ def experiment_of(sizes: Sizes, wishes: Wishes, scheduler: Any, registry: Regist
     }
     overrides = [f"replica.{name}={json.dumps(value)}" for name, value in replica.items()]
     if wishes.experiment is None:
-        return config_from_mapping(_vllms_own(sizes, policy_options(scheduler)), overrides, registry)
+        return system_from_mapping(_vllms_own(sizes, policy_options(scheduler)), overrides, registry)
     return _experiment_of_file(wishes.experiment, sizes, scheduler, overrides, registry)
 
 
 def _experiment_of_file(
     path: Path, sizes: Sizes, scheduler: Any, overrides: list[str], registry: Registry
-) -> ExperimentConfig:
+) -> SystemConfig:
     own = policy_options(scheduler)
     if own:
         name, value = next(iter(own.items()))
@@ -160,18 +158,13 @@ def _experiment_of_file(
     scheduling = entries.get("scheduling")
     if isinstance(scheduling, dict) and "preset" not in entries and "replicaset_scheduler" not in scheduling:
         overrides = ["scheduling.replicaset_scheduler=round_robin", *overrides]  # there is one replica to choose
-    if "workload" not in entries:
-        overrides = [f"workload={json.dumps(_WORKLOAD)}", *overrides]
     backend = entries.get("backend")
     section = backend.get("vllm") if isinstance(backend, dict) else None
     if not isinstance(section, dict):
         overrides = [f"backend={json.dumps({'vllm': {'model': sizes.model}})}", *overrides]
     elif "model" not in section:
         overrides = [f"backend.vllm.model={json.dumps(sizes.model)}", *overrides]
-    config = load_config(path, overrides, registry)
-    if not config.is_single:
-        what = "replications" if config.sweep is None else "sweep"
-        raise ConfigError(Problem(f"{path} {what}", "a vLLM is scheduled by one experiment", f"Leave the {what} out"))
+    config = load_system(path, overrides, registry)
     problems = problems_of(f"{path} replica", next(iter(config.effective_replicasets.values())).replica)
     if problems:
         raise ConfigError(problems)
@@ -203,6 +196,5 @@ def _vllms_own(sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
             "replica_scheduler": {"policy": "vllm_v1", "params": params},
             "request_prioritizer": dict(zip(("policy", "params"), order, strict=True)),
         },
-        "workload": _WORKLOAD,
         "backend": {"vllm": {"model": sizes.model}},
     }

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from vajra_py.config import ExperimentConfig, PolicyChoice, ReplicaConfig, ReplicasetConfig
+from vajra_py.config import PolicyChoice, ReplicaConfig, ReplicasetConfig, SystemConfig
 from vajra_py.contract import Layer, PolicyContext, PrefillTime, ReplicaLimits, ReplicaScheduler, SharedState
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.errors import ConfigError, Problem
@@ -73,7 +73,7 @@ class Services:
         return self if own is None else replace(self, latency=own.latency, facts=own.facts)
 
 
-def build_controller(config: ExperimentConfig, services: Services) -> Controller:
+def build_controller(config: SystemConfig, services: Services) -> Controller:
     """Every replicaset of the experiment, empty and ready.
 
     Raises `ConfigError` where sizes do not fit each other, and what building a policy raises.
@@ -166,7 +166,7 @@ def build_memory(settings: ReplicaConfig, limits: ReplicaLimits, records_copies:
 
 
 def _build_replicaset(
-    name: str, settings: ReplicasetConfig, config: ExperimentConfig, seeds: SeedTree, services: Services
+    name: str, settings: ReplicasetConfig, config: SystemConfig, seeds: SeedTree, services: Services
 ) -> Replicaset:
     limits = replica_limits(settings.replica, services.latency, services.facts)
     prefill_time = LatePrefillTime()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from uuid import uuid4
 
-from vajra_py.config import ExperimentConfig
+from vajra_py.config import SystemConfig
 from vajra_py.engine.compute import SamplingParams
 from vajra_py.engine.outputs import OutputBuffer, Submission
 from vajra_py.engine.params import PromptLimits, check_backend, check_prompt, check_sampling
@@ -193,7 +193,7 @@ class Preparer:
         )
 
 
-def _run_seed(config: ExperimentConfig) -> int:
+def _run_seed(config: SystemConfig) -> int:
     """What the outputs of requests without a seed follow from: the experiment's seed if it names one, else a new number."""
     if "seed" in config.model_fields_set:
         return config.seed

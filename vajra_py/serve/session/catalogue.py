@@ -12,7 +12,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
 
-from vajra_py.config import ExperimentConfig, ReplicasetConfig
+from vajra_py.config import ReplicasetConfig, SystemConfig
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.runtime.requests.request import RequestFacts
@@ -21,7 +21,7 @@ from vajra_py.runtime.requests.request import RequestFacts
 class Catalogue:
     """The models of one server. Raises `ConfigError` for settings under which a name could not be served."""
 
-    def __init__(self, config: ExperimentConfig, served_names: Sequence[str] = ()) -> None:
+    def __init__(self, config: SystemConfig, served_names: Sequence[str] = ()) -> None:
         settings: ModelBackendConfig = config.backend.settings
         self._replicasets: Mapping[str, ReplicasetConfig] = config.effective_replicasets
         own = {name: settings.of(name) for name in self._replicasets}

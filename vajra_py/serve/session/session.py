@@ -20,7 +20,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from vajra_py.config import ExperimentConfig
+from vajra_py.config import SystemConfig
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.engine.build import Engine
 from vajra_py.engine.clock import WallClock
@@ -81,7 +81,7 @@ class SessionParts:
         replaced: parts of `EngineServices` to replace, for tests.
     """
 
-    config: ExperimentConfig
+    config: SystemConfig
     registry: Registry
     recording: RunRecording | None = None
     replaced: dict[str, Any] | None = None
