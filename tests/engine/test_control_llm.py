@@ -154,7 +154,7 @@ def test_an_engine_that_ended_is_closed(llm: LLM, monkeypatch: pytest.MonkeyPatc
     def broken(now: int) -> Any:
         raise PolicyError("some policy", "broke the contract")
 
-    monkeypatch.setattr(llm._loop.controller.replicas()[0], "next_plan", broken)
+    monkeypatch.setattr(llm.loop.controller.replicas()[0], "next_plan", broken)
     with pytest.raises(PolicyError, match="broke the contract"):
         llm.generate([1, 2])
     with pytest.raises(ExecutorError, match="closed"):
@@ -209,7 +209,7 @@ def test_who_stops_reading_takes_the_request_back(hollow_model: Path) -> None:
             await stream.aclose()
             # One that comes later is served after the other's memory is free, however short memory is.
             await llm.generate(list(range(190)), SamplingParams(max_tokens=5, ignore_eos=True))
-            controller = llm._engine.controller
+            controller = llm.engine.controller
             await llm.generate([7], SamplingParams(max_tokens=5, ignore_eos=True))
             counts = {reason.value: count for reason, count in controller.num_ended.items()}
             assert controller.num_alive == 0
@@ -225,7 +225,7 @@ def test_an_engine_that_ends_tells_its_readers(hollow_model: Path, monkeypatch: 
         def broken(now: int) -> Any:
             raise PolicyError("some policy", "broke the contract")
 
-        monkeypatch.setattr(llm._loop.controller.replicas()[0], "next_plan", broken)
+        monkeypatch.setattr(llm.loop.controller.replicas()[0], "next_plan", broken)
         for _ in range(2):
             with pytest.raises(PolicyError, match="broke the contract"):
                 await llm.generate([1])

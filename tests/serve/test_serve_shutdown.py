@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,15 +129,21 @@ def test_every_ticket_ends_when_the_engine_does(
 ) -> None:
     server = puppet_server()
     server.strings.hold()
+    session, tickets = server.service.session, list[OutputStream]()
+    submit = session.submit
+
+    def watched(outputs: Sequence[OutputStream]) -> None:
+        tickets.extend(outputs)
+        submit(outputs)
+
+    monkeypatch.setattr(session, "submit", watched)
     threads, results = in_background([server.post] * 6)
-    until(lambda: server.service.num_exchanges == 6, "all are let in")
-    tickets: list[OutputStream] = list(server.service.session._tickets)
+    until(lambda: server.service.num_exchanges == 6 == session.num_open, "all are let in")
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("a bug")
 
-    replica = server.service.session.controller.replicas()[0]
-    monkeypatch.setattr(replica, "complete_step", broken)
+    monkeypatch.setattr(session.controller.replicas()[0], "complete_step", broken)
     server.strings.let_go()
     for thread in threads:
         thread.join(60)

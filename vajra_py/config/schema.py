@@ -222,10 +222,12 @@ class SelectConfig(Section):
 
     def matches(self, request: RequestView) -> bool:
         """Whether the request meets every condition."""
-        return (
-            self.matches_labels(request)
-            and (self.min_prompt_tokens is None or request.num_prompt_tokens >= self.min_prompt_tokens)
-            and (self.max_prompt_tokens is None or request.num_prompt_tokens <= self.max_prompt_tokens)
+        return self.matches_labels(request) and self.matches_length(request.num_prompt_tokens)
+
+    def matches_length(self, num_prompt_tokens: int) -> bool:
+        """Return whether a prompt of this length meets the conditions on it."""
+        return (self.min_prompt_tokens is None or num_prompt_tokens >= self.min_prompt_tokens) and (
+            self.max_prompt_tokens is None or num_prompt_tokens <= self.max_prompt_tokens
         )
 
     def matches_labels(self, request: RequestView) -> bool:

@@ -189,11 +189,11 @@ class EngineExecutor:
         step, logprobs, faults = self._steps.popleft(), output.logprobs, output.faults
         faulty = {step.entries[slot]: why for slot, why in faults.items() if slot in step.entries}
         for request, why in faulty.items():
-            if why == LOST_ROW and forbids_tokens(self._submissions[request].collected.sampling):
+            if why == LOST_ROW and forbids_tokens(self._submissions[request].output.sampling):
                 faulty[request] = NOTHING_LEFT
         failed = {request: f"{request.request_id}: {why}" for request, why in faulty.items()}
         for request in failed:
-            self._submissions[request].collected.is_faulty = True
+            self._submissions[request].output.is_faulty = True
         for slot, token in zip(output.slots, output.token_ids, strict=True):
             if slot in faults:
                 continue
@@ -230,7 +230,7 @@ class EngineExecutor:
             if row.goes_on:
                 self._tell_table(request, row, memory, changes)
                 entries[row.slot] = request
-                sampled[row.slot] = request, self._submissions[request].collected
+                sampled[row.slot] = request, self._submissions[request].output
             else:
                 entry = PlannedChunk(request, 1, request.num_computed_tokens - 1, "running")
                 self._add_chunk(entry, memory, changes, step)
@@ -259,12 +259,12 @@ class EngineExecutor:
         row.goes_on = samples and not self._tells_tokens
         step.entries[row.slot] = request
         if samples:
-            step.sampled[row.slot] = request, self._submissions[request].collected
+            step.sampled[row.slot] = request, self._submissions[request].output
 
     def _followers(self, request: Request, slot: int, start: int, end: int, step: _Step) -> Sequence[int]:
         """Prompt tokens whose log-probabilities a chunk of positions `start` .. `end` - 1 gives and somebody wants."""
         submission = self._submissions[request]
-        collected = submission.collected
+        collected = submission.output
         if collected.sampling.prompt_logprobs is None or len(collected.prompt_logprobs) >= min(
             end, len(submission.prompt_token_ids) - 1
         ):
@@ -279,7 +279,7 @@ class EngineExecutor:
         prompt, num_prompt = submission.prompt_token_ids, request.num_prompt_tokens
         if end <= num_prompt:
             return list(prompt[start:end])
-        outputs = submission.collected.token_ids[max(0, start - num_prompt) : end - num_prompt]
+        outputs = submission.output.token_ids[max(0, start - num_prompt) : end - num_prompt]
         return [*prompt[start:num_prompt], *outputs]
 
     def _tell_table(self, request: Request, row: _Row, memory: KvMemory, changes: _Changes) -> None:
@@ -299,7 +299,7 @@ class EngineExecutor:
     def _row(self, request: Request, changes: _Changes) -> _Row:
         row = self._rows.get(request)
         if row is None:
-            sampling = self._submissions[request].collected.sampling
+            sampling = self._submissions[request].output.sampling
             is_foreseeable = sampling.logprobs is None and not needs_outputs(sampling)
             row = self._rows[request] = _Row(heapq.heappop(self._free), is_foreseeable=is_foreseeable)
             changes.new.append(self._new_row(request, row.slot))
@@ -314,7 +314,7 @@ class EngineExecutor:
 
     def _new_row(self, request: Request, slot: int) -> NewRow:
         submission = self._submissions[request]
-        sampling, outputs = submission.collected.sampling, submission.collected.token_ids
+        sampling, outputs = submission.output.sampling, submission.output.token_ids
         prompt = list(submission.prompt_token_ids) if needs_prompt(sampling) else ()
         told = list(outputs) if needs_outputs(sampling) or prompt else ()
         return NewRow(slot, sampling, submission.seed, prompt, told, len(outputs))

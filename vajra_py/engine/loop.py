@@ -253,7 +253,7 @@ class EngineLoop(Backend[EngineReplica]):
             submission = self._submissions.get(request)
             if submission is not None and submission.follows_steps and submission.on_progress is not None:
                 followed.append((request, submission, submission.on_progress))
-        detokenize(submission.collected for _, submission, _ in followed)
+        detokenize(submission.output for _, submission, _ in followed)
         for request, submission, on_progress in followed:
             on_progress(submission, request, None)
 
@@ -336,7 +336,7 @@ class EngineLoop(Backend[EngineReplica]):
                 self._num_suspected.pop(request, None)
             for replica in self.controller.replicasets[request.replicaset].replicas:
                 self._replicas[replica.replicaset, replica.replica_id].executor.release(request)
-            submission.collected.finish()
+            submission.output.finish()
             if self.on_ended is not None:
                 self.on_ended(submission, request, reason)
             if submission.on_progress is not None:

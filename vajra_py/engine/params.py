@@ -181,8 +181,11 @@ class PromptLimits:
     max_request_tokens: int
 
 
-def check_prompt(token_ids: Sequence[int], limits: PromptLimits, where: str = "prompt") -> None:
-    """Raises `ConfigError` when the prompt is empty, too long for any output, or not of the model's vocabulary."""
+def check_prompt(token_ids: Sequence[int], limits: PromptLimits, where: str = "prompt") -> int:
+    """Return the most tokens that may follow the prompt.
+
+    Raises `ConfigError` when it is empty, too long for any output, or not of the model's vocabulary.
+    """
     if not len(token_ids):
         raise ConfigError(Problem(where, "is empty", "Allowed: one token or more"))
     longest = limits.max_request_tokens
@@ -195,3 +198,4 @@ def check_prompt(token_ids: Sequence[int], limits: PromptLimits, where: str = "p
         wrong = low if low < 0 else high
         message = f"has a token that is not in the model's vocabulary ({_shown(wrong)})"
         raise ConfigError(Problem(where, message, f"Allowed: 0 to {limits.vocab_size - 1}"))
+    return longest - len(token_ids)

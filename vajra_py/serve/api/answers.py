@@ -236,7 +236,7 @@ class Answer:
         if self.body.num_logprobs is None:
             return None
         submission = ticket.submission
-        logprobs = [None, *submission.collected.prompt_logprobs]
+        logprobs = [None, *submission.output.prompt_logprobs]
         found = self._writer.columns(submission.prompt_token_ids, logprobs, TextOffsets(), self.body.num_logprobs)
         said.offsets = TextOffsets(len(self._echo(ticket)))
         return found
@@ -251,6 +251,6 @@ class Answer:
 
     def _ranked_prompt(self, ticket: OutputStream) -> list[dict[str, dict[str, Any]] | None]:
         """Those of the prompt as vLLM writes them; of the likeliest, as many as `prompt_logprobs` says."""
-        most, scored = self.body.prompt_logprobs, ticket.submission.collected.prompt_logprobs
+        most, scored = self.body.prompt_logprobs, ticket.submission.output.prompt_logprobs
         logprobs = [None, *(replace(one, top=one.top[:most]) for one in scored)]
         return self._writer.ranked(ticket.submission.prompt_token_ids, logprobs)

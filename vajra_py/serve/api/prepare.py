@@ -14,9 +14,10 @@ from uuid import uuid4
 
 from vajra_py.config import SystemConfig
 from vajra_py.engine.compute import SamplingParams
-from vajra_py.engine.outputs import OutputBuffer, Submission
-from vajra_py.engine.params import PromptLimits, check_backend, check_prompt, check_sampling
+from vajra_py.engine.outputs import Submission
+from vajra_py.engine.params import PromptLimits, check_prompt, check_sampling
 from vajra_py.engine.prompts import request_seed
+from vajra_py.engine.requests import new_submission
 from vajra_py.engine.tokenizer import Tokenizer, text_stream, with_bad_words
 from vajra_py.errors import ConfigError
 from vajra_py.runtime.requests.request import RequestFacts
@@ -51,6 +52,21 @@ class Prepared:
     """The prompts' texts, where answers begin with them."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """Where an HTTP request may go, before its prompts' lengths are known.
+
+    Attributes:
+        facts: policies' view of it, without names and lengths.
+        candidates: replicasets whose conditions it meets but for those on length; all have one model where there are such.
+        tokenizer: of that model.
+    """
+
+    facts: RequestFacts
+    candidates: Sequence[str]
+    tokenizer: Tokenizer | None
+
+
 class Preparer:
     """Makes requests of one session ready."""
 
@@ -71,7 +87,8 @@ class Preparer:
         assert isinstance(body, CompletionBody)
         given = body.prompts()
         _check_choices(len(given) * body.n, wanted.max_choices)
-        tokenizer, longest = self._tokenizer(wanted), self._longest(wanted)
+        route, longest = self._route(wanted), self._longest(wanted)
+        tokenizer = route.tokenizer
         prompts = []
         for one in given:
             if isinstance(one, str):
@@ -79,7 +96,7 @@ class Preparer:
                 one = await self._tokenizing.tokens(known, one, longest, param="prompt", is_rendered=is_rendered)
             prompts.append(one)
         echoes = [one if isinstance(one, str) else _text_of(tokenizer, one) for one in given] if body.echo else ()
-        return self._prepared(wanted, prompts, tokenizer, name, echoes)
+        return self._prepared(wanted, prompts, route, name, echoes)
 
     async def chat(self, wanted: Wanted, name: str) -> Prepared:
         """Every output of a `/v1/chat/completions` request. Raises `ApiError`."""
@@ -87,21 +104,25 @@ class Preparer:
         assert isinstance(body, ChatBody)
         _check_choices(body.n, wanted.max_choices)
         messages = [message.plain() for message in body.messages]
-        tokenizer, longest = _needed(self._tokenizer(wanted), "messages"), self._longest(wanted)
+        route, longest = self._route(wanted), self._longest(wanted)
+        tokenizer = _needed(route.tokenizer, "messages")
         try:
             text = await self._tokenizing.render(tokenizer, messages, body.ends)
         except ConfigError as error:
             raise of_config_error(error) from None
         is_rendered = not body.adds_special_tokens
         prompt = await self._tokenizing.tokens(tokenizer, text, longest, param="messages", is_rendered=is_rendered)
-        return self._prepared(wanted, [prompt], tokenizer, name)
+        return self._prepared(wanted, [prompt], route, name)
 
-    def _tokenizer(self, wanted: Wanted) -> Tokenizer | None:
-        replicaset = self._catalogue.tokenises(request_facts(wanted, "", 1))
-        if replicaset is None:
+    def _route(self, wanted: Wanted) -> _Route:
+        facts = request_facts(wanted, "", 1)
+        candidates = self._catalogue.candidates(facts)
+        if not candidates:
             raise _no_replicaset()
-        tokenizer = self._session.tokenizers[replicaset]
-        return tokenizer if tokenizer is None or wanted.body.skip_special_tokens else tokenizer.with_special
+        tokenizer = self._session.client.tokenizers[candidates[0]]
+        if tokenizer is not None and not wanted.body.skip_special_tokens:
+            tokenizer = tokenizer.with_special
+        return _Route(facts, candidates, tokenizer)
 
     def _longest(self, wanted: Wanted) -> int:
         """Most tokens of a request, prompt and output, wherever it may run."""
@@ -112,18 +133,18 @@ class Preparer:
         self,
         wanted: Wanted,
         prompts: Sequence[list[int]],
-        tokenizer: Tokenizer | None,
+        route: _Route,
         name: str,
         echoes: Sequence[str] = (),
     ) -> Prepared:
-        body = wanted.body
+        body, tokenizer = wanted.body, route.tokenizer
         reply = ResponseState(streams=body.stream)
         drawn = request_seed(self._run_seed, str(next(self._numbers)))
         queued: Counter[str] = Counter()
         queued_tokens: Counter[str] = Counter()
         words = self._bad_words(body, tokenizer)
         for prompt in prompts:
-            replicaset, facts = self._checked(wanted, prompt)
+            replicaset, facts = self._checked(wanted, prompt, route)
             queued[replicaset] += body.n
             queued_tokens[replicaset] += body.n * len(prompt)
             self._check_queues(replicaset, queued[replicaset], queued_tokens[replicaset])
@@ -135,8 +156,8 @@ class Preparer:
                 sampling = replace(sampling, bad_words=(), bad_words_token_ids=words) if words else sampling
                 submission = self._submission(body, prompt, replicaset, one, sampling)
                 if tokenizer is not None:
-                    submission.collected.stream = text_stream(tokenizer)
-                elif submission.collected.sampling.stop:
+                    submission.output.stream = text_stream(tokenizer)
+                elif submission.output.sampling.stop:
                     message = "the model has no tokenizer, so that no string can end an output"
                     raise bad_request(message, "stop", "no_tokenizer")
                 reply.tickets.append(OutputStream(index, submission, reply, hides_output=body.wanted_tokens() == 0))
@@ -164,33 +185,26 @@ class Preparer:
             message = f"has more prompt tokens than may wait ({num_tokens} or more). Allowed: up to {most_tokens}"
             raise bad_request(message, "prompt", "too_many_tokens")
 
-    def _checked(self, wanted: Wanted, prompt: list[int]) -> tuple[str, RequestFacts]:
-        """The replicaset of a prompt's outputs and what they have in common. Raises `ApiError`."""
-        facts = request_facts(wanted, "", len(prompt))
-        replicaset = self._catalogue.replicaset_of(facts)
+    def _checked(self, wanted: Wanted, prompt: list[int], route: _Route) -> tuple[str, RequestFacts]:
+        """Return the replicaset of a prompt's outputs and what they have in common. Raises `ApiError`."""
+        replicaset = self._catalogue.by_length(route.candidates, len(prompt))
         if replicaset is None:
             raise _no_replicaset()
         max_tokens = _max_tokens(wanted.body, prompt, self._session.prompt_limits(replicaset))
-        return replicaset, facts._replace(max_tokens=max_tokens)
+        return replicaset, route.facts._replace(num_prompt_tokens=len(prompt), max_tokens=max_tokens)
 
     def _submission(
         self, body: GenerationBody, prompt: list[int], replicaset: str, facts: RequestFacts, sampling: SamplingParams
     ) -> Submission:
-        session = self._session
+        engine = self._session.engine
+        assert engine is not None  # nothing is let in before it is loaded
         try:
-            check_sampling(sampling, "request", session.prompt_limits(replicaset).vocab_size)
-            check_backend(sampling, session.config.backend.kind, "request")
+            submission = new_submission(engine, facts, prompt, sampling, replicaset, "request")
         except ConfigError as error:
             raise of_config_error(error) from None
-        eos = () if sampling.ignore_eos else session.model(replicaset).eos_token_ids
-        return Submission(
-            facts=facts,
-            prompt_token_ids=prompt,
-            seed=sampling.seed or 0,
-            salt=None if body.cache_salt is None else _salt(facts.tenant, body.cache_salt),
-            collected=OutputBuffer(sampling, frozenset((*eos, *sampling.stop_token_ids))),
-            shares=sampling.prompt_logprobs is None,
-        )
+        if body.cache_salt is not None:
+            submission.salt = _salt(facts.tenant, body.cache_salt)
+        return submission
 
 
 def _run_seed(config: SystemConfig) -> int:
@@ -237,12 +251,11 @@ def _check_choices(num_choices: int, most: int) -> None:
 def _max_tokens(body: GenerationBody, prompt: Sequence[int], limits: PromptLimits) -> int:
     """Most output tokens, checked against what fits. Raises `ApiError`."""
     try:
-        check_prompt(prompt, limits)
+        room = check_prompt(prompt, limits)
     except ConfigError as error:
         too_long = len(prompt) >= limits.max_request_tokens
         code = "context_length_exceeded" if too_long else "invalid_value"
         raise bad_request(str(error), "prompt" if isinstance(body, CompletionBody) else "messages", code) from None
-    room = limits.max_request_tokens - len(prompt)
     wanted = body.wanted_tokens()
     if wanted == 0 and isinstance(body, CompletionBody) and body.echo:
         wanted = 1  # the engine ends a request by a token, which is not shown

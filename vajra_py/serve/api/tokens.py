@@ -97,7 +97,7 @@ class TokenPaths:
         if name not in names:
             raise unknown_model(name, names)
         replicaset = self.catalogue.behind(name)[0]
-        tokenizer = self.session.tokenizers[replicaset]
+        tokenizer = self.session.client.tokenizers[replicaset]
         if tokenizer is None:
             raise bad_request("the model has no tokenizer", "model", "no_tokenizer")
         return replicaset, tokenizer

@@ -24,7 +24,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as na
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
 from vajra_py import __version__
-from vajra_py.engine.llm import RequestMetrics
+from vajra_py.engine.requests import RequestMetrics
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.serve.api.answers import usage

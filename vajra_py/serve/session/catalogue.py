@@ -7,7 +7,7 @@ models, each of them lists its names, so that nobody is answered by another mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
@@ -70,15 +70,15 @@ class Catalogue:
                     break
         return found
 
-    def replicaset_of(self, facts: RequestFacts) -> str | None:
-        """The replicaset that takes a request; None when none does."""
+    def candidates(self, facts: RequestFacts) -> list[str]:
+        """Return the replicasets that may take a request, whatever its prompt's length, in order of matching."""
         request = cast(Any, facts)
-        return next((name for name, one in self._replicasets.items() if one.select.matches(request)), None)
+        return [name for name, one in self._replicasets.items() if one.select.matches_labels(request)]
 
-    def tokenises(self, facts: RequestFacts) -> str | None:
-        """A replicaset whose model is the request's, whatever its length turns out to be; None when none takes it."""
-        request = cast(Any, facts)
-        return next((name for name, one in self._replicasets.items() if one.select.matches_labels(request)), None)
+    def by_length(self, candidates: Iterable[str], num_prompt_tokens: int) -> str | None:
+        """Return which of the candidates takes a prompt of this length; None when none does."""
+        selects = ((name, self._replicasets[name].select) for name in candidates)
+        return next((name for name, select in selects if select.matches_length(num_prompt_tokens)), None)
 
 
 def _folder_name(folder: str) -> str:

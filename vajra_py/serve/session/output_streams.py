@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 
 from vajra_py.contract.observer import EndReason
 from vajra_py.engine.compute import TokenLogprobs
-from vajra_py.engine.llm import RequestMetrics
 from vajra_py.engine.outputs import Submission
+from vajra_py.engine.requests import RequestMetrics
+from vajra_py.errors import VajraError
 from vajra_py.runtime.requests.request import Request
 
 
@@ -74,11 +75,11 @@ class OutputStream:
 
     def token_ids(self, start: int = 0) -> Sequence[int]:
         """Tokens that this ticket has been told of, from the `start`-th on."""
-        return self.submission.collected.token_ids[start : self.num_tokens]
+        return self.submission.output.token_ids[start : self.num_tokens]
 
     def logprobs(self, start: int = 0) -> Sequence[TokenLogprobs]:
         """Log-probabilities of the same tokens, where they were asked for."""
-        return self.submission.collected.logprobs[start : self.num_tokens]
+        return self.submission.output.logprobs[start : self.num_tokens]
 
 
 @dataclass(slots=True, eq=False)
@@ -181,16 +182,27 @@ class LoopBridge:
         with suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(function)
 
-    def on_progress(self, ticket: OutputStream, forget: Callable[[OutputStream], None]) -> None:
-        """Let a ticket's submission report here; `forget` is called, in the engine's thread, when it has ended."""
+    def connect(self, ticket: OutputStream) -> None:
+        """Let a ticket's submission report here."""
 
         def progress(submission: Submission, request: Request, reason: EndReason | None) -> None:
-            collected = submission.collected
+            output = submission.output
             end = None
             if reason is not None:
-                forget(ticket)
-                end = End(reason, request.detail, collected.stopped_by, RequestMetrics.of(request))
-            self.post(ticket, (len(collected.token_ids), collected.text, end))
+                end = End(reason, request.detail, output.stopped_by, RequestMetrics.of(request))
+            self.post(ticket, (len(output.token_ids), output.text, end))
+
+        def engine_ended(error: BaseException | None) -> None:
+            output = ticket.submission.output
+            self.post(ticket, (len(output.token_ids), output.text, End(EndReason.FAILED, _detail_of(error))))
 
         ticket.submission.on_progress = progress
+        ticket.submission.on_engine_end = engine_ended
         ticket.submission.follows_steps = ticket.reply.streams
+
+
+def _detail_of(error: BaseException | None) -> str:
+    """Return the words that a client gets for what ended the engine."""
+    if error is None:
+        return "the server is shutting down"
+    return str(error) if isinstance(error, VajraError) else "the engine has failed; the server's log says why"

@@ -3,7 +3,7 @@
 One thread loads the engine and then is its loop. Everything else here belongs to the event loop's thread.
 
 Invariants:
-    - A request that `submit` took gets an end on its ticket, whatever happens to the engine.
+    - A request that `submit` took gets an end on its stream, whatever happens to the engine.
     - Once the engine's thread is done, `submit` raises.
 """
 
@@ -23,15 +23,12 @@ from typing import Any
 from vajra_py.config import SystemConfig
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.engine.build import Engine
+from vajra_py.engine.client import EngineClient
 from vajra_py.engine.clock import WallClock
-from vajra_py.engine.compute import ModelFacts
 from vajra_py.engine.config import ModelBackendConfig
-from vajra_py.engine.llm import load_tokenizer
 from vajra_py.engine.loop import EngineLoop
 from vajra_py.engine.outputs import Submission
 from vajra_py.engine.params import PromptLimits
-from vajra_py.engine.services import engine_services
-from vajra_py.engine.tokenizer import Tokenizer
 from vajra_py.engine.worker import calm_threads
 from vajra_py.errors import ConfigError, ExecutorError, Problem, VajraError
 from vajra_py.experiment.runs.recording import RunRecording, SessionEnd
@@ -41,7 +38,7 @@ from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_swap import Swapped
 from vajra_py.runtime.serving.replicaset import AdmissionLimits
-from vajra_py.serve.session.output_streams import End, LoopBridge, OutputStream
+from vajra_py.serve.session.output_streams import LoopBridge, OutputStream
 
 _log = logging.getLogger(__name__)
 STOP_S = 2.0
@@ -98,11 +95,11 @@ class EngineSession:
                 Problem("backend", message, "Allowed: `backend: {engine: {model: …}}`, or vllm in its place")
             )
         self.config = parts.config
+        replaced = {"threaded": True, "make_clock": self._clock, **(parts.replaced or {})}
+        self.client = EngineClient(parts.config, parts.registry, **replaced)
+        self.client.refusal = lambda: Unavailable(self.why_unavailable())
         self.state = SessionState.LOADING
         self.error: BaseException | None = None
-        self.tokenizers: dict[str, Tokenizer | None] = {}
-        """By replicaset; None: its model has none."""
-        self.engine: Engine | None = None
         self.watchers: list[Callable[[Controller], Sequence[Observer]]] = []
         """Called in the engine's thread when the engine is loaded; they say who watches it."""
         self.on_formed: Callable[[str, float], None] | None = None
@@ -110,11 +107,8 @@ class EngineSession:
         self.clock_zero_ns = 0
         """When the engine's clock began, nanoseconds since 1970."""
         self._parts = parts
-        self._loop: EngineLoop | None = None
-        self._tickets: dict[OutputStream, None] = {}
-        self._mailbox: LoopBridge | None = None
-        self._gate = threading.Lock()
-        self._takes = False
+        self._bridge: LoopBridge | None = None
+        self._load_gate = threading.Lock()
         self._is_loaded = False
         self._is_abandoned = False
         """The session was closed while the engine was being loaded; its thread only gives back what it made."""
@@ -137,7 +131,7 @@ class EngineSession:
     def start(self) -> None:
         """Begin to load; returns at once."""
         loop = asyncio.get_running_loop()
-        self._mailbox = LoopBridge(loop)
+        self._bridge = LoopBridge(loop)
         self._changed = asyncio.Event()
         self._thread.start()
 
@@ -157,10 +151,14 @@ class EngineSession:
             self._changed.clear()
             await self._changed.wait()
 
-    def model(self, replicaset: str) -> ModelFacts:
-        """What a replicaset loaded; only once it has."""
-        assert self.engine is not None
-        return self.engine.models[replicaset]
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, once it is loaded."""
+        return self.client.engine
+
+    @property
+    def _loop(self) -> EngineLoop | None:
+        return self.client.loop
 
     @property
     def controller(self) -> Controller | None:
@@ -214,45 +212,23 @@ class EngineSession:
         assert self.controller is not None
         return self.controller.replicasets[replicaset].admission
 
-    def submit(self, tickets: Sequence[OutputStream]) -> None:
+    def submit(self, streams: Sequence[OutputStream]) -> None:
         """Hand outputs over to the engine, all or none. Raises `Unavailable`."""
-        assert self._mailbox is not None
-        for ticket in tickets:
-            self._mailbox.on_progress(ticket, self._forget)
-        with self._gate:
-            if not self._takes:
-                raise Unavailable(self.why_unavailable())
-            assert self._loop is not None
-            for ticket in tickets:
-                self._tickets[ticket] = None
-                self._loop.submit(ticket.submission)
+        assert self._bridge is not None
+        for stream in streams:
+            self._bridge.connect(stream)
+        self.client.submit([stream.submission for stream in streams])
 
-    def abort(self, tickets: Sequence[OutputStream]) -> None:
-        """Take outputs back; those that have ended already stay as they are."""
-        if self._loop is not None:
-            for ticket in tickets:
-                if ticket.end is None:
-                    self._loop.abort(ticket.request_id)
+    def abort(self, streams: Sequence[OutputStream]) -> None:
+        """Abort outputs; those that have ended already stay as they are."""
+        self.client.abort(stream.request_id for stream in streams if stream.end is None)
 
     async def swap_policy(self, change: PolicyChange) -> Swapped:
         """Put a policy in force between two steps. Raises `Unavailable`, and why it cannot be; then nothing has changed."""
-        mailbox, answer = self._mailbox, asyncio.get_running_loop().create_future()
-        assert mailbox is not None
-
-        def tell(outcome: Swapped | VajraError) -> None:
-            mailbox.call(lambda: None if answer.done() else answer.set_result(outcome))
-
-        with self._gate:
-            if not self._takes:
-                raise Unavailable(self.why_unavailable())
-            assert self._loop is not None
-            self._loop.swap_policy(change, tell)
-        outcome: Swapped | VajraError = await answer
-        if isinstance(outcome, ExecutorError):  # the engine ended first
-            raise Unavailable(str(outcome))
-        if isinstance(outcome, VajraError):
-            raise outcome
-        return outcome
+        try:
+            return await self.client.swap(change)
+        except ExecutorError as error:  # the engine ended first
+            raise Unavailable(str(error)) from None
 
     def why_unavailable(self) -> str:
         """What to tell a client whose request is not taken."""
@@ -267,12 +243,11 @@ class EngineSession:
     @property
     def num_open(self) -> int:
         """Outputs taken and not ended."""
-        return len(self._tickets)
+        return self.client.num_open
 
     def drain(self) -> None:
         """Take nothing new from now on."""
-        with self._gate:
-            self._takes = False
+        self.client.refuse()
         if self.state is SessionState.READY:
             self._set_state(SessionState.DRAINING)
 
@@ -329,7 +304,7 @@ class EngineSession:
         self.is_left_behind = self.is_stuck = True
         self.error = error = ExecutorError(f"engine: it does not stop{': ' if why else ''}{why}")
         _log.error("%s", error)
-        self._end_all(None)
+        self.client.end_open(None)
         writer = threading.Thread(target=self._end_recording, args=(error,), name="vajra-recording", daemon=True)
         writer.start()
         await self._within(_WRITE_S, lambda: self._is_recorded)
@@ -339,7 +314,7 @@ class EngineSession:
         """Close the session without waiting for a load that is under way; False when there is none."""
         if self._is_abandoned:
             return True
-        with self._gate:
+        with self._load_gate:
             if self._is_loaded or self.state is not SessionState.LOADING:
                 return False
             self._is_abandoned = True
@@ -359,18 +334,12 @@ class EngineSession:
         try:
             if not self._load():
                 return
-            assert self._loop is not None
-            self._loop.run()
-            error = self._why_it_ended()
+            error = self.client.run() or self._why_it_ended()
         except BaseException as raised:  # whatever it was, every client has to be told
             if self._is_abandoned:
                 return
             error = raised
-        with self._gate:
-            self._takes = False
-        if self._loop is not None:
-            self._loop.refuse_swaps()
-        self._end_all(error)  # first: closing may have to wait for a step, and clients need not
+        self.client.end(error)  # first: closing may have to wait for a step, and clients need not
         if self.is_left_behind:
             return
         self.error = error
@@ -397,17 +366,14 @@ class EngineSession:
     def _load(self) -> bool:
         """Load the engine and begin to serve; False when nobody wants it any more."""
         parts = self._parts
-        replaced = {"threaded": True, "make_clock": self._clock, **(parts.replaced or {})}
-        services = engine_services(parts.config, parts.registry, {}, **replaced)
         calm_threads()  # before tokenizers: they load a tensor library
-        self._load_tokenizers()
-        engine = Engine.load(parts.config, services)
-        with self._gate:
+        engine = self.client.load()
+        with self._load_gate:
             self._is_loaded = not self._is_abandoned
         if self._is_abandoned:
             engine.close()
             return False
-        self.engine = engine
+        self.client.engine = engine
         recording = parts.recording
         if recording is not None:
             recording.begin(engine.description(), engine.controller)
@@ -415,25 +381,18 @@ class EngineSession:
         found = [one for make in self.watchers for one in make(engine.controller)]
         engine.controller.watch([*found, *kept])
         note = None if recording is None else recording.note
-        self._loop = loop = engine.start(serves=True, note=note, isolates_policies=True)
-        self._loop.on_formed = self.on_formed
-        self._loop.on_failed = lambda _: loop.stop()
+        loop = self.client.start(serves=True, note=note, isolates_policies=True)
+        loop.on_formed = self.on_formed
+        loop.on_failed = lambda _: loop.stop()
         if recording is not None:
-            self._loop.on_ended = partial(_note_end, recording)
-        with self._gate:
-            self._takes = True
+            self.client.on_ended = partial(_note_end, recording)
+        self.client.accept()
         self._set_state(SessionState.READY)
         return True
 
     def _clock(self) -> WallClock:
         self.clock_zero_ns = time.time_ns()
         return WallClock()
-
-    def _load_tokenizers(self) -> None:
-        settings: ModelBackendConfig = self.config.backend.settings
-        folders = {name: settings.of(name).model for name in self.config.effective_replicasets}
-        loaded = {folder: load_tokenizer(folder) for folder in dict.fromkeys(folders.values())}
-        self.tokenizers = {name: loaded[folder] for name, folder in folders.items()}
 
     def _finish(self, error: BaseException | None) -> None:
         try:
@@ -453,35 +412,21 @@ class EngineSession:
             self._is_recorded = True
             self._tell_changed()
 
-    def _end_all(self, error: BaseException | None) -> None:
-        """Tell everyone who still waits; a ticket that has ended meanwhile keeps its own end."""
-        assert self._mailbox is not None
-        detail = "the server is shutting down" if error is None else "the engine has failed; the server's log says why"
-        detail = str(error) if isinstance(error, VajraError) else detail
-        for ticket in list(self._tickets):
-            collected = ticket.submission.collected
-            end = End(EndReason.FAILED, detail)
-            self._mailbox.post(ticket, (len(collected.token_ids), collected.text, end))
-        self._tickets.clear()
-
-    def _forget(self, ticket: OutputStream) -> None:
-        self._tickets.pop(ticket, None)
-
     def _set_state(self, state: SessionState) -> None:
         self.state = state
         self._tell_changed()
 
     def _tell_changed(self) -> None:
-        assert self._mailbox is not None
+        assert self._bridge is not None
         assert self._changed is not None
-        self._mailbox.call(self._changed.set)
+        self._bridge.call(self._changed.set)
 
 
 def _note_end(recording: RunRecording, submission: Submission, request: Request, reason: EndReason) -> None:
-    collected = submission.collected
+    collected = submission.output
     recording.ended(request, reason, collected.token_ids, is_faulty=collected.is_faulty)
 
 
 def _end_of(loop: EngineLoop) -> SessionEnd:
-    alive = ((request, submission.collected.token_ids) for request, submission in loop.alive())
+    alive = ((request, submission.output.token_ids) for request, submission in loop.alive())
     return SessionEnd(loop.controller, loop.now, loop.num_steps, alive)
