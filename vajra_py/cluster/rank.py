@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from vajra_py.engine.compute import LoadRunner, ModelFacts, ModelRunner, RunnerOptions
-from vajra_py.engine.worker import calm_threads, keep_freed_memory, placed, said
+from vajra_py.engine.worker import keep_freed_memory, placed, said, set_passive_omp_wait
 from vajra_py.errors import ExecutorError
 
 WATCH = "watch"
@@ -22,7 +22,7 @@ class Rank:
     """Loads a runner, and answers what is asked of it in the order in which it is asked; errors are answers."""
 
     def __init__(self, options: RunnerOptions, load: LoadRunner) -> None:
-        calm_threads()
+        set_passive_omp_wait()
         keep_freed_memory()
         self._options = options
         self._load = load

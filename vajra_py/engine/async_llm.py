@@ -31,7 +31,7 @@ from vajra_py.runtime.requests.request import Request
 
 @dataclass(frozen=True, slots=True)
 class StreamPart:
-    """What is new of a request.
+    """New output of a request.
 
     Attributes:
         text: new text; may be empty while a character or a stop string is incomplete.
@@ -130,7 +130,7 @@ class AsyncLLM(EngineClient):
                 self.abort([submission.facts.request_id])
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
-        """The whole output of one request. Raises like `stream`."""
+        """Return the whole output of one request. Raises like `stream`."""
         output = None
         async for part in self.stream(prompt, params):
             output = part.output
@@ -138,7 +138,7 @@ class AsyncLLM(EngineClient):
         return output
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
-        """The answer to a conversation, by the model's chat template. Raises like `stream`."""
+        """Return the answer to a conversation, by the model's chat template. Raises like `stream`."""
         return await self.generate(self._requests.chat(messages), params)
 
     async def swap_policy(

@@ -1,4 +1,4 @@
-"""Synchronous generation: a list of prompts at once, or one request streamed.
+"""Synchronous generation: a list of prompts at once.
 
     llm = LLM("models/tiny")
     for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
@@ -42,7 +42,7 @@ CPU_MEMORY_FRACTION = 0.25
 
 
 def system_keys(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    """The keys of a system, from a mapping or a YAML file. Raises `ConfigError`."""
+    """Return the keys of a system, from a mapping or a YAML file. Raises `ConfigError`."""
     what: object = config  # a caller may give anything
     if what is not None and not isinstance(what, str | Path | Mapping):
         message = f"is neither a mapping nor a file ({type(what).__name__})"
@@ -53,7 +53,7 @@ def system_keys(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
 def llm_config(
     model: str | Path, config: Mapping[str, Any] | str | Path | None = None, overrides: Sequence[str] = ()
 ) -> SystemConfig:
-    """The system that an LLM is: `config` with the model in it, and defaults where it says nothing. Of an experiment, its system.
+    """Return the system that an LLM is: `config` with the model in it, and defaults where it says nothing. Of an experiment, its system.
 
     Raises `ConfigError`.
     """
@@ -115,7 +115,7 @@ class LLM(EngineClient):
         *,
         n: int = 1,
     ) -> list[RequestOutput]:
-        """The outputs in the order of the prompts; with `n` above 1, n of each prompt after one another.
+        """Return the outputs in the order of the prompts; with `n` above 1, n of each prompt after one another.
 
         `params` go for all prompts, or one for each. With `n` above 1 the outputs of a prompt have seeds that follow one
         another. Raises `ConfigError` for anything wrong with any prompt or its parameters, before the first is computed;
@@ -127,7 +127,7 @@ class LLM(EngineClient):
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *, n: int = 1
     ) -> list[RequestOutput]:
-        """Answers to a conversation, by the model's chat template. Raises like `generate`."""
+        """Return answers to a conversation, by the model's chat template. Raises like `generate`."""
         return self.generate([self._requests.chat(messages)], params, n=n)
 
     def swap_policy(
@@ -190,7 +190,7 @@ class LLM(EngineClient):
 
 
 def layer_of(layer: Layer | str) -> Layer:
-    """A layer by its name in settings. Raises `ConfigError`."""
+    """Return a layer by its name in settings. Raises `ConfigError`."""
     names = {one.value: one for one in Layer}
     if isinstance(layer, Layer):
         return layer
@@ -200,7 +200,7 @@ def layer_of(layer: Layer | str) -> Layer:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Several prompts: one that is given alone becomes a list of one."""
+    """Return several prompts: one that is given alone becomes a list of one."""
     given: object = prompts
     if (
         not isinstance(given, Iterable)

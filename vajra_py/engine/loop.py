@@ -49,7 +49,7 @@ from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
 _log = logging.getLogger(__name__)
 
-News: TypeAlias = LeftFirstStage | Finished | Restarted | GivenUp
+WorkerMessage: TypeAlias = LeftFirstStage | Finished | Restarted | GivenUp
 
 
 class EngineLoop(Backend[EngineReplica]):
@@ -87,7 +87,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._driver = Driver(controller, self, self._replicas.values(), rules, note)
         self._driver.form_step = self._form_step
         self._events = self._driver.events
-        self._finished: deque[News] = deque()
+        self._finished: deque[WorkerMessage] = deque()
         self._suspects: dict[Request, int] = {}
         """Requests that were computed with others when a replica was lost, and how many tokens each is to give by itself."""
         self._num_suspected: dict[Request, int] = {}
@@ -238,7 +238,7 @@ class EngineLoop(Backend[EngineReplica]):
         driver = self._driver
         driver.now = now = max(self._clock.now(), driver.now + TICKS_PER_NANOSECOND)
         if self._finished:
-            self._take_news(self._finished.popleft())
+            self._take_worker_message(self._finished.popleft())
         for name in [name for name, tick in self._abandon_at.items() if tick <= now]:
             self._abandon(name, f"no replica of {name} came up again within {self._options.wait_s:g} s")
         self._events.bring_forward(now)
@@ -257,28 +257,28 @@ class EngineLoop(Backend[EngineReplica]):
         for request, submission, on_progress in followed:
             on_progress(submission, request, None)
 
-    def _take_news(self, news: News) -> None:
+    def _take_worker_message(self, message: WorkerMessage) -> None:
         """Make what a worker answered an event of this turn."""
-        one = self._replicas[news.replica]
-        if isinstance(news, Restarted):
-            self._restore(one, news)
-        elif isinstance(news, GivenUp):
-            self._restarting.discard(news.replica)
-            self._check_failed(lost(news.replica, news.why))  # whoever is told of the end may ask
-            self._abandon_unless_some(news.replica[0], lost(news.replica, news.why))
+        one = self._replicas[message.replica]
+        if isinstance(message, Restarted):
+            self._restore(one, message)
+        elif isinstance(message, GivenUp):
+            self._restarting.discard(message.replica)
+            self._check_failed(lost(message.replica, message.why))  # whoever is told of the end may ask
+            self._abandon_unless_some(message.replica[0], lost(message.replica, message.why))
         elif one.is_lost:
             return
-        elif isinstance(news, LeftFirstStage):
+        elif isinstance(message, LeftFirstStage):
             self._left_first_stage(one)
-        elif news.output is None:
-            self._lose(one, lost(news.replica, news.error or "its worker is gone"))
+        elif message.output is None:
+            self._lose(one, lost(message.replica, message.error or "its worker is gone"))
         elif one.num_stale:
             one.num_stale -= 1
             if not one.num_stale:
                 self._driver.freed(one)
                 self._take_up_deferred()
         else:
-            self._part_came_back(one, news.output)
+            self._part_came_back(one, message.output)
 
     def _part_came_back(self, one: EngineReplica, output: StepOutput) -> None:
         step = one.under_way[0]
@@ -423,14 +423,14 @@ class EngineLoop(Backend[EngineReplica]):
             elif num_left is not None:
                 self._suspects[request] = num_left - 1
 
-    def _restore(self, one: EngineReplica, news: Restarted) -> None:
-        one.worker, one.is_lost = news.worker, False
+    def _restore(self, one: EngineReplica, message: Restarted) -> None:
+        one.worker, one.is_lost = message.worker, False
         one.executor.start_again()
         if one.ahead is not None:
             one.ahead.forget()
-        self._restarting.discard(news.replica)
-        self._abandon_at.pop(news.replica[0], None)
-        self._events.push(self.now, Phase.FAILURE, Restart(self.now, *news.replica))
+        self._restarting.discard(message.replica)
+        self._abandon_at.pop(message.replica[0], None)
+        self._events.push(self.now, Phase.FAILURE, Restart(self.now, *message.replica))
 
     def _check_failed(self, detail: str) -> None:
         if self.failed is None and not self._restarting and self.num_lost == len(self._replicas):

@@ -34,7 +34,7 @@ from vajra_py.engine.compute import (
     load_runner,
 )
 from vajra_py.engine.rank_answers import RankAnswers
-from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, calm_threads, keep_freed_memory, placed, said
+from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, keep_freed_memory, placed, said, set_passive_omp_wait
 from vajra_py.engine.worker_logs import WorkerLogs
 from vajra_py.errors import ExecutorError
 from vajra_py.runtime.support.gc_control import existing_objects_frozen
@@ -50,7 +50,7 @@ def serve_steps(
     """A worker process: load, then answer what comes through the pipe until it is closed."""
     if logs is not None:
         logs.install()
-    calm_threads()
+    set_passive_omp_wait()
     keep_freed_memory()
     try:
         runner = load(placed(options, ordinal))
@@ -126,7 +126,7 @@ class ProcessWorker:
             self._rendezvous = tempfile.mkdtemp(prefix="vajra-ranks-")
             options = replace(options, rendezvous=f"file://{Path(self._rendezvous) / 'store'}")
         context = context or get_context("spawn")
-        calm_threads()
+        set_passive_omp_wait()
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         for rank in range(ranks):

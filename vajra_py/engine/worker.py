@@ -96,7 +96,7 @@ def close_all(workers: Iterable[Worker]) -> None:
         thread.join()
 
 
-def calm_threads() -> None:
+def set_passive_omp_wait() -> None:
     """Let idle OpenMP threads sleep instead of spinning: with other work on the cores they would slow it many times over.
 
     Has an effect on what is loaded later, so it is called before a tensor library is.
@@ -227,7 +227,7 @@ def load_in_process(
     replica: ReplicaKey, options: RunnerOptions, ordinal: int, threaded: bool, load: LoadRunner = load_runner
 ) -> Worker:
     """A worker of this process. Raises what loading the model raises."""
-    calm_threads()
+    set_passive_omp_wait()
     runner = load(placed(options, ordinal))
     return ThreadWorker(replica, runner) if threaded else InlineWorker(replica, runner)
 

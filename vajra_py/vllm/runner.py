@@ -40,19 +40,19 @@ _DISCARDED = VllmSampling(temperature=0.0, max_tokens=1)
 
 
 class Workers(Protocol):
-    """What computes: `VllmWorkers`, or a stand-in."""
+    """Workers that compute: `VllmWorkers`, or a stand-in."""
 
     facts: ModelFacts
     is_cpu: bool
 
     def num_blocks_in(self, memory_fraction: float) -> int:
-        """KV blocks that there is room for."""
+        """Return the number of KV blocks that there is room for."""
 
     def allocate(self, num_blocks: int) -> None:
         """Make the KV memory."""
 
     def execute(self, message: Any) -> Any:
-        """A `ModelRunnerOutput` for a `SchedulerOutput`."""
+        """Return the `ModelRunnerOutput` of a `SchedulerOutput`."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -60,7 +60,7 @@ class Workers(Protocol):
 
 @dataclass(slots=True)
 class _Row:
-    """A request in its slot, and what the workers know of it.
+    """Request in its slot, as far as the workers know it.
 
     Attributes:
         sampling: how its tokens are sampled, in vLLM's terms.
@@ -299,7 +299,7 @@ class _Message(StepMessage):
 
 
 def vllm_sampling(new: NewRow, eos: Sequence[int], num_outputs: int, *, has_seed: bool = True) -> VllmSampling:
-    """How vLLM samples a request that has put out so many tokens already.
+    """Return the sampling parameters of vLLM for a request that has put out so many tokens already.
 
     It draws from a stream of the request's own, which begins anew for each number of tokens so far.
     """

@@ -30,8 +30,8 @@ _VARIABLES = {"experiment": EXPERIMENT_VARIABLE, "save_run": SAVE_RUN_VARIABLE}
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What a user asks of the scheduler besides vLLM's options.
+class VajraOptions:
+    """This scheduler's own options, besides vLLM's.
 
     Attributes:
         experiment: the experiment file; None: vLLM's own algorithm.
@@ -42,8 +42,8 @@ class Wishes:
     save_run: Path | None = None
 
 
-def wishes_of(additional: Any, environment: Mapping[str, str] = os.environ) -> Wishes:
-    """What `--additional-config` and the environment say. Raises `ConfigError`."""
+def vajra_options_of(additional: Any, environment: Mapping[str, str] = os.environ) -> VajraOptions:
+    """Return the options of `--additional-config` and of the environment. Raises `ConfigError`."""
     given = additional.get("vajra", {}) if isinstance(additional, Mapping) else {}
     where = "--additional-config vajra"
     if not isinstance(given, Mapping):
@@ -55,12 +55,12 @@ def wishes_of(additional: Any, environment: Mapping[str, str] = os.environ) -> W
         if not isinstance(value, str) or not value:
             raise ConfigError(Problem(f"{where}.{name}", f"is not a name ({value!r})", "A text"))
     said = {name: given.get(name) or environment.get(variable) for name, variable in _VARIABLES.items()}
-    return Wishes(**{name: Path(value) for name, value in said.items() if value})
+    return VajraOptions(**{name: Path(value) for name, value in said.items() if value})
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What vLLM has room for.
+    """Sizes that vLLM has room for.
 
     Attributes:
         num_blocks: without vLLM's null block, which nobody ever gets.
@@ -79,7 +79,7 @@ class Sizes:
 
 
 def sizes_of(vllm_config: Any, block_size: int, num_blocks: int, version: tuple[int, int]) -> Sizes:
-    """What vLLM has room for, by its options; the blocks are its cache's, without the null block."""
+    """Return the sizes that vLLM has room for, by its options; the blocks are its cache's, without the null block."""
     scheduler = vllm_config.scheduler_config
     return Sizes(
         model=str(vllm_config.model_config.model),
@@ -95,7 +95,7 @@ def sizes_of(vllm_config: Any, block_size: int, num_blocks: int, version: tuple[
 
 
 def fallback_of(config: SystemConfig, registry: Registry) -> dict[Layer, PolicyChoice] | None:
-    """The policies of the preset that `backend.vllm.fallback` names; None: nobody takes over. Raises `ConfigError`."""
+    """Return the policies of the preset that `backend.vllm.fallback` names; None: nobody takes over. Raises `ConfigError`."""
     settings = config.backend.settings
     if settings.fallback is None:
         return None
@@ -111,24 +111,26 @@ def fallback_of(config: SystemConfig, registry: Registry) -> dict[Layer, PolicyC
 
 
 def orders_by_priority(config: SystemConfig) -> bool:
-    """Whether requests go by their priorities, so that arrival times count as their frontends say them."""
+    """Return whether requests go by their priorities, so that arrival times count as their frontends say them."""
     scheduling = next(iter(config.effective_replicasets.values())).scheduling
     return scheduling.choice(Layer.REQUEST_PRIORITIZER).policy == "priority"
 
 
-def described(config: SystemConfig, wishes: Wishes, *, is_async: bool) -> str:
-    """One line: by which policies a vLLM is scheduled, and who says so."""
+def described(config: SystemConfig, options: VajraOptions, *, is_async: bool) -> str:
+    """Return one line: by which policies a vLLM is scheduled, and who says so."""
     scheduling = next(iter(config.effective_replicasets.values())).scheduling
     policies = ", ".join(f"{layer.value} {scheduling.choice(layer).policy}" for layer in Layer)
-    source = f"by {wishes.experiment}" if wishes.experiment else "by vLLM's own algorithm (no experiment file is named)"
+    source = (
+        f"by {options.experiment}" if options.experiment else "by vLLM's own algorithm (no experiment file is named)"
+    )
     fallback = f"; fallback {config.backend.settings.fallback}" if config.backend.settings.fallback else ""
-    recorded = f"; recorded in {wishes.save_run}" if wishes.save_run else ""
+    recorded = f"; recorded in {options.save_run}" if options.save_run else ""
     mode = "asynchronous" if is_async else "synchronous"
     return f"vajra-py schedules {source}: {policies}{fallback}{recorded}; scheduling is {mode}"
 
 
-def experiment_of(sizes: Sizes, wishes: Wishes, scheduler: Any, registry: Registry) -> SystemConfig:
-    """The system with every size written out. Raises `ConfigError`."""
+def experiment_of(sizes: Sizes, options: VajraOptions, scheduler: Any, registry: Registry) -> SystemConfig:
+    """Return the system with every size written out. Raises `ConfigError`."""
     replica = {
         "max_batch_size": sizes.max_num_seqs,
         "max_batch_tokens": sizes.max_step_tokens,
@@ -138,9 +140,9 @@ def experiment_of(sizes: Sizes, wishes: Wishes, scheduler: Any, registry: Regist
         "memory.prefix_cache.enabled": sizes.prefix_caching,
     }
     overrides = [f"replica.{name}={json.dumps(value)}" for name, value in replica.items()]
-    if wishes.experiment is None:
+    if options.experiment is None:
         return system_from_mapping(_vllms_own(sizes, policy_options(scheduler)), overrides, registry)
-    return _experiment_of_file(wishes.experiment, sizes, scheduler, overrides, registry)
+    return _experiment_of_file(options.experiment, sizes, scheduler, overrides, registry)
 
 
 def _experiment_of_file(
@@ -172,7 +174,7 @@ def _experiment_of_file(
 
 
 def _vllms_own(sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
-    """VLLM's own algorithm under the options that it was given."""
+    """Return vLLM's own algorithm under the options that it was given."""
     params = {
         "long_prefill_threshold_tokens": options.get("long_prefill_token_threshold", 0),
         "adaptive_share_tokens": sizes.max_input_tokens,

@@ -28,7 +28,7 @@ from vajra_py.contract import BatchFeatures
 from vajra_py.engine.compute import LoadRunner, ModelFacts, RunnerOptions
 from vajra_py.engine.config import MODEL_BACKENDS, ModelBackendConfig
 from vajra_py.engine.llm import DEFAULT_SCHEDULING, llm_config, system_keys
-from vajra_py.engine.worker import calm_threads, placed
+from vajra_py.engine.worker import placed, set_passive_omp_wait
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.profiling.bench import Batch, Bench, Reference, paces
 from vajra_py.experiment.profiling.live import LiveStep, serve_a_while
@@ -131,7 +131,7 @@ def profile_model(
     problems = engine.problems(config.effective_replicasets)
     if problems:
         raise ConfigError(problems)
-    calm_threads()
+    set_passive_omp_wait()
     options = placed(engine.runner_options(replica, replica.pipeline_stages or 1, engine.num_threads), 0)
     if options.num_ranks > 1:
         message = f"a profile is measured on one rank (the settings make a replica of {options.num_ranks})"

@@ -43,10 +43,10 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A reply whose outputs may be handed to the engine, and what turns their tokens into text."""
+class PreparedRequest:
+    """A response whose outputs may be handed to the engine, and what turns their tokens into text."""
 
-    reply: ResponseState
+    response: ResponseState
     tokenizer: Tokenizer | None
     echoes: Sequence[str] = ()
     """The prompts' texts, where answers begin with them."""
@@ -81,7 +81,7 @@ class Preparer:
         """A name for an HTTP request that no other request of any server has."""
         return f"{prefix}-{uuid4().hex}"
 
-    async def completion(self, wanted: Wanted, name: str) -> Prepared:
+    async def completion(self, wanted: Wanted, name: str) -> PreparedRequest:
         """Every output of a `/v1/completions` request. Raises `ApiError`."""
         body = wanted.body
         assert isinstance(body, CompletionBody)
@@ -98,7 +98,7 @@ class Preparer:
         echoes = [one if isinstance(one, str) else _text_of(tokenizer, one) for one in given] if body.echo else ()
         return self._prepared(wanted, prompts, route, name, echoes)
 
-    async def chat(self, wanted: Wanted, name: str) -> Prepared:
+    async def chat(self, wanted: Wanted, name: str) -> PreparedRequest:
         """Every output of a `/v1/chat/completions` request. Raises `ApiError`."""
         body = wanted.body
         assert isinstance(body, ChatBody)
@@ -136,9 +136,9 @@ class Preparer:
         route: _Route,
         name: str,
         echoes: Sequence[str] = (),
-    ) -> Prepared:
+    ) -> PreparedRequest:
         body, tokenizer = wanted.body, route.tokenizer
-        reply = ResponseState(streams=body.stream)
+        response = ResponseState(is_streaming=body.stream)
         drawn = request_seed(self._run_seed, str(next(self._numbers)))
         queued: Counter[str] = Counter()
         queued_tokens: Counter[str] = Counter()
@@ -149,7 +149,7 @@ class Preparer:
             queued_tokens[replicaset] += body.n * len(prompt)
             self._check_queues(replicaset, queued[replicaset], queued_tokens[replicaset])
             for _ in range(body.n):
-                index = len(reply.tickets)
+                index = len(response.outputs)
                 one = facts._replace(request_id=f"{name}-{index}")
                 assert one.max_tokens is not None
                 sampling = body.sampling(one.max_tokens, _seed_of(body.seed, drawn, index))
@@ -160,8 +160,10 @@ class Preparer:
                 elif submission.output.sampling.stop:
                     message = "the model has no tokenizer, so that no string can end an output"
                     raise bad_request(message, "stop", "no_tokenizer")
-                reply.tickets.append(OutputStream(index, submission, reply, hides_output=body.wanted_tokens() == 0))
-        return Prepared(reply, tokenizer, echoes)
+                response.outputs.append(
+                    OutputStream(index, submission, response, hides_output=body.wanted_tokens() == 0)
+                )
+        return PreparedRequest(response, tokenizer, echoes)
 
     def _bad_words(self, body: GenerationBody, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
         """The sequences of tokens that the body's `bad_words` are. Raises `ApiError`."""

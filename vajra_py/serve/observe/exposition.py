@@ -80,7 +80,7 @@ class Source(Protocol):
         """Streams that ended with an error."""
 
     @property
-    def num_exchanges(self) -> int:
+    def num_generating(self) -> int:
         """HTTP requests that generate now."""
 
 
@@ -114,7 +114,7 @@ class Exposition(Collector):
         yield CounterMetricFamily(
             "vajra:broken_streams", "Streams that ended with an error.", source.num_broken_streams
         )
-        yield GaugeMetricFamily("vajra:http_requests_open", "HTTP requests that generate.", source.num_exchanges)
+        yield GaugeMetricFamily("vajra:http_requests_open", "HTTP requests that generate.", source.num_generating)
         stats, controller = source.stats, source.controller
         if stats is None or controller is None:
             return

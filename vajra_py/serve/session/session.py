@@ -29,7 +29,7 @@ from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.engine.loop import EngineLoop
 from vajra_py.engine.outputs import Submission
 from vajra_py.engine.params import PromptLimits
-from vajra_py.engine.worker import calm_threads
+from vajra_py.engine.worker import set_passive_omp_wait
 from vajra_py.errors import ConfigError, ExecutorError, Problem, VajraError
 from vajra_py.experiment.runs.recording import RunRecording, SessionEnd
 from vajra_py.plugins import Registry
@@ -53,7 +53,7 @@ RECORD_S = 30.0
 
 
 class SessionState(Enum):
-    """Where a session stands."""
+    """State of a session."""
 
     LOADING = "loading"
     READY = "ready"
@@ -69,12 +69,12 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SessionParts:
-    """What a session is made of.
+    """Parts of a session.
 
     Attributes:
         config: the experiment; its backend is the engine.
         registry: installed policies.
-        recording: who keeps the run; None: nobody.
+        recording: records the run; None: it is not recorded.
         replaced: parts of `EngineServices` to replace, for tests.
     """
 
@@ -189,7 +189,7 @@ class EngineSession:
         return 0 if self._loop is None else self._loop.num_restarting
 
     def unavailable(self) -> dict[str, str]:
-        """Replicasets that take no requests, and why; none while there is no engine yet."""
+        """Return the replicasets that take no requests, and why; none while there is no engine yet."""
         found = {}
         blocked = "" if self._loop is None else self._loop.blocked
         for name, one in ({} if self.controller is None else self.controller.replicasets).items():
@@ -203,12 +203,12 @@ class EngineSession:
         return found
 
     def prompt_limits(self, replicaset: str) -> PromptLimits:
-        """What a prompt may be there."""
+        """Return the limits of a prompt there."""
         assert self.engine is not None
         return self.engine.prompt_limits_of(replicaset)
 
     def admission(self, replicaset: str) -> AdmissionLimits:
-        """What may wait there."""
+        """Return the bounds of the queue there."""
         assert self.controller is not None
         return self.controller.replicasets[replicaset].admission
 
@@ -231,7 +231,7 @@ class EngineSession:
             raise Unavailable(str(error)) from None
 
     def why_unavailable(self) -> str:
-        """What to tell a client whose request is not taken."""
+        """Return the reason that a client gets whose request is refused."""
         if self.state is SessionState.LOADING:
             return "the model is being loaded"
         if self.state is SessionState.READY:
@@ -357,7 +357,7 @@ class EngineSession:
         self._set_state(SessionState.CLOSED if error is None else SessionState.FAILED)
 
     def _why_it_ended(self) -> VajraError | None:
-        """What the loop ended for, where nobody asked it to."""
+        """Return the error that the loop ended for, where nobody asked it to."""
         assert self._loop is not None
         if self._loop.failed is not None:
             return ExecutorError(f"engine: no replica is left, and none is started again ({self._loop.failed})")
@@ -366,7 +366,7 @@ class EngineSession:
     def _load(self) -> bool:
         """Load the engine and begin to serve; False when nobody wants it any more."""
         parts = self._parts
-        calm_threads()  # before tokenizers: they load a tensor library
+        set_passive_omp_wait()  # before tokenizers: they load a tensor library
         engine = self.client.load()
         with self._load_gate:
             self._is_loaded = not self._is_abandoned
