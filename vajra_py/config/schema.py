@@ -78,7 +78,7 @@ class PolicyChoice(Section, Choice):
 
     @property
     def parameters(self) -> Mapping[str, Any] | BaseModel:
-        """What the policy is built from: its own model where a file was loaded, else `params`, not validated yet."""
+        """Return the parameters that the policy is built from: its own model where a file was loaded, else `params`, not validated yet."""
         return self.params if self._validated is None else self._validated
 
 
@@ -221,7 +221,7 @@ class SelectConfig(Section):
         return self
 
     def matches(self, request: RequestView) -> bool:
-        """Whether the request meets every condition."""
+        """Return whether the request meets every condition."""
         return self.matches_labels(request) and self.matches_length(request.num_prompt_tokens)
 
     def matches_length(self, num_prompt_tokens: int) -> bool:
@@ -231,7 +231,7 @@ class SelectConfig(Section):
         )
 
     def matches_labels(self, request: RequestView) -> bool:
-        """Whether it meets every condition but those on its length."""
+        """Return whether it meets every condition but those on its length."""
         return (
             (self.tenants is None or request.tenant in self.tenants)
             and (self.slo_classes is None or request.slo_class in self.slo_classes)
@@ -240,12 +240,12 @@ class SelectConfig(Section):
 
     @property
     def is_by_length(self) -> bool:
-        """Whether a prompt's length matters."""
+        """Return whether a prompt's length matters."""
         return self.min_prompt_tokens is not None or self.max_prompt_tokens is not None
 
     @property
     def takes_all(self) -> bool:
-        """Whether there is no condition."""
+        """Return whether there is no condition."""
         return self == SelectConfig()
 
 
@@ -447,5 +447,5 @@ class ExperimentConfig(SystemConfig):
 
     @property
     def is_single(self) -> bool:
-        """Whether it is one run: neither a sweep nor replications."""
+        """Return whether it is one run: neither a sweep nor replications."""
         return self.sweep is None and self.replications == 1

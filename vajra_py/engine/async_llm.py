@@ -100,7 +100,7 @@ class AsyncLLM(EngineClient):
 
     @property
     def failed(self) -> str | None:
-        """Why nothing can be computed any more: every replica was lost and given up. For good; None: requests are served."""
+        """Return why nothing can be computed any more: every replica was lost and given up. For good; None: requests are served."""
         assert self.loop is not None
         return self.loop.failed
 

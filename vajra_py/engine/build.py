@@ -44,7 +44,7 @@ _PROBE_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class EngineServices:
-    """What a run brings along.
+    """Services that a run brings along.
 
     Attributes:
         registry: installed policies.
@@ -71,7 +71,7 @@ class EngineServices:
     latencies: Mapping[str, LatencyModel] = field(default_factory=dict)
 
     def latency_of(self, replicaset: str) -> LatencyModel:
-        """What a replicaset's policies ask."""
+        """Return the latency model of a replicaset's policies."""
         return self.latencies.get(replicaset, self.latency)
 
 
@@ -130,7 +130,7 @@ class Engine:
     restarter: Restarter | None = None
     watch: StepWatch | None = None
     load_s: float = 0.0
-    """How long loading took."""
+    """Duration of loading."""
     _is_closed: bool = False
 
     @classmethod
@@ -266,11 +266,11 @@ class Engine:
         worker.start(limits.num_blocks, limits.host_blocks, deliver)
 
     def prompt_limits(self) -> PromptLimits:
-        """What a prompt may be, on the replicaset that takes the shortest ones."""
+        """Return the limits of a prompt on the replicaset that takes the shortest ones."""
         return min(map(self.prompt_limits_of, self.models), key=lambda limits: limits.max_request_tokens)
 
     def prompt_limits_of(self, replicaset: str) -> PromptLimits:
-        """What a prompt may be there."""
+        """Return the limits of a prompt there."""
         facts = self.models[replicaset]
         longest = self.controller.replicasets[replicaset].replicas[0].max_request_tokens
         return PromptLimits(facts.vocab_size, facts.max_model_len, longest)

@@ -23,7 +23,7 @@ from vajra_py.runtime.step.plan import PlannedChunk, StepPlan, StepResult
 
 @dataclass(slots=True)
 class _Row:
-    """What the worker knows of a request."""
+    """State of a request that the worker knows."""
 
     slot: int
     num_blocks: dict[int, int] = field(default_factory=dict)
@@ -31,9 +31,9 @@ class _Row:
     sampling_group: int | None = None
     """The KV-parallel group that holds its newest tokens, and samples."""
     is_foreseeable: bool = True
-    """Whether a token of it leaves nothing behind in the worker but itself."""
+    """True when a token of it leaves nothing behind in the worker but itself."""
     goes_on: bool = False
-    """Whether it has the request's newest token, so that the next step need not name it."""
+    """True when it has the request's newest token, so that the next step need not name it."""
 
 
 _Sampled: TypeAlias = tuple[Request, OutputBuffer]
@@ -52,7 +52,7 @@ class _Changes:
 
 @dataclass(slots=True)
 class _Step:
-    """What is needed of a step under way to read its output.
+    """Facts of a step under way by which its output is read.
 
     Attributes:
         entries: by slot, whose rows it computes.
@@ -122,11 +122,11 @@ class EngineExecutor:
         self._pool_rows = None
 
     def submission(self, request: Request) -> Submission:
-        """What the request was submitted as."""
+        """Return the submission of a request."""
         return self._submissions[request]
 
     def step_input(self, plan: StepPlan, memory: KvMemory) -> StepInput:
-        """What the worker has to be told to compute the plan."""
+        """Return the input by which the worker computes the plan."""
         changes = _Changes()
         members = [] if plan.pool is None else list(plan.pool)
         self._make_room([*(entry.request for entry in plan.chunks), *members])
@@ -182,7 +182,7 @@ class EngineExecutor:
         return Ahead(decodes, growing) if decodes and len(growing) <= num_spare else None
 
     def step_result(self, output: StepOutput) -> StepResult:
-        """What the mechanism has to know of a worker's answer; requests' outputs are brought up to date."""
+        """Return the mechanism's part of a worker's answer; requests' outputs are brought up to date."""
         tokens: list[tuple[Request, int]] = []
         stopped: list[Request] = []
         searched: dict[Request, OutputBuffer] = {}
@@ -339,7 +339,7 @@ class EngineExecutor:
 
 
 def joined(outputs: Sequence[StepOutput]) -> StepOutput:
-    """What a step gave whose parts gave these."""
+    """Return the output of a step from those of its parts."""
     logprobs: dict[int, TokenLogprobs] = {}
     prompt_logprobs: dict[int, Sequence[TokenLogprobs]] = {}
     faults: dict[int, str] = {}

@@ -70,15 +70,15 @@ class EngineLoop(Backend[EngineReplica]):
         self.on_formed: Callable[[str, float], None] | None = None
         """Told how long forming each step took: (replicaset, seconds)."""
         self.last_loss = ""
-        """Why the replica that failed last did."""
+        """Reason of the last failure of a replica."""
         self.failed: str | None = None
-        """Why nothing can be served any more: every replica was lost and given up. For good: it does not change again."""
+        """Reason that nothing can be served any more: every replica was lost and given up. For good: it does not change again."""
         self.on_failed: Callable[[str], None] | None = None
         """Told once, in the loop's thread, when `failed` is set."""
         self.blocked = ""
         """The call of a policy that has not returned for too long and takes no interruption; empty: there is none."""
         self.restarter: Restarter | None = None
-        """Who finds workers for replicas that lost theirs; None: nobody."""
+        """Finds workers for replicas that lost theirs; None: they stay lost."""
         self._replicas = dict(replicas)
         self._clock = clock
         self._options = options = options or LoopOptions()
@@ -190,7 +190,7 @@ class EngineLoop(Backend[EngineReplica]):
 
     @property
     def _awaits_restart(self) -> bool:
-        """Whether a replica is being started again that may be needed: by who comes, who waits, or because there is no other."""
+        """Return whether a replica is being started again that may be needed: by who comes, who waits, or because there is no other."""
         is_needed = self._options.serves or self.controller.num_alive > 0 or self.num_lost == len(self._replicas)
         return bool(self._restarting) and is_needed
 

@@ -46,7 +46,7 @@ class OutputBuffer:
     _search: StopSearch | None = None
     """Holds back text that may begin a stop string; None: there are none."""
     _num_read: int = 0
-    """How many tokens have become text."""
+    """Number of tokens that have become text."""
     _is_done: bool = False
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class OutputBuffer:
 
     @property
     def text(self) -> str:
-        """What a client may see: without the stop string that ended it, unless it is wanted; complete once the request has ended."""
+        """Return the text that a client may see: without the stop string that ended it, unless it is wanted; complete once the request has ended."""
         if self.stream is not None:
             unread = self.unread()
             if unread:
@@ -68,7 +68,7 @@ class OutputBuffer:
 
     @property
     def looks_for_stop_strings(self) -> bool:
-        """Whether its text may end it, so that each token has to be read at once."""
+        """Return whether its text may end it, so that each token has to be read at once."""
         return self.stream is not None and bool(self.sampling.stop)
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> bool:
@@ -164,7 +164,7 @@ class Submission:
         return cls(facts, prompt_token_ids, seed, OutputBuffer(sampling, stop_token_ids))
 
     def block_hashes(self, block_size: int, tenant_salt: bool) -> BlockHashes:
-        """What identifies its blocks in a prefix cache; with `tenant_salt`, only among requests of its tenant."""
+        """Return the hashes that identify its blocks in a prefix cache; with `tenant_salt`, only among requests of its tenant."""
         salt = self.salt if self.salt is not None else self.facts.tenant if tenant_salt else ""
         if self.content is not None:
             return SegmentBlockHashes(self.content, self.facts.request_id, block_size, salt)

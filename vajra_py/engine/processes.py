@@ -41,7 +41,7 @@ from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
 _JOIN_S = 10.0
 _CLOSE_S = 2.0
-"""How long processes may take to end by themselves; then, and as long again, to be killed."""
+"""Time that processes may take to end by themselves; then, and as long again, to be killed."""
 
 
 def serve_steps(

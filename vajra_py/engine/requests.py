@@ -25,7 +25,7 @@ Prompt: TypeAlias = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds on the engine's clock; None: they did not."""
+    """Times of what happened to a request, in seconds on the engine's clock; None: they did not."""
 
     arrived_at: float
     admitted_at: float | None

@@ -15,7 +15,7 @@ from vajra_py.runtime.support.seeds import SeedTree
 
 
 def predictions(settings: ModelBackendConfig, registry: Registry) -> LatencyModel:
-    """What policies ask how long a step will take."""
+    """Return the latency model that policies ask."""
     if settings.latency is None:
         return NoPredictions(f"backend.{settings.kind}.latency")
     return build_latency_model(settings.latency.type, settings.latency.parameters, registry)
@@ -24,7 +24,7 @@ def predictions(settings: ModelBackendConfig, registry: Registry) -> LatencyMode
 def length_predictor(
     settings: ModelBackendConfig, seeds: SeedTree, lengths: Mapping[str, int], registry: Registry
 ) -> OutputLengthPredictor:
-    """What policies ask how long an output will be; `lengths` is the truth, for whoever asks for it."""
+    """Return the predictor of output lengths that policies ask; `lengths` is the truth, for whoever asks for it."""
     truth = Truth(seeds.child("output_lengths").stream, lengths)
     return build_output_lengths(settings.output_length.type, settings.output_length.parameters, truth, registry)
 

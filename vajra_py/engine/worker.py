@@ -1,4 +1,4 @@
-"""Where a replica computes: the controller's thread, a thread of its own, or one process a rank.
+"""Places where a replica computes: the controller's thread, a thread of its own, or one process a rank.
 
 Invariants:
     - A worker gets one step at a time and delivers one `Finished` for each, never before `submit` was called. With pipeline
@@ -66,7 +66,7 @@ class Worker(Protocol):
 
     @property
     def facts(self) -> ModelFacts:
-        """What was loaded."""
+        """Facts of the loaded model."""
 
     def wait_loaded(self) -> None:
         """Wait until its weights are there. Raises what loading raised, `ExecutorError` when a process died."""
@@ -233,12 +233,12 @@ def load_in_process(
 
 
 def lost(replica: ReplicaKey, what: str) -> str:
-    """Why a replica's requests ended."""
+    """Return why a replica's requests ended."""
     return f"replica {replica[1]} of {replica[0]} failed: {what}"
 
 
 def checked_facts(loaded: Sequence[ModelFacts]) -> ModelFacts:
-    """What all workers of a replicaset loaded; they are alike. Raises `ExecutorError` when they are not."""
+    """Return the facts of the model that all workers of a replicaset loaded; they are alike. Raises `ExecutorError` when they are not."""
     first = loaded[0]
     for facts in loaded[1:]:
         if facts.num_parameters != first.num_parameters or facts.eos_token_ids != first.eos_token_ids:

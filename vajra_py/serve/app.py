@@ -50,7 +50,7 @@ _TURNS = 8
 
 
 class Service:
-    """What the paths share: the session, the options, and how many requests are under way."""
+    """State that the paths share: the session, the options, and the number of requests under way."""
 
     def __init__(self, session: EngineSession, options: ServeOptions, tracing: Tracing | None = None) -> None:
         self.session = session
@@ -63,7 +63,7 @@ class Service:
         self.num_generating = 0
         self.num_broken_streams = 0
         self.statuses: Counter[int] = Counter()
-        """How many answers had which status."""
+        """Number of answers by status."""
         self.history = History(self.totals, time.time)
         self.stats: ServerStats | None = None
         self.tracing = tracing
@@ -97,7 +97,7 @@ class Service:
 
     @property
     def is_saturated(self) -> bool:
-        """Whether no further request may generate now."""
+        """Return whether no further request may generate now."""
         return self.num_generating >= self.options.max_concurrent
 
     async def enter(self) -> None:

@@ -38,7 +38,7 @@ from vajra_py.serve.session.session import RECORD_S, STOP_S, SessionState
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _LAST_BYTES_S = 1.0
-"""How long connections get, at the very end, to take what was written to them; more where grace time is left."""
+"""Time that connections get, at the very end, to take what was written to them; more where grace time is left."""
 _MOST_LAST_BYTES_S = 5.0
 END_S = 8.0
 """After the grace time, or a second signal, what is left takes less; then the process is ended from outside the event loop."""
@@ -182,7 +182,7 @@ def end_process(code: int, why: str) -> NoReturn:
 
 
 def _address(bound: socket.socket, options: ServeOptions) -> str:
-    """Where clients find the server."""
+    """Return where clients find the server."""
     if options.uds is not None:
         return f"unix:{options.uds}"
     host, port = bound.getsockname()[:2]

@@ -30,7 +30,7 @@ class Messages:
         self._replica = replica
         self._records = records
         self._resumes_as_new = resumes_as_new
-        """Whether resumed requests are told like new ones (vLLM's second model runner)."""
+        """True when resumed requests are told like new ones (vLLM's second model runner)."""
         self._zeroes = zeroes
         self._block_size = replica.limits.block_size
         self._order: Sequence[Request] | None = None
@@ -159,7 +159,7 @@ class Messages:
         self._last = -1
 
     def _are_absent(self) -> bool:
-        """Whether one of the decodes was not part of the step before, so that more must be said of it."""
+        """Return whether one of the decodes was not part of the step before, so that more must be said of it."""
         if self._last == self._step - 1:
             return False
         return any(one.ran_in != self._step - 1 for one in self._decodes)

@@ -36,7 +36,7 @@ from vajra_py.vllm.config import VllmOptions
 from vajra_py.vllm.step_message import StepMessage
 
 _DISCARDED = VllmSampling(temperature=0.0, max_tokens=1)
-"""How a token is sampled that nobody wants."""
+"""Sampling of a token that nobody wants."""
 
 
 class Workers(Protocol):

@@ -26,7 +26,7 @@ from vajra_py.vllm.support import policy_options
 EXPERIMENT_VARIABLE = "VAJRA_VLLM_EXPERIMENT"
 SAVE_RUN_VARIABLE = "VAJRA_VLLM_SAVE_RUN"
 _VARIABLES = {"experiment": EXPERIMENT_VARIABLE, "save_run": SAVE_RUN_VARIABLE}
-"""What `--additional-config` takes under `vajra`, and the variables that say the same."""
+"""Keys that `--additional-config` takes under `vajra`, and the variables that say the same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def usage(streams: Sequence[OutputStream], num_per_prompt: int) -> dict[str, Any
 
 @dataclass(slots=True)
 class _Said:
-    """How far an output has been said, and what its text stands between where a piece says nothing else."""
+    """Part of an output that was sent, and the bytes around its text in a piece with nothing else."""
 
     num_tokens: int = 0
     num_characters: int = 0
@@ -119,7 +119,7 @@ class Answer:
         return answer
 
     def events(self, changed: Collection[OutputStream]) -> list[bytes]:
-        """What is new about these outputs, as server-sent events."""
+        """Return the news of these outputs as server-sent events."""
         found: list[bytes] = []
         for stream in changed:
             said = self._said.get(stream.index)
@@ -141,7 +141,7 @@ class Answer:
         return found
 
     def last_event(self) -> bytes:
-        """What follows the last output: usage, where it was asked for."""
+        """Return the event after the last output: usage, where it was asked for."""
         options = self.body.stream_options
         return b"" if options is None or not options.include_usage else self._event(None)
 

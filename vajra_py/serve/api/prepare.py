@@ -35,7 +35,7 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What one HTTP request asks of the engine, prompts still as they came."""
+    """Request of one HTTP client to the engine, prompts still as they came."""
 
     body: GenerationBody
     headers: SchedulingHeaders
@@ -54,7 +54,7 @@ class PreparedRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Where an HTTP request may go, before its prompts' lengths are known.
+    """Replicasets that an HTTP request may go to, before its prompts' lengths are known.
 
     Attributes:
         facts: policies' view of it, without names and lengths.
@@ -210,7 +210,7 @@ class Preparer:
 
 
 def _run_seed(config: SystemConfig) -> int:
-    """What the outputs of requests without a seed follow from: the experiment's seed if it names one, else a new number."""
+    """Return the seed that outputs of requests without one follow from: the experiment's seed if it names one, else a new number."""
     if "seed" in config.model_fields_set:
         return config.seed
     drawn = secrets.randbits(32)
@@ -224,7 +224,7 @@ def _seed_of(wanted: int | None, drawn: int, index: int) -> int:
 
 
 def _salt(tenant: str, cache_salt: str) -> str:
-    """What a tenant's blocks of this salt are told apart by; longer than any tenant's name, and no client's secret itself."""
+    """Return the salt of a tenant's blocks; longer than any tenant's name, and no client's secret itself."""
     return hashlib.blake2b(json.dumps([tenant, cache_salt]).encode()).hexdigest() * 4
 
 
@@ -275,7 +275,7 @@ def _max_tokens(body: GenerationBody, prompt: Sequence[int], limits: PromptLimit
 
 
 def request_facts(wanted: Wanted, request_id: str, num_prompt_tokens: int) -> RequestFacts:
-    """What policies see of the request; the same fields as a simulated one has."""
+    """Return what policies see of the request; the same fields as a simulated one has."""
     body, headers = wanted.body, wanted.headers
     metadata: Mapping[str, str] = {**(body.metadata or {}), "model": body.model}
     return RequestFacts(

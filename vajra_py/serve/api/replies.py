@@ -93,7 +93,7 @@ class _Client:
         return False
 
     def let_go(self) -> None:
-        """Whether it is there matters no longer."""
+        """Stop waiting for the client to leave."""
         self._left.cancel()
 
 

@@ -25,7 +25,7 @@ _ERRORS = answers.errors(400, 401, 404, 413, 429, 503)
 
 @dataclass(frozen=True, slots=True)
 class TokenPaths:
-    """What the paths need of a service."""
+    """Parts of a service that the paths need."""
 
     session: EngineSession
     catalogue: Catalogue

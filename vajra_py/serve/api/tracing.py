@@ -50,7 +50,7 @@ class Tracing:
         self._provider = provider
         self._tracer = provider.get_tracer("vajra_py.serve", __version__)
         self.zero_ns: Callable[[], int] = time.time_ns
-        """When the engine's clock began, nanoseconds since 1970."""
+        """Start of the engine's clock, nanoseconds since 1970."""
 
     def begin(self, headers: Mapping[str, str], body: GenerationBody) -> RequestTrace:
         """A request has come."""
@@ -143,7 +143,7 @@ class RequestTrace:
 
 
 def _stretches(metrics: RequestMetrics) -> list[tuple[str, float, float]]:
-    """What an output did from when to when; only what it got to."""
+    """Return (phase, start, end) of an output, as far as it got."""
     marks = [metrics.arrived_at, metrics.admitted_at, metrics.first_token_at]
     ended = metrics.ended_at
     found = []
@@ -155,7 +155,7 @@ def _stretches(metrics: RequestMetrics) -> list[tuple[str, float, float]]:
 
 
 def _scheduling(facts: RequestFacts) -> dict[str, Any]:
-    """What policies saw of it, where anything was said."""
+    """Return what policies saw of it, where anything was said."""
     given = {f"vajra.request.{name}": getattr(facts, name) for name in _SCHEDULING}
     if facts.session_id:
         given[names.GEN_AI_CONVERSATION_ID] = facts.session_id

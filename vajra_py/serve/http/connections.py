@@ -31,9 +31,9 @@ _HEAD_PIECE, _BODY_PIECE = 2**12, 2**14
 _MOST_QUEUED = 8
 """Requests behind one that is being answered, above which nothing more of a connection is parsed."""
 _CHUNK_BYTES = 24
-"""What frames a chunk, without extensions: the digits of its length, and two ends of lines."""
+"""Bytes that frame a chunk, without extensions: the digits of its length, and two ends of lines."""
 _LINGER_S = 5.0
-"""How long a client may go on sending a body that nobody wants, so that it can read the answer before the connection is closed."""
+"""Time that a client may go on sending a body that nobody wants, so that it can read the answer before the connection is closed."""
 _GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
 
@@ -106,7 +106,7 @@ class Connections:
 
 
 def most_connections(wanted: int) -> int:
-    """How many connections the process has file descriptors for, after it has raised its own limit where it may."""
+    """Return how many connections the process has file descriptors for, after it has raised its own limit where it may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + _OTHER_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -123,7 +123,7 @@ def most_connections(wanted: int) -> int:
 
 
 class Phase(Enum):
-    """What a connection waits for from its client."""
+    """Phase of a connection: the bytes that it waits for from its client."""
 
     HEAD = "the head of a request"
     BODY = "the body of a request"
@@ -164,7 +164,7 @@ class Connection(HttpToolsProtocol):
         self._refusal = refusal
         self._phase = Phase.HEAD
         self._since = self.loop.time()
-        """When the phase began."""
+        """Start of the phase."""
         self._num_head_bytes = 0
         self._num_framing_bytes = 0
         """Of a body: what has come and is not the body itself: extensions of chunks, trailers."""
@@ -175,7 +175,7 @@ class Connection(HttpToolsProtocol):
         """The request that is being answered, or was last."""
         self._is_refused = False
         self.was_made = False
-        """Whether it has been connected, and so will be lost."""
+        """True when it has been connected, and so will be lost."""
         self._unsent = 0
         self._unsent_since = 0.0
 
@@ -336,7 +336,7 @@ class Connection(HttpToolsProtocol):
                 self._refuse(408, f"{self._phase.value} did not come within {allowed:g} s")
 
     def _has_left(self) -> bool:
-        """Whether the client has closed its end, behind whatever it sent before: seen without reading that."""
+        """Return whether the client has closed its end, behind whatever it sent before: seen without reading that."""
         poll = select.poll()
         try:
             poll.register(self.transport.get_extra_info("socket").fileno(), _GONE)

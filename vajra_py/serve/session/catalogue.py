@@ -57,7 +57,7 @@ class Catalogue:
             raise ConfigError(problems)
 
     def label(self, replicaset: str) -> str:
-        """What the numbers of a replicaset call its model."""
+        """Return the model's label in the numbers of a replicaset."""
         return self._names[replicaset][0]
 
     def behind(self, name: str) -> list[str]:

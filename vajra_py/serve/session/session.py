@@ -42,12 +42,12 @@ from vajra_py.serve.session.output_streams import LoopBridge, OutputStream
 
 _log = logging.getLogger(__name__)
 STOP_S = 2.0
-"""How long the engine's thread may take to notice that it is to stop, and, later, workers to be given back."""
+"""Time for the engine's thread to notice that it is to stop."""
 _KILL_S = 0.5
 """The same once more when its workers were killed: it may have been handing one of them a step."""
 _GIVE_BACK_S = 3.0
 _WRITE_S = 1.5
-"""How long the recording of an engine that hangs may take to be closed."""
+"""Time for the recording of an engine that hangs to be closed."""
 RECORD_S = 30.0
 """The same of one that has stopped: it writes its tables then."""
 
@@ -101,11 +101,11 @@ class EngineSession:
         self.state = SessionState.LOADING
         self.error: BaseException | None = None
         self.watchers: list[Callable[[Controller], Sequence[Observer]]] = []
-        """Called in the engine's thread when the engine is loaded; they say who watches it."""
+        """Called in the engine's thread when the engine is loaded; they return its observers."""
         self.on_formed: Callable[[str, float], None] | None = None
         """Told how long forming each step took; `watchers` may set it."""
         self.clock_zero_ns = 0
-        """When the engine's clock began, nanoseconds since 1970."""
+        """Start of the engine's clock, nanoseconds since 1970."""
         self._parts = parts
         self._bridge: LoopBridge | None = None
         self._load_gate = threading.Lock()
@@ -114,16 +114,16 @@ class EngineSession:
         """The session was closed while the engine was being loaded; its thread only gives back what it made."""
         self._changed: asyncio.Event | None = None
         self.is_left_behind = False
-        """Whether the session was closed although something of it still hangs: the process has to be ended."""
+        """True when the session was closed although something of it still hangs: the process has to be ended."""
         self.is_stuck = False
-        """Whether that is the engine's own thread."""
+        """True when that is the engine's own thread."""
         self._has_stopped = False
         """The loop has come to its end, and everybody was told; what is left is the recording, and giving back."""
         self._records_end = threading.Lock()
         """Held while the recording is being ended."""
         self._is_recorded = False
         self._given_up: VajraError | None = None
-        """Why it ends although its loop could go on."""
+        """Error for which it ends although its loop could go on."""
         self._thread = threading.Thread(target=self._run, name="vajra-engine", daemon=True)
 
     # The event loop's side
@@ -174,12 +174,12 @@ class EngineSession:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request sent now would be taken and run."""
+        """Return whether a request sent now would be taken and run."""
         return self.state is SessionState.READY and len(self.unavailable()) < len(self.config.effective_replicasets)
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing will be served any more, for good."""
+        """Return whether nothing will be served any more, for good."""
         lost = self._loop is not None and self._loop.failed is not None
         return lost or self._given_up is not None or self.state in (SessionState.FAILED, SessionState.CLOSED)
 
@@ -263,7 +263,7 @@ class EngineSession:
 
     @property
     def is_writing(self) -> bool:
-        """Whether the recording is being ended."""
+        """Return whether the recording is being ended."""
         return self._records_end.locked()
 
     async def close(self, stop_s: float = STOP_S) -> None:
