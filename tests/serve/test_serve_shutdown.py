@@ -124,7 +124,7 @@ def test_a_server_stopped_while_loading_ends_at_once(
     assert session.engine is None
 
 
-def test_every_ticket_ends_when_the_engine_does(
+def test_every_stream_ends_when_the_engine_does(
     puppet_server: Callable[..., Any], until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = puppet_server()

@@ -57,15 +57,15 @@ class _Reader:
 
     def on_progress(self, submission: Submission, request: Request, reason: EndReason | None) -> None:
         """In the loop's thread: hand over what is new."""
-        collected = submission.output
-        start, text = self._num_tokens, collected.text
+        buffer = submission.output
+        start, text = self._num_tokens, buffer.text
         part = StreamPart(
             text[self._num_characters :],
-            collected.token_ids[start:],
-            collected.logprobs[start:],
+            buffer.token_ids[start:],
+            buffer.logprobs[start:],
             None if reason is None else output_of(submission, request, reason),
         )
-        self._num_tokens, self._num_characters = len(collected.token_ids), len(text)
+        self._num_tokens, self._num_characters = len(buffer.token_ids), len(text)
         self.put(part)
 
     def on_engine_end(self, error: BaseException | None) -> None:

@@ -197,17 +197,17 @@ class EngineExecutor:
         for slot, token in zip(output.slots, output.token_ids, strict=True):
             if slot in faults:
                 continue
-            request, collected = step.sampled[slot]
+            request, buffer = step.sampled[slot]
             tokens.append((request, token))
-            if collected.append(token, logprobs.get(slot)):
+            if buffer.append(token, logprobs.get(slot)):
                 stopped.append(request)
-            elif collected.looks_for_stop_strings:
-                searched[request] = collected
+            elif buffer.looks_for_stop_strings:
+                searched[request] = buffer
         detokenize(searched.values())
-        stopped += [request for request, collected in searched.items() if collected.stopped_by is not None]
+        stopped += [request for request, buffer in searched.items() if buffer.stopped_by is not None]
         for slot, entries in output.prompt_logprobs.items():
-            collected, end = step.scored[slot]
-            collected.prompt_logprobs[end - len(entries) :] = entries
+            buffer, end = step.scored[slot]
+            buffer.prompt_logprobs[end - len(entries) :] = entries
         return StepResult(tokens, frozenset(stopped), failed)
 
     # Inside
@@ -264,13 +264,13 @@ class EngineExecutor:
     def _followers(self, request: Request, slot: int, start: int, end: int, step: _Step) -> Sequence[int]:
         """Prompt tokens whose log-probabilities a chunk of positions `start` .. `end` - 1 gives and somebody wants."""
         submission = self._submissions[request]
-        collected = submission.output
-        if collected.sampling.prompt_logprobs is None or len(collected.prompt_logprobs) >= min(
+        buffer = submission.output
+        if buffer.sampling.prompt_logprobs is None or len(buffer.prompt_logprobs) >= min(
             end, len(submission.prompt_token_ids) - 1
         ):
             return ()
         followers = list(submission.prompt_token_ids[start + 1 : end + 1])
-        step.scored[slot] = (collected, start + len(followers))
+        step.scored[slot] = (buffer, start + len(followers))
         return followers
 
     def _tokens(self, request: Request, start: int, end: int) -> list[int]:

@@ -423,8 +423,8 @@ class EngineSession:
 
 
 def _note_end(recording: RunRecording, submission: Submission, request: Request, reason: EndReason) -> None:
-    collected = submission.output
-    recording.ended(request, reason, collected.token_ids, is_faulty=collected.is_faulty)
+    buffer = submission.output
+    recording.ended(request, reason, buffer.token_ids, is_faulty=buffer.is_faulty)
 
 
 def _end_of(loop: EngineLoop) -> SessionEnd:
