@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 13) or sys.exit(f"Makefile: PYTHON is {sys.version.split()[0]}. Allowed: 3.11, 3.12 (make install PYTHON=python3.11).")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt torch==$(TORCH)
-	$(PIP) install --quiet -c constraints.txt -e '.[dev,cpu,ray,serve,otel]'
+	$(PIP) install --quiet -c constraints.txt -e '.[dev,ray,serve,otel]'
 	@touch $@
 
 demo: install ## chats beside documents under three policies: a picture and a report (under 2 minutes)
@@ -106,7 +106,7 @@ vllm-prediction: $(VLLM_NEEDS) ## profile a vLLM on this CPU, run nine experimen
 	@test -n "$(VLLM_NEEDS)" -a ! -e "$(VLLM_NEEDS)" || $(VLLM_PYTHON) benchmarks/prediction.py runs/vllm-prediction --backend vllm --rounds 4 --passes 6
 
 golden: install ## replay recorded decisions: DIR=folder
-	$(PY) -P -m vajra_py.testing.golden $(DIR)
+	$(PY) -m tests.golden.readers $(DIR)
 
 gauntlet: install ## attack a server in every way known, and count innocent clients harmed: SECONDS=600
 	$(PY) benchmarks/gauntlet.py --seconds $(SECONDS)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,7 +24,9 @@ from vajra_py.config import config_from_mapping
 from vajra_py.engine.compute import RunnerOptions, StepInput, StepOutput
 from vajra_py.engine.tiny import write_tiny_model
 from vajra_py.experiment.runs.run import run_experiment
-from vajra_py.testing.fake_runner import FakeRunner
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "engine"))
+from fake_runner import FakeRunner
 
 BATCH = 64
 PROMPT_TOKENS = 8

@@ -4,7 +4,7 @@
 requests, slow clients, broken bytes, schemathesis and policy swaps while the disk is full; killed workers under a flood; and
 every preset under a flood. Innocent clients ask for greedy outputs that are known beforehand: another answer, an error or no
 answer is harm. The exit code is 1 when an innocent was harmed, when a status of 500 or more was not asked for, when anything is left
-in the end, or when a server's memory grew by more than `MAX_GROWTH_MIB`.
+in the end, or when a server's memory grew by more than `MAX_GROWTH_MIB` or leaks (see `gauntlet_memory`).
 """
 
 from __future__ import annotations
@@ -119,6 +119,21 @@ def part_preset(preset: str, given: Given) -> Tally:
     return serve([*sized(given.model, "--preset", preset), *flags], part)
 
 
+def part_soak(given: Given) -> Tally:
+    """Ordinary requests alone, as many as two replicas in processes answer: what each of them leaves in memory shows."""
+
+    def part(process: subprocess.Popen[bytes], url: str, tally: Tally) -> None:
+        plan = flood.Plan(
+            "tiny", 16, given.seconds, gone_fraction=0.0, max_prompt_tokens=24, max_tokens=2, seed=given.seed
+        )
+        outcome = asyncio.run(flood.flood(url, plan, KEY))
+        tally.requests += outcome.counts
+        tally.innocents = outcome.counts["finished"]
+        tally.harmed += outcome.wrong
+
+    return serve(sized(given.model, "-dp", "2"), part, with_workers=True)
+
+
 def part_end(given: Given) -> Tally:
     """A server whose only worker is killed and does not come back ends with an error."""
     tally = Tally()
@@ -135,6 +150,7 @@ def part_end(given: Given) -> Tally:
 PARTS = [
     Part("bodies", 0.1, part_bodies),
     Part("siege", 0.4, part_siege),
+    Part("soak", 0.1, part_soak),
     Part("kills", 0.2, part_kills),
     Part("end", 0.0, part_end),
     *gauntlet_doors.PARTS,
@@ -194,6 +210,11 @@ def report(tallies: dict[str, Tally], output: Path | None, seed: int) -> int:
             name: [one.facts["memory before, MiB"], one.facts["memory after, MiB"]]
             for name, one in tallies.items()
             if "memory before, MiB" in one.facts
+        },
+        "memory after warm-up, bytes a request": {
+            name: one.facts["memory after warm-up, bytes a request"]
+            for name, one in tallies.items()
+            if "memory after warm-up, bytes a request" in one.facts
         },
         "blocks in use in the end": sum(one.facts.get("blocks in use in the end", 0.0) for one in every),
         "seconds from SIGTERM to the end": max(

@@ -3,7 +3,7 @@
 `python benchmarks/prediction.py DIR` writes a tiny model to DIR, profiles it, runs every combination of
 policies on every workload on the engine, simulates the same requests with the profile, and prints the errors of TTFT, TBT and
 E2E, and how both order the policies. `--backend vllm`, in an environment that has vLLM, computes with that. The engine keeps the
-time of a machine of steady pace (`vajra_py.experiment.profiling.steady`): a reference batch after each step tells how fast the machine is, and
+time of a machine of steady pace (`steady.py`): a reference batch after each step tells how fast the machine is, and
 its pace is taken out of the times; on a clock on the wall (`--wall`), two equal runs on a shared machine differ by more than what is
 looked for. One model is loaded for everything that a process measures.
 
@@ -33,17 +33,17 @@ from typing import Any, TypeAlias
 
 from loaded_once import LoadedOnce
 from machine import processor
+from steady import NormalizedClock, SteadyRunner
 
 from vajra_py import __version__
 from vajra_py.config import ExperimentConfig, TypedChoice, config_from_mapping
 from vajra_py.engine.clock import WallClock
 from vajra_py.engine.compute import ModelRunner, RunnerOptions
 from vajra_py.engine.tiny import write_tiny_model
-from vajra_py.experiment.measured.validation import METRICS, Assumed, validate
+from vajra_py.experiment.measured.validation import Assumed, simulate_as_served
 from vajra_py.experiment.profiling.bench import Batch, Bench, Reference
 from vajra_py.experiment.profiling.other_load import OtherLoad
 from vajra_py.experiment.profiling.profile import ProfileSettings, profile_config, profile_model
-from vajra_py.experiment.profiling.steady import NormalizedClock, SteadyRunner
 from vajra_py.experiment.runs.backend import Backend, Run
 from vajra_py.experiment.runs.engined import EngineRun
 from vajra_py.experiment.runs.run import run_experiment
@@ -52,7 +52,7 @@ from vajra_py.metrics.runs.run_data import RunData
 
 FIRST_PROFILE, PROFILE = "first-profile.json", "profile.json"
 FIRST_PASSES, SIMULATIONS = 3, 25
-KEYS = [(metric, quantile) for metric in METRICS for quantile in ("p50", "p90")]
+KEYS = [(metric, quantile) for metric in ("ttft_s", "tbt_s", "e2e_s") for quantile in ("p50", "p90")]
 TOLERANCE = 0.10
 _QUIET_CORES = 0.15
 _MOST_TRIES = 10
@@ -323,7 +323,7 @@ def compare(computing: Computing, load_name: str, policy: str, folders: Sequence
     latency = TypedChoice.model_validate({"type": "profiled", "path": str(profiles.file)})
     runs = [RunData.load(folder) for folder in folders]
     simulated = [
-        figures(validate(runs[0], config, assumed=Assumed(latency, seed)).simulated) for seed in range(SIMULATIONS)
+        figures(simulate_as_served(runs[0], config, assumed=Assumed(latency, seed))) for seed in range(SIMULATIONS)
     ]
     return Compared(
         load_name,

@@ -121,7 +121,7 @@ def write_run(
 
 def write_profile(path: Path, steps: Sequence[Measured], facts: Mapping[str, Any], seed: int) -> None:
     """The fit to these steps, with its errors on those left out."""
-    errors = held_out_errors(steps, np.random.default_rng(seed))
+    errors = held_out_errors(steps, np.random.default_rng(seed).permutation(len(steps)).tolist())
     told = {"model": "tiny-llama", "device": "this CPU", "max_model_len": ENGINE["max_model_len"], **facts}
     Profile(fit_steps(steps), told, errors, len(steps)).write(path)
 

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from vajra_py.experiment.profiling.bench import Pace
+from steady import Pace
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

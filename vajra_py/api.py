@@ -196,7 +196,7 @@ def validate_measured(
     folder: str | Path,
     engine: Mapping[str, Any] | None = None,
 ) -> Accuracy:
-    """Simulate a real engine's run with a profile bundle and compare: `.errors`, `.series`, `.passes`, `.lines()`.
+    """Simulate a real engine's run with a profile bundle and compare: `.errors`, `.series`, `.passes`, `.table()`.
 
     The simulation goes below `folder`; `engine` says what the measured file does not, by vLLM's argument names. Raises `ConfigError`.
     """

@@ -1,4 +1,4 @@
-"""Attention of a ragged batch over paged KV memory: Triton kernels on CUDA, torch and compiled loops on the CPU.
+"""Attention of a ragged batch over paged KV memory: Triton kernels on CUDA, torch on the CPU.
 
 Imports torch and triton only (triton only once a CUDA tensor is seen), so that it can be checked on a machine that has
 nothing else.
@@ -7,7 +7,7 @@ nothing else.
 from __future__ import annotations
 
 from vajra_kernels.attention import paged_attention
-from vajra_kernels.backend import fuses_layers, uses_triton
+from vajra_kernels.backend import uses_triton
 from vajra_kernels.cache import allocate_kv_cache, kv_block_bytes
 from vajra_kernels.metadata import AttentionMetadata, build_metadata, token_slots
 from vajra_kernels.ops import copy_blocks, merge_partials, write_kv
@@ -19,7 +19,6 @@ __all__ = [
     "allocate_kv_cache",
     "build_metadata",
     "copy_blocks",
-    "fuses_layers",
     "kv_block_bytes",
     "merge_partials",
     "paged_attention",

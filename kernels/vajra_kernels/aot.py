@@ -80,7 +80,7 @@ def compile_launch(launch: Launch, capability: tuple[int, int]) -> CompiledFigur
 
 
 def specialization(launch: Launch) -> str:
-    """What tells the machine code of a launch from that of others, on one device."""
+    """Return a key that identifies the machine code of a launch on one device."""
     tile = launch.tile
     return f"{launch.kernel.__name__} {tile.num_warps} {tile.num_stages} {_signature(launch)}"
 

@@ -4,7 +4,7 @@ Invariants:
     - Causal: the query at position p of its sequence sees KV positions <= p, and with a window those > p - window. With
       ``metadata.causal`` False it sees all of them.
     - K and V of the step's own tokens are in the cache already (``ops.write_kv``).
-    - CUDA tensors take the Triton kernels, CPU tensors torch and compiled loops (``backend``); Triton is imported on first use only.
+    - CUDA tensors take the Triton kernels, CPU tensors torch (``backend``); Triton is imported on first use only.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ MAX_CHUNK_SPLITS = 32
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What the choice of a configuration needs to know about a GPU.
+    """Facts of a GPU that kernel configurations depend on.
 
     Attributes:
         capability: (major, minor) compute capability; major >= 9 has ``wgmma`` or better.
@@ -91,7 +91,7 @@ def ragged_config(group: int, max_query_len: int, head_pad: int, element_bytes: 
 
 
 def _is_large(device: DeviceFacts) -> bool:
-    """Whether the device has Hopper's shared memory (and its warp-group products)."""
+    """Return whether the device has Hopper's shared memory (and warp-group products)."""
     return device.capability[0] >= 9 and device.shared_limit_bytes >= 200 * 1024
 
 

@@ -1,4 +1,4 @@
-"""Paged attention of a ragged batch on the CPU, in torch; decodes in compiled loops where Numba is installed.
+"""Paged attention of a ragged batch on the CPU, in torch.
 
 Gather the keys a call needs (at memory-copy speed, see ``cpu_plan``), then one fused attention call per decode group or
 chunk piece, with the query heads of a KV head as rows of one product. Where the fused call cannot do it (soft cap,
@@ -16,12 +16,9 @@ import threading
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from vajra_kernels.backend import has_numba
 from vajra_kernels.cpu_plan import Chunk, DecodeGroup, KeyRange
 from vajra_kernels.metadata import AttentionMetadata
 
-CHUNK_KEYS_BYTES = 1 << 20
-"""Compiled loops attend chunks while one head's keys stay within this, so that they are still cached for the next rows."""
 # What scaled_dot_product_attention runs on the CPU, called by name where its second result, the log-sum-exp, is wanted.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -48,7 +45,7 @@ _workspace = _Workspace()
 class CpuAttention:
     """One attention layer's call: operands that all of the step's groups and chunks share."""
 
-    __slots__ = ("caches", "group", "k_tokens", "num_kv_heads", "q", "scale", "softcap", "v_tokens", "want_lse")
+    __slots__ = ("group", "k_tokens", "num_kv_heads", "q", "scale", "softcap", "v_tokens", "want_lse")
 
     def __init__(
         self,
@@ -60,7 +57,6 @@ class CpuAttention:
         want_lse: bool,
     ) -> None:
         self.q = q
-        self.caches = (k_cache, v_cache)
         self.num_kv_heads = k_cache.shape[2]
         self.group = q.shape[1] // self.num_kv_heads
         self.k_tokens = _token_rows(k_cache)
@@ -68,11 +64,6 @@ class CpuAttention:
         self.scale = scale
         self.softcap = softcap
         self.want_lse = want_lse
-
-    @property
-    def compiles(self) -> bool:
-        """Whether compiled loops attend decodes: Numba is installed, and they are of use for these heads."""
-        return has_numba() and self.group > 1 and self.softcap is None and self.q.dtype != torch.float16
 
     def decode_group(self, group: DecodeGroup) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(output [n, Hq, Dv], lse [n, Hq] where wanted) of a group's rows."""
@@ -153,20 +144,9 @@ def paged_attention_cpu(
     num_tokens, num_heads, _ = q.shape
     lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32) if attention.want_lse else None
     shape = (num_tokens, num_heads, v_tokens.shape[1] // attention.num_kv_heads)
-    num_compiled = 0
-    if attention.compiles:
-        from vajra_kernels import cpu_compiled
-
-        out = q.new_empty(shape) if out is None else out
-        num_compiled = metadata.num_decodes
-        fits = 4 * q.shape[2] * metadata.max_kv_len <= CHUNK_KEYS_BYTES
-        chunks = num_compiled < num_tokens and fits and torch.get_num_threads() == 1
-        cpu_compiled.attend(q, attention.caches, metadata, attention.scale, window, out, lse, chunks)
-        if chunks or num_compiled == num_tokens:
-            return out, lse
     token_bytes = k_tokens.shape[1] * k_tokens.element_size()
-    plan = metadata.memo.cpu_plans.get(metadata, window, token_bytes, q.dtype, num_compiled)
-    if plan.is_one_group and not num_compiled:
+    plan = metadata.memo.cpu_plans.get(metadata, window, token_bytes, q.dtype)
+    if plan.is_one_group:
         result, result_lse = attention.decode_group(plan.groups[0])
         if out is not None:
             result = out.copy_(result)
@@ -174,9 +154,9 @@ def paged_attention_cpu(
     if out is None:
         out = q.new_empty(shape)
     if not plan.covers_all:
-        out[num_compiled:] = 0
+        out.zero_()
         if lse is not None:
-            lse[num_compiled:] = float("-inf")
+            lse.fill_(float("-inf"))
     for group in plan.groups:
         _store(group, *attention.decode_group(group), out, lse)
     if plan.chunks:

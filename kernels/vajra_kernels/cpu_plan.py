@@ -95,7 +95,7 @@ class CpuPlan:
 
     @property
     def is_one_group(self) -> bool:
-        """Whether the whole batch is one group of consecutive rows, whose result is the output as it is."""
+        """True if the whole batch is one group of consecutive rows, so that its result is the output."""
         return len(self.groups) == 1 and not self.chunks and self.covers_all and self.groups[0].rows is None
 
 
@@ -110,14 +110,12 @@ class CpuPlans:
 
     query_lens: tuple[int, ...] | None = None
     kv_lens: tuple[int, ...] | None = None
-    _plans: dict[tuple[int | None, int, torch.dtype, int], CpuPlan] = field(default_factory=dict)
+    _plans: dict[tuple[int | None, int, torch.dtype], CpuPlan] = field(default_factory=dict)
 
-    def get(
-        self, metadata: AttentionMetadata, window: int | None, token_bytes: int, dtype: torch.dtype, first: int = 0
-    ) -> CpuPlan:
-        """The plan for layers with this window, KV row size and computing dtype, of the sequences from ``first`` on."""
+    def get(self, metadata: AttentionMetadata, window: int | None, token_bytes: int, dtype: torch.dtype) -> CpuPlan:
+        """Return the plan for layers with this window, KV row size and computing dtype."""
         longest = metadata.max_kv_len
-        key = (window if window is not None and window < longest else None, token_bytes, dtype, first)
+        key = (window if window is not None and window < longest else None, token_bytes, dtype)
         plan = self._plans.get(key)
         if plan is None:
             if self.query_lens is None or self.kv_lens is None:
@@ -135,7 +133,6 @@ class _Planner:
     window: int | None
     token_bytes: int
     dtype: torch.dtype
-    first: int
 
     def plan(self) -> CpuPlan:
         decodes: list[tuple[int, int, int]] = []  # (keys attended, row, sequence)
@@ -143,9 +140,7 @@ class _Planner:
         row = 0
         covers_all = True
         for seq, (query_len, kv_len) in enumerate(zip(self.query_lens, self.kv_lens, strict=True)):
-            if seq < self.first:
-                pass  # attended elsewhere
-            elif kv_len == 0:
+            if kv_len == 0:
                 covers_all = covers_all and query_len == 0
             elif query_len == 1:
                 decodes.append((kv_len if self.window is None else min(kv_len, self.window), row, seq))

@@ -86,7 +86,7 @@ def max_pieces(metadata: AttentionMetadata, num_head_tiles: int, tile_n: int, de
 def is_split(
     metadata: AttentionMetadata, num_head_tiles: int, tile_n: int, window: int | None, device: DeviceFacts
 ) -> bool:
-    """Whether a sequence may have several pieces. Where lengths are bounds alone, any longer than a shortest piece may."""
+    """Return whether a sequence may have several pieces; where only bounds of lengths are known, any above the shortest piece may."""
     longest = metadata.max_kv_len if window is None else min(metadata.max_kv_len, window + tile_n)
     piece = MIN_SPLIT_TOKENS
     if metadata.knows_lengths:

@@ -43,7 +43,7 @@ class Launch:
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter on the CPU (TRITON_INTERPRET=1 before the first import)."""
+    """Return whether kernels run in Triton's interpreter on the CPU (TRITON_INTERPRET=1 before the first import)."""
     return bool(triton.knobs.runtime.interpret)
 
 
@@ -62,7 +62,7 @@ def dot_mode(dtype: torch.dtype) -> tuple[bool, str | None]:
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
-    """What configurations depend on, read once off a tensor's device; in the interpreter, an H200's facts."""
+    """Return the facts that configurations depend on, read once from a tensor's device; an H200's in the interpreter."""
     if device.type != "cuda":
         return H200
     return _cuda_facts(device.index)

@@ -1,7 +1,6 @@
 """Operations of a decoder layer between its products and its attention, one launch each.
 
-For tensors that ``backend.fuses_layers`` allows: Triton kernels, or compiled loops on a CPU. Everything is computed in
-float32 and rounded once.
+Triton kernels, for tensors that ``backend.uses_triton`` allows. Everything is computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from typing import TypeAlias
 
 import torch
 
-from vajra_kernels.backend import uses_triton
-
 ACTIVATIONS = ("silu", "gelu_tanh")
 """Those that ``gated_activation`` knows; ``gelu_tanh`` is the approximation by tanh (Hendrycks and Gimpel 2016)."""
 Norm: TypeAlias = tuple[torch.Tensor, float]
@@ -21,7 +18,7 @@ Norm: TypeAlias = tuple[torch.Tensor, float]
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What a step's tokens are rotated by: cos and sin [positions, rotary dim / 2] (dense), and positions int64 [T]."""
+    """Rotary embedding of a step: cos and sin [positions, rotary dim / 2] (dense), and positions int64 [T]."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -32,15 +29,10 @@ def add_norm(
     hidden: torch.Tensor, norm: Norm, part: torch.Tensor | None = None, part_norm: Norm | None = None
 ) -> torch.Tensor:
     """Norm of hidden [T, W] after ``hidden += part_norm(part)``, which is in place. Rows are dense."""
+    from vajra_kernels.norm import norm_launch
+
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-    if uses_triton(hidden.device):
-        from vajra_kernels.norm import norm_launch
-
-        norm_launch(out, hidden, norm, part, part_norm).run()
-    else:
-        from vajra_kernels import cpu_layer
-
-        cpu_layer.add_norm(out, hidden, norm, part, part_norm)
+    norm_launch(out, hidden, norm, part, part_norm).run()
     return out
 
 
@@ -60,29 +52,19 @@ def rotate_and_write(
         rotation: of queries and keys.
         norm: over each query and key head before, with a weight [Hq + Hkv, D].
     """
+    from vajra_kernels.rotate import rotate_launch
+
     num_kv_heads, dim = caches[0].shape[2:]
     num_query_heads = qkv.shape[1] // dim - 2 * num_kv_heads
     query = torch.empty((qkv.shape[0], num_query_heads, dim), dtype=qkv.dtype, device=qkv.device)
-    if uses_triton(qkv.device):
-        from vajra_kernels.rotate import rotate_launch
-
-        rotate_launch(query, qkv, caches, slot_mapping, rotation, norm).run()
-    else:
-        from vajra_kernels import cpu_layer
-
-        cpu_layer.rotate_and_write(query, qkv, caches, slot_mapping, rotation, norm)
+    rotate_launch(query, qkv, caches, slot_mapping, rotation, norm).run()
     return query
 
 
 def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """``act(gate) * up`` [T, W] of gate_up [T, 2 W], rows dense; ``activation`` is one of ``ACTIVATIONS``."""
+    from vajra_kernels.activation import gated_launch
+
     out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype, device=gate_up.device)
-    if uses_triton(gate_up.device):
-        from vajra_kernels.activation import gated_launch
-
-        gated_launch(out, gate_up, activation).run()
-    else:
-        from vajra_kernels import cpu_layer
-
-        cpu_layer.gated_activation(out, gate_up, activation)
+    gated_launch(out, gate_up, activation).run()
     return out

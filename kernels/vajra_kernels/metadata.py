@@ -59,7 +59,7 @@ class AttentionMetadata:
 
     @property
     def knows_lengths(self) -> bool:
-        """Whether the host knows every sequence's length, and not bounds alone."""
+        """True if the host knows every sequence's length rather than bounds."""
         return self.memo.cpu_plans.kv_lens is not None
 
     def parts(self) -> tuple[AttentionMetadata, AttentionMetadata]:

@@ -65,7 +65,7 @@ class StaticCase:
     max_stack_bytes: int = 0
 
     def violations(self, figures: CompiledFigures) -> list[str]:
-        """Which bounds the compiled code breaks, in words; none when it is as it should be."""
+        """Return descriptions of the bounds that the compiled code exceeds; empty if none."""
         shared_limit = min(self.max_shared_bytes, self.device.shared_limit_bytes)
         found = []
         if figures.registers > self.max_registers:
@@ -188,7 +188,7 @@ def _memory_cases() -> Iterator[StaticCase]:
 
 
 def _layer_cases() -> Iterator[StaticCase]:
-    """What stands between a layer's products and its attention, at Llama 8B's and Qwen3's shapes."""
+    """Yield the operations between a layer's products and its attention, at the shapes of Llama 8B and Qwen3."""
     rows = torch.empty((16, 4096), dtype=torch.bfloat16)
     weight = torch.empty(4096, dtype=torch.bfloat16)
     yield StaticCase("norm 4096", H200, norm_launch(rows, rows, (weight, 1e-5)), 64)

@@ -22,7 +22,7 @@ from vajra_kernels.metadata import AttentionMetadata
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """What layers of one kind ask for.
+    """Attention shape shared by layers of one kind.
 
     Attributes:
         num_query_heads: of q.

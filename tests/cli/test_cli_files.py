@@ -146,7 +146,7 @@ def test_a_missing_trace_is_found_before_anything_runs(vajra: Vajra, small: Path
             "does not fit",
         ),
         (["scheduling.replica_scheduler.params.preemption=swap"], "host_blocks"),
-        (["backend.simulator.latency={type: table, path: nowhere.csv}"], "nowhere.csv"),
+        (["backend.simulator.latency={type: profiled, path: nowhere.csv}"], "nowhere.csv"),
     ],
     ids=["model too large", "no host memory", "no table"],
 )

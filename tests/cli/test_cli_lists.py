@@ -20,8 +20,9 @@ Vajra = Callable[..., Any]
 def test_policies_are_listed_by_layer(vajra: Vajra) -> None:
     said = vajra("policies")
     assert said.code == 0
-    for line in said.out.splitlines()[1:]:
-        assert line.split()[0] in {layer.value for layer in Layer}
+    heads = [line.split()[0] for line in said.out.splitlines() if "──" not in line]
+    assert heads[0] == "layer"
+    assert set(heads[1:]) == {layer.value for layer in Layer}
     listed = json.loads(vajra("policies", "--json").out)
     registry = load_registry()
     assert len(listed) == sum(len(registry.policies(layer)) for layer in Layer)

@@ -79,10 +79,12 @@ def test_paths_are_seen_from_the_file_too(write: Any, good: str, registry: Regis
     folder = tmp_path / "deep"
     folder.mkdir()
     write("")
-    (folder / "table.csv").write_text("num_tokens,time_s\n1,0.1\n")
-    (folder / "exp.yaml").write_text(good.replace("type: constant, step_time_s: 0.5", "type: table, path: table.csv"))
+    (folder / "steps.csv").write_text("replica_id,step_index,duration_s\n0,0,0.1\n")
+    (folder / "exp.yaml").write_text(
+        good.replace("type: constant, step_time_s: 0.5", "type: recorded, steps: steps.csv")
+    )
     config = load_config(Path("deep") / "exp.yaml", registry=registry)
-    assert Path(config.backend.settings.latency.params["path"]).is_file()
+    assert Path(config.backend.settings.latency.params["steps"]).is_file()
 
 
 def test_preset_gives_defaults_and_explicit_keys_win_at_every_level(write: Any, good: str, registry: Registry) -> None:

@@ -29,6 +29,15 @@ def test_lines_of_prose_can_be_read(page: Path) -> None:
     assert not long, f"{page.name}: lines {long} are over {MOST_CHARACTERS} characters"
 
 
+def test_the_page_on_statistics_is_short_and_easy_on_the_eye() -> None:
+    text = (ROOT / "docs/statistics.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 1300
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    assert not [line for line in prose.splitlines() if len(line) > 100 and not line.startswith("|")]
+    paragraphs = [one.strip() for one in re.split(r"\n\s*\n", prose)]
+    assert not [one for one in paragraphs if one.count("\n") >= 6 and not one.startswith(("|", "- "))]
+
+
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.stem)
 def test_decisions_have_a_status(record: Path) -> None:
     found = re.search(r"^\*\*Status\.\*\* (Accepted|Superseded by \[ADR \d+\])", record.read_text(), re.M)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.fake_runner import FakeRunner, SteppedWorld, expected_output
 from vajra_py import LLM, SamplingParams
 from vajra_py.config import config_from_mapping
 from vajra_py.engine.compute import Foreseen, RunnerOptions, StepInput
@@ -17,7 +18,6 @@ from vajra_py.experiment.runs.backend import Backend, Run
 from vajra_py.experiment.runs.engined import EngineRun
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.experiment.runs.run import run_experiment
-from vajra_py.testing.fake_runner import FakeRunner, SteppedWorld, expected_output
 
 POLICIES: list[Any] = [
     {"policy": "fixed_chunk", "params": {"chunk_size": 48, "preemption": "swap"}},

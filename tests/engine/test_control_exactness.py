@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.fake_runner import SteppedWorld
 from tests.engine.oracle import Oracle
 from vajra_py.config import config_from_mapping
 from vajra_py.engine.compute import ModelRunner, RunnerOptions, StepInput, StepOutput
@@ -26,7 +27,6 @@ from vajra_py.experiment.runs.run import load_workload, run_experiment
 from vajra_py.plugins import load_registry
 from vajra_py.runtime.records.decision_reader import read_decisions
 from vajra_py.runtime.records.input_log import read_rows
-from vajra_py.testing.fake_runner import SteppedWorld
 
 FAMILIES = ["llama", "qwen3", "gemma2", "mixtral"]
 NUM_SCHEDULES = 52

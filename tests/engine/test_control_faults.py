@@ -11,6 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.fake_runner import (
+    FakeRunner,
+    SteppedWorld,
+    expected_output,
+    runner_that_dies_on_long_prompts,
+)
 from vajra_py import LLM, AsyncLLM, SamplingParams
 from vajra_py.config import config_from_mapping
 from vajra_py.engine.compute import RunnerOptions, StepInput, StepOutput
@@ -20,12 +26,6 @@ from vajra_py.experiment.runs.engined import EngineRun
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.runtime.records.input_log import read_rows
-from vajra_py.testing.fake_runner import (
-    FakeRunner,
-    SteppedWorld,
-    expected_output,
-    runner_that_dies_on_long_prompts,
-)
 
 POISON = 77
 DEADLY = 501

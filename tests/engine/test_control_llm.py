@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.engine.fake_runner import EOS_TOKEN_ID, VOCAB_SIZE, FakeRunner, expected_output
 from vajra_py import LLM, AsyncLLM, SamplingParams
 from vajra_py.engine.compute import StepInput, StepOutput
 from vajra_py.engine.outputs import OutputBuffer, detokenize
 from vajra_py.engine.tokenizer import text_stream
 from vajra_py.errors import ConfigError, ExecutorError, PolicyError
-from vajra_py.testing.fake_runner import EOS_TOKEN_ID, VOCAB_SIZE, FakeRunner, expected_output
 
 SIZES = {"replica": {"max_model_len": 200, "memory": {"block_size": 8, "num_blocks": 60}}}
 PROMPTS = [[1, 2, 3], [500], list(range(90)), [3, 2, 1]]

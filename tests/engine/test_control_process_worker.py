@@ -8,11 +8,11 @@ from queue import SimpleQueue
 
 import pytest
 
+from tests.engine.fake_runner import FakeRunner
 from vajra_py.engine.compute import Chunk, Foreseen, NewRow, RunnerOptions, SamplingParams, StepInput, TableUpdate
 from vajra_py.engine.processes import ProcessWorker
 from vajra_py.engine.worker import Finished, LeftFirstStage
 from vajra_py.errors import ExecutorError
-from vajra_py.testing.fake_runner import FakeRunner
 
 
 class CannotBegin(FakeRunner):

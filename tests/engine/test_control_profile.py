@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -12,17 +12,20 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from tests.engine.fake_runner import FakeRunner
 from vajra_py.config import TypedChoice, config_from_mapping
 from vajra_py.contract import BatchFeatures
 from vajra_py.engine.compute import RunnerOptions, StepInput, StepOutput
 from vajra_py.engine.worker import Deliver, InlineWorker, ReplicaKey, Worker
 from vajra_py.errors import ConfigError
-from vajra_py.experiment.measured.validation import Assumed, as_rows, check_validation, validate
+from vajra_py.experiment.measured.accuracy import Accuracy, compare_with_measured
+from vajra_py.experiment.measured.files import read_measured
+from vajra_py.experiment.measured.validation import Assumed, check_validation, simulate_as_served, validate
 from vajra_py.experiment.profiling.profile import ProfileSettings, profile_config, profile_model
 from vajra_py.experiment.runs.engined import EngineRun
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.latency import read_profile
-from vajra_py.testing.fake_runner import FakeRunner
+from vajra_py.metrics.runs.run_data import RunData
 
 T = TypeVar("T")
 
@@ -266,15 +269,18 @@ def engine_experiment(model: Path, latency: Any, **engine: Any) -> dict[str, Any
     }
 
 
-def run_predictably(mapping: dict[str, Any], folder: Path, step_time: StepTime) -> Any:
+def run_predictably(mapping: dict[str, Any], folder: Path, step_time: StepTime) -> RunData:
     config = config_from_mapping(mapping)
     world = PredictableWorld(step_time)
-    run = run_experiment(
+    return run_experiment(
         config,
         folder=folder,
         backend=lambda run: EngineRun(run, make_worker=world.worker, make_clock=lambda: world),
     )
-    return validate(run, config)
+
+
+def largest_error(accuracy: Accuracy) -> float:
+    return max(abs(one.relative) for one in accuracy.errors)
 
 
 @pytest.mark.parametrize("engine", [{}, {"time_scale": 0.5}, {"sampling": {"ignore_eos": False}}])
@@ -282,23 +288,25 @@ def test_a_simulation_on_true_step_times_is_what_was_measured(
     engine: dict[str, Any], hollow_model: Path, tmp_path: Path
 ) -> None:
     latency = {"type": "affine", "base_s": 0.004, "per_token_s": 0.0002}
-    validation = run_predictably(engine_experiment(hollow_model, latency, **engine), tmp_path / "run", StepTime())
-    assert len(validation.errors) == 9
-    for one in validation.errors:
-        assert one.measured_s > 0.001
-        assert abs(one.relative) < 1e-4
-    assert validation.within(0.001)
-    measured, simulated = validation.measured.requests(), validation.simulated.requests()
-    assert measured.column("num_output_tokens").to_pylist() == simulated.column("num_output_tokens").to_pylist()
+    mapping = engine_experiment(hollow_model, latency, **engine)
+    run = run_predictably(mapping, tmp_path / "run", StepTime())
+    accuracy = validate(run, config_from_mapping(mapping))
+    names = [one.name for one in accuracy.errors]
+    assert {"ttft_p99_ms", "tpot_mean_ms", "e2e_p50_ms", "tbt_p90_ms", "output_tokens_per_s"} <= set(names)
+    assert all(one.measured > 1.0 for one in accuracy.errors)
+    assert largest_error(accuracy) < 1e-4
+    assert accuracy.passes
+    assert accuracy.measured.num_output_tokens.tolist() == accuracy.simulated.num_output_tokens.tolist()
 
 
 def test_wrong_step_times_show(hollow_model: Path, tmp_path: Path) -> None:
     latency = {"type": "affine", "base_s": 0.006, "per_token_s": 0.0003}
-    validation = run_predictably(engine_experiment(hollow_model, latency), tmp_path / "run", StepTime())
-    assert not validation.within(0.1)
-    rows: Sequence[Any] = as_rows(validation)
-    assert [row["metric"] for row in rows][:2] == ["TTFT p50", "TTFT p90"]
-    assert all(row["error"].startswith("+") for row in rows)
+    mapping = engine_experiment(hollow_model, latency)
+    accuracy = validate(run_predictably(mapping, tmp_path / "run", StepTime()), config_from_mapping(mapping))
+    assert not accuracy.passes
+    assert all(one.relative > 0.1 for one in accuracy.errors if one.name.startswith(("ttft_mean", "tpot", "e2e")))
+    error = next(row for row in accuracy.table().rows if row.head == "ttft_mean_ms").cells[-1]
+    assert error.spread == "beyond 15%"
 
 
 def test_policies_are_told_in_the_simulation_what_they_were_told_on_the_engine(
@@ -307,11 +315,12 @@ def test_policies_are_told_in_the_simulation_what_they_were_told_on_the_engine(
     told = {"type": "affine", "base_s": 0.006, "per_token_s": 0.0003}
     mapping = engine_experiment(hollow_model, told)
     mapping["scheduling"]["replica_scheduler"] = {"policy": "dynamic_chunk", "params": {"target_batch_time_s": 0.02}}
-    measured = run_predictably(mapping, tmp_path / "run", StepTime()).measured
+    measured = run_predictably(mapping, tmp_path / "run", StepTime())
     config = config_from_mapping(mapping)
     true = TypedChoice.model_validate({"type": "affine", "base_s": 0.004, "per_token_s": 0.0002})
-    assert validate(measured, config, assumed=Assumed(latency=true)).within(0.001)
-    assert not validate(measured, config).within(0.1)
+    simulated = simulate_as_served(measured, config, assumed=Assumed(latency=true))
+    assert largest_error(compare_with_measured(read_measured(measured.path), simulated)) < 0.001
+    assert largest_error(validate(measured, config)) > 0.1
 
 
 def test_what_cannot_be_validated(hollow_model: Path) -> None:

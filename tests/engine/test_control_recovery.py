@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.fake_runner import FakeRunner, SteppedWorld, expected_output
 from vajra_py.config import PolicyChoice, config_from_mapping
 from vajra_py.contract import Layer
 from vajra_py.engine.compute import RunnerOptions
@@ -21,7 +22,6 @@ from vajra_py.experiment.runs.replay import replay
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.runtime.records.input_log import Failure, PolicyChange, Restart, read_inputs, read_rows
-from vajra_py.testing.fake_runner import FakeRunner, SteppedWorld, expected_output
 
 BATCHERS: list[Any] = [
     {"policy": "fixed_chunk", "params": {"chunk_size": 48, "preemption": "swap"}},

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.fake_runner import SteppedWorld, expected_output
 from vajra_policies.fixed_chunk import FixedChunk
 from vajra_py.config import config_from_mapping, dump_effective
 from vajra_py.contract import Layer
@@ -26,7 +27,6 @@ from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import build_registry, load_registry
 from vajra_py.runtime.records.decision_reader import read_decisions
 from vajra_py.runtime.records.input_log import read_rows
-from vajra_py.testing.fake_runner import SteppedWorld, expected_output
 from vajra_py.workload import PromptContent, RequestSpec, Workload, write_jsonl
 from vajra_py.workload.request import follows_of
 

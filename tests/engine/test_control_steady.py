@@ -9,15 +9,15 @@ from queue import SimpleQueue
 
 import pytest
 
+from benchmarks.steady import NormalizedClock, SteadyRunner
+from tests.engine.fake_runner import FakeRunner
 from vajra_py.config import config_from_mapping
 from vajra_py.engine.clock import TICKS_PER_NANOSECOND
 from vajra_py.engine.compute import ModelRunner, RunnerOptions, StepInput, StepOutput
 from vajra_py.experiment.profiling.bench import Reference, paces
-from vajra_py.experiment.profiling.steady import NormalizedClock, SteadyRunner
 from vajra_py.experiment.runs.engined import EngineRun
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.runtime.support.clock import to_seconds
-from vajra_py.testing.fake_runner import FakeRunner
 
 TYPICAL_S = 0.010
 

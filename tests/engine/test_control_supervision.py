@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.engine.fake_runner import FakeRunner
 from vajra_py import AsyncLLM, SamplingParams
 from vajra_py.engine.compute import RunnerOptions, StepInput, StepOutput
 from vajra_py.engine.supervision import GivenUp, Outcome, Restarted, RestartLimits, Supervisor
 from vajra_py.engine.worker import ReplicaKey, close_all
 from vajra_py.errors import ExecutorError
-from vajra_py.testing.fake_runner import FakeRunner
 
 KEY = ("default", 0)
 

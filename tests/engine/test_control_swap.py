@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.fake_runner import FakeRunner, SteppedWorld, expected_output
 from vajra_py import LLM, AsyncLLM, SamplingParams
 from vajra_py.config import PolicyChoice, config_from_mapping
 from vajra_py.contract import Layer
@@ -24,7 +25,6 @@ from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.runtime.records.input_log import PolicyChange, Swap, read_inputs, read_rows
 from vajra_py.runtime.serving.policy_swap import Swapped
-from vajra_py.testing.fake_runner import FakeRunner, SteppedWorld, expected_output
 
 LATENCY = {"type": "affine", "base_s": 0.004, "per_token_s": 1e-4, "per_prefill_pair_s": 1e-7, "per_swap_byte_s": 1e-7}
 OTHERS: dict[Layer, list[Any]] = {

@@ -9,6 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.fake_runner import (
+    FakeRunner,
+    SteppedWorld,
+    expected_output,
+    runner_that_cannot_load,
+    runner_that_dies_on_long_prompts,
+)
 from vajra_py import LLM, SamplingParams
 from vajra_py.config import config_from_mapping
 from vajra_py.engine.config import SLOTS_PER_BATCH_ENTRY
@@ -18,13 +25,6 @@ from vajra_py.experiment.runs.engined import EngineRun
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.metrics.runs.run_data import RunData
-from vajra_py.testing.fake_runner import (
-    FakeRunner,
-    SteppedWorld,
-    expected_output,
-    runner_that_cannot_load,
-    runner_that_dies_on_long_prompts,
-)
 
 PROMPTS = [[index, 2, 3] for index in range(6)]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)

@@ -350,7 +350,7 @@ def test_a_comparison_has_a_row_a_setting_in_every_form(runs: list[RunData]) -> 
         assert float(row["ttft_p99_s"]) == pytest.approx(own["ttft_p99_s"])
     markdown = comparison.to_markdown()
     assert all(row["run"] in markdown for row in overall)
-    each = vajra.metrics.comparison.compare(runs, each_run=True)
+    each = vajra.metrics.compare(runs, each_run=True)
     assert len(each.frame()) == 4
 
 

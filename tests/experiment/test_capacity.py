@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import statistics
@@ -86,6 +87,30 @@ def test_a_grid_of_policies_gets_an_answer_each(tmp_path: Path) -> None:
     small, large = (float(line.split()[1]) for line in output.splitlines()[-2:])
     assert [line.partition(":")[0] for line in output.splitlines()[-2:]] == ["2", "8"]  # the best one last
     assert large > 1.5 * small
+
+
+def test_answers_are_printed_in_every_form_of_a_table(tmp_path: Path) -> None:
+    file = str(write(tmp_path, more="sweep: {replica.max_batch_size: [2, 8]}"))
+
+    def printed(form: str) -> str:
+        arguments = ["capacity", file, "--workers", "1", "--quiet", "--format", form, "--figure-format", "png"]
+        result = CliRunner().invoke(vajra, arguments, standalone_mode=False)
+        assert (result.exception, result.return_value) == (None, 0)
+        return result.stdout
+
+    folder = tmp_path / "runs" / "cap"
+    rows = list(csv.DictReader(printed("csv").splitlines()))
+    values = json.loads(printed("json"))
+    assert values == json.loads((folder / "capacity.json").read_text())
+    assert [(row["setting"], float(row["rate"])) for row in rows] == [
+        (one["label"], one["setting"][0]) for one in values["answers"]
+    ]
+    assert (folder / "capacity.png").exists()
+    assert not (folder / "capacity.svg").exists()
+    for text in (printed("markdown"), printed("latex")):
+        assert text.count("8 ") >= 2  # in the table of answers, and in that of differences
+        assert "requests/s" in text
+        assert "takes more than" in text.replace("\\\\", " ")
 
 
 def test_an_slo_of_two_conditions_is_as_high_as_the_lower_of_both(tmp_path: Path) -> None:

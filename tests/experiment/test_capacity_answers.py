@@ -15,11 +15,14 @@ from scipy import stats
 from tests.experiment.searches import ONE, drive, question
 from vajra_py.config.capacity import CapacityConfig
 from vajra_py.experiment.capacity.answers import CapacityAnswer, CurvePoint, capacity_differences
-from vajra_py.experiment.capacity.files import answer_rows, difference_lines, write_capacity_files
+from vajra_py.experiment.capacity.files import write_capacity_files
 from vajra_py.experiment.capacity.rate import search_rate
 from vajra_py.experiment.capacity.search import Answer, Setting, search_replicas
 from vajra_py.experiment.capacity.seeds import ConditionCapacity, SeedCapacity, condition_capacity, typical_curve
+from vajra_py.experiment.capacity.tables import answer_table, difference_table
+from vajra_py.experiment.capacity.words import difference_lines
 from vajra_py.metrics.comparison.intervals import Interval
+from vajra_py.metrics.comparison.table_renderers import csv_table
 
 METRIC = "p99(ttft)"
 
@@ -119,23 +122,42 @@ def test_runs_just_below_the_answer_that_do_not_keep_up_are_a_warning(rate: floa
 # Rows
 
 
+def shown(answers: list[CapacityAnswer]) -> list[tuple[str, ...]]:
+    """Heads and rows as readers see them."""
+    table = answer_table(answers, f"{METRIC} <= 1").for_readers
+    return [(table.corner, *table.heads), *((row.head, *(cell.plain for cell in row.cells)) for row in table.rows)]
+
+
 def test_a_table_of_rates() -> None:
-    header, *rows = answer_rows(
-        [RATE, ended(RATE, "never", (0.5,)), replace(RATE, label="edf", answer=None, num_runs=3)]
-    )
-    assert header == ("setting", "rate, requests/s", "95 % interval", "decided by", "seeds", "runs", "new runs")
-    assert rows == [
-        ("fcfs", "12.3", "11.9 to 12.8", "", "5", "40", "7"),
-        ("fcfs", "never holds", "", "", "5", "40", "7"),
-        ("edf", "failed", "", "", "", "3", "7"),
+    failed = replace(RATE, label="edf", answer=None, num_runs=3, error="out of memory")
+    assert shown([RATE, ended(RATE, "never", (0.5,)), failed]) == [
+        ("setting", "requests/s", "decided by", "seeds", "runs"),
+        ("fcfs", "12.3 [11.9 to 12.8]", "", "5", "40"),
+        ("fcfs", "never holds", "", "5", "40"),
+        ("edf", "failed", "", "", "3"),
     ]
 
 
 def test_a_table_of_replicas() -> None:
     unbounded = replace(REPLICAS, answer=Answer("found", (3.0,), Interval(3.0, math.inf), 5))
-    header, *rows = answer_rows([MIX, unbounded])
+    header, *rows = shown([MIX, unbounded])
     assert header[1] == "replicas"
-    assert [row[1:3] for row in rows] == [("2 small + 1 large", "5.50 to 7.25"), ("3 replicas", "3.00 or more")]
+    assert [row[1] for row in rows] == ["2 small + 1 large [5.50 to 7.25]", "3 replicas [3.00 or more]"]
+
+
+def test_a_table_as_csv_has_raw_numbers_and_no_words_in_their_place() -> None:
+    failed = replace(RATE, label="edf", answer=None, num_runs=3, error="out of memory")
+    text = csv_table(answer_table([RATE, ended(RATE, "never", (0.5,)), failed], "p99(ttft) <= 1"))
+    first, never, last = csv.DictReader(text.splitlines())
+    assert RATE.answer is not None
+    assert RATE.answer.interval is not None
+    assert float(first["rate"]) == RATE.answer.setting[0]
+    assert (float(first["low"]), float(first["high"])) == (RATE.answer.interval.low, RATE.answer.interval.high)
+    assert (first["bound"], first["confidence"], first["num_seeds"], first["num_runs"]) == ("exact", "0.95", "5", "40")
+    assert (never["rate"], never["bound"]) == ("", "never")
+    assert (last["rate"], last["bound"], last["num_runs"]) == ("", "failed", "3")
+    (mix,) = csv.DictReader(csv_table(answer_table([MIX], "p99(ttft) <= 1")).splitlines())
+    assert (mix["replicas"], float(mix["cost"])) == ("2 small + 1 large", MIX.cost((2.0, 1.0)))
 
 
 # Files
@@ -282,6 +304,10 @@ def test_settings_are_compared_by_common_seeds_and_ranked_only_where_they_are_to
     assert (apart.interval.low, apart.interval.high) == pytest.approx(tuple(math.expm1(end) for end in ends))
     assert not pairs[frozenset(("same", "slow"))].is_significant
     assert all(one.corrected_p >= one.p_value for one in pairs.values())
+    (row,) = [
+        row for row in difference_table([slow, same, fast]).rows if {row.head, row.cells[0].text} == {"fast", "slow"}
+    ]
+    assert (row.head, row.cells[1].plain) == ("fast", "+10.0 %* [+8.5 % to +11.5 %]")
     lines = difference_lines([slow, same, fast])
     assert lines[-1] == "Highest, told apart from all others: fast"
     assert any(
@@ -309,7 +335,7 @@ def test_answers_seeds_and_differences_are_files_of_numbers(tmp_path: Path) -> N
     assert names == ["capacity.csv", "capacity-answers.csv", "capacity-seeds.csv", "capacity-differences.csv"]
     tables = {name: list(csv.DictReader((tmp_path / name).read_text().splitlines())) for name in names[1:]}
     whole, own = tables["capacity-answers.csv"][:2]
-    assert (whole["condition"], own["condition"], own["decides"]) == ("slo", TTFT.text, "True")
+    assert (whole["condition"], own["condition"], own["decides"]) == ("slo", TTFT.text, "true")
     assert TTFT.interval is not None
     assert float(whole["rate"]) == TTFT.rate
     assert (float(own["low"]), float(own["high"])) == (TTFT.interval.low, TTFT.interval.high)

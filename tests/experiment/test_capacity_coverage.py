@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from tests.experiment.searches import BOTH, ONE, drive, question
+from vajra_py.experiment.capacity import seeds as capacity_seeds
 from vajra_py.experiment.capacity.rate import search_rate
 from vajra_py.experiment.capacity.search import Answer, Setting
+from vajra_py.metrics.comparison.intervals import Interval, replication_interval
 
 TRUTH = 5.0
 
@@ -84,6 +86,21 @@ def coverage(answers: list[Answer]) -> float:
 )  # fmt: skip
 def test_intervals_hold_the_capacity_in_93_to_97_percent(system: System, seeds: tuple[int, int], both: bool) -> None:
     assert 0.93 <= coverage(studies(system, 1000, seeds, both=both)) <= 0.97
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.25])
+def test_intervals_a_fifth_too_short_or_a_quarter_too_long_would_not_pass(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scaled(values: Sequence[float]) -> Interval | None:
+        found = replication_interval(values)
+        if found is None:
+            return None
+        mean = (found.low + found.high) / 2
+        return Interval(mean - factor * found.half_width, mean + factor * found.half_width)
+
+    monkeypatch.setattr(capacity_seeds, "replication_interval", scaled)
+    assert not 0.93 <= coverage(studies(System(), 1000, (6, 6))) <= 0.97
 
 
 @pytest.mark.parametrize(

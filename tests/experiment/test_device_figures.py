@@ -9,8 +9,10 @@ import pytest
 
 from vajra_py import api as vajra
 from vajra_py.errors import ConfigError
-from vajra_py.experiment.device_figures import devices_of
+from vajra_py.experiment.device_figures import devices_of, latency_models
 from vajra_py.metrics.comparison.trust import warnings_of
+from vajra_py.metrics.summary.costs import ReplicasetDevices
+from vajra_py.plugins import load_registry
 
 EXPERIMENT: dict[str, Any] = {
     "version": 1,
@@ -30,6 +32,11 @@ EXPERIMENT: dict[str, Any] = {
 
 def changed(folder: Path, **costs: Any) -> dict[str, Any]:
     return {**EXPERIMENT, "output": {"dir": str(folder), "decision_log": False}, "costs": costs}
+
+
+def devices(mapping: dict[str, Any]) -> dict[str, ReplicasetDevices]:
+    config = vajra.load(mapping)
+    return devices_of(config, latency_models(config, load_registry()))
 
 
 def test_a_run_says_what_it_cost_and_the_table_shows_it(tmp_path: Path) -> None:
@@ -69,7 +76,7 @@ def test_devices_are_counted_over_parallelism_and_replicas() -> None:
         "pipeline_parallel": 2,
     }
     mapping = {**EXPERIMENT, "num_replicas": 3, "backend": {"simulator": {"latency": latency}}}  # fmt: skip
-    (found,) = devices_of(vajra.load(mapping)).values()
+    (found,) = devices(mapping).values()
     assert (found.costs.device, found.num_devices, found.num_stages) == ("h200-sxm", 24, 2)
 
 
@@ -79,8 +86,8 @@ def test_a_model_of_step_times_without_a_device_has_the_one_that_is_named() -> N
         "replica": {"memory": {"num_blocks": 500}},
         "backend": {"simulator": {"latency": {"type": "constant", "step_time_s": 0.02}}},
     }
-    assert devices_of(vajra.load(constant)) == {}
-    (found,) = devices_of(vajra.load({**constant, "costs": {"device": "l4", "devices_per_replica": 2}})).values()
+    assert devices(constant) == {}
+    (found,) = devices({**constant, "costs": {"device": "l4", "devices_per_replica": 2}}).values()
     assert (found.costs.device, found.num_devices, found.price_per_hour) == ("l4", 2, pytest.approx(0.88))
 
 

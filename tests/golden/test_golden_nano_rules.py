@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vajra_py.testing.golden import nano
+from tests.golden.readers import nano
 
 
 class Broken(Exception):

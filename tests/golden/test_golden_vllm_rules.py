@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vajra_py.testing.golden import vllm
+from tests.golden.readers import vllm
 
 
 @dataclass(eq=False)

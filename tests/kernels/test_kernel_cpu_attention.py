@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,6 @@ from vajra_kernels import (
     AttentionMetadata,
     allocate_kv_cache,
     build_metadata,
-    cpu,
     merge_partials,
     paged_attention,
 )
@@ -54,18 +52,6 @@ def attend(case: AttentionCase, inputs: AttentionInputs) -> tuple[torch.Tensor, 
         softcap=case.softcap,
         return_lse=True,
     )
-
-
-@pytest.fixture(autouse=True, scope="module", params=["one core", "compiled", "torch"])
-def _decodes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test runs with compiled loops for all rows, with several threads' for decodes, and as where Numba is not installed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "get_num_threads", lambda: 1 if request.param == "one core" else 2)
-        if request.param == "torch":
-            patch.setattr(cpu, "has_numba", lambda: False)
-        else:
-            pytest.importorskip("numba")
-        yield
 
 
 @pytest.fixture
@@ -261,13 +247,3 @@ def test_windows_need_causal_metadata() -> None:
     metadata = build_metadata([2], [5], [[1]], 16, causal=False)
     with pytest.raises(ValueError, match="Windows need causal metadata"):
         paged_attention(torch.zeros(2, 4, 32), cache, cache, metadata, window=3)
-
-
-def test_loops_compile_where_nothing_can_be_kept() -> None:
-    """As in an installation that nobody may write to: Numba finds no place for what has no file beside it."""
-    pytest.importorskip("numba")
-    from vajra_kernels.cpu_loops import compiled
-
-    names: dict[str, Any] = {}
-    exec("def double(x):\n    return 2 * x\n", names)
-    assert compiled(names["double"])(21) == 42

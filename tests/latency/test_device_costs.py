@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from vajra_py.latency import device_names
+from vajra_py.latency import RooflineConfig, device_names
 from vajra_py.latency.hardware.catalog import read_device_file
-from vajra_py.latency.hardware.device_costs import POWER_FIELDS, DeviceCosts, chosen_device, device_costs
-from vajra_py.latency.hardware.devices import DeviceConfig
+from vajra_py.latency.hardware.device_costs import POWER_FIELDS, DeviceCosts, device_costs
 
 
 @pytest.mark.parametrize("name", device_names())
@@ -48,6 +47,8 @@ def test_power_of_a_stranger_needs_every_figure() -> None:
 
 
 def test_changes_to_a_described_device_cost_what_it_costs() -> None:
-    assert chosen_device("h100") == "h100"
-    assert chosen_device(DeviceConfig(base="h100-sxm", name="capped")) == "h100-sxm"
-    assert chosen_device(DeviceConfig(name="own")) == "own"
+    def priced_as(device: object) -> str | None:
+        return RooflineConfig.model_validate({"device": device}).build().describe().device
+
+    assert priced_as("h100") == "h100-sxm"
+    assert priced_as({"base": "h100", "name": "capped"}) == "h100"

@@ -27,7 +27,6 @@ def build(kind: str, **parameters: Any) -> Any:
 def test_all_models_are_offered_and_describe_every_field() -> None:
     assert set(SPECS) == {
         "roofline",
-        "table",
         "profiled",
         "profile_bundle",
         "aiconfigurator",
@@ -78,18 +77,12 @@ def test_mistakes_are_found_when_the_parameters_are_checked(parameters: dict[str
 
 
 def test_paths_may_be_relative_to_the_file_that_names_them(tmp_path: Path) -> None:
-    (tmp_path / "steps.csv").write_text("num_tokens,time_s\n0,0.01\n1000,0.05\n")
-    spec = SPECS["table"]
-    config = spec.config.model_validate({"path": "steps.csv"}, context={"base_folder": tmp_path})
-    assert spec.build(config).batch_time_s(BatchFeatures().with_chunk(500, 0)) == pytest.approx(0.03)
+    (tmp_path / "steps.csv").write_text("replica_id,step_index,duration_s\n0,0,0.25\n")
+    spec = SPECS["recorded"]
+    config = spec.config.model_validate({"steps": "steps.csv"}, context={"base_folder": tmp_path})
+    assert spec.build(config).next_duration_s(0) == 0.25
     with pytest.raises(ConfigError, match="there is no such file"):
-        build("table", path="steps.csv")
-
-
-def test_a_table_has_one_source() -> None:
-    for parameters in ({}, {"path": "a", "operators": "b"}):
-        with pytest.raises(ValidationError, match="exactly one of the two"):
-            build("table", **parameters)
+        build("recorded", steps="steps.csv")
 
 
 def test_constant_and_affine_models_are_their_formulas() -> None:

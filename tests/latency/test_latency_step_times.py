@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from vajra_py import api as vajra
+from vajra_py.contract.latency import ModelDescription
 from vajra_py.latency import (
     REAL,
     AffineModel,
@@ -74,8 +75,13 @@ def test_summary_table_and_report_say_it(tmp_path: Path) -> None:
 def test_a_comparison_says_whether_it_shows_more_than_the_known_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: float, verdict: str
 ) -> None:
-    known = StepTimes("calibrated", "made up", {"ttft_s": error, "tpot_s": error, "e2e_s": error})
-    monkeypatch.setattr(AffineModel, "step_times", known, raising=False)
+    known = ModelDescription("calibrated", "made up", {"ttft_s": error, "tpot_s": error, "e2e_s": error})
+
+    class Known(AffineModel):
+        def describe(self) -> ModelDescription:
+            return known
+
+    monkeypatch.setattr("vajra_py.latency.config.AffineModel", Known)
     runs = [
         ran(tmp_path, f"batch-{size}", replica={"max_batch_size": size, "memory": {"num_blocks": 2000}})
         for size in (8, 10)

@@ -189,6 +189,19 @@ def test_whoever_runs_ends_with_its_step() -> None:
     assert controller.num_ended == {EndReason.ABORTED: 2}
 
 
+def test_who_was_aborted_in_a_step_gives_blocks_back_before_who_ends_with_it() -> None:
+    bench = Bench()
+    bench.submit("a", 4)
+    ends = bench.submit("b", 4, num_output=1)
+    plan = bench.form()
+    (block,) = bench.replica.memory.block_table(ends)
+    assert not bench.harness.controller.abort("a", EndReason.ABORTED, bench.now)
+    assert bench.complete(plan) == [("b", EndReason.STOP), ("a", EndReason.ABORTED)]
+    following = bench.submit("c", 4)
+    bench.form()
+    assert list(bench.replica.memory.block_table(following)) == [block], "the block that came back last is reused first"
+
+
 def test_a_request_that_finishes_in_its_last_step_was_not_aborted() -> None:
     bench = Bench()
     bench.submit("a", 4, 1)

@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.engine.fake_runner import FakeRunner
 from vajra_py.engine.compute import RunnerOptions
 from vajra_py.engine.processes import ProcessWorker
 from vajra_py.serve.http.logs import JsonFormatter, SaysOnce, TextFormatter, logging_to_stderr
-from vajra_py.testing.fake_runner import FakeRunner
 
 BODY = {"model": "puppet", "prompt": [1, 2, 3], "max_tokens": 2}
 
@@ -118,14 +118,21 @@ def test_numbers_need_the_key_where_they_are_guarded(puppet_server: Callable[...
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def test_tenants_are_shown_to_nobody_without_a_key(puppet_server: Callable[..., Any]) -> None:
+def test_names_that_clients_chose_are_shown_to_nobody_without_a_key(puppet_server: Callable[..., Any]) -> None:
     server = puppet_server(api_key="k")
-    body = {**BODY, "user": "carol@example.org"}
+    body = {**BODY, "user": "carol@example.org", "slo_class": "carols own", "ttft_slo_ms": 0.001}
     assert httpx.post(f"{server.url}/v1/completions", json=body, headers=bearer("k")).status_code == 200
     for headers, is_shown in (({}, False), (bearer("x"), False), (bearer("k"), True)):
         answer = httpx.get(f"{server.url}/metrics", headers=headers)
         assert answer.status_code == 200
         assert ("carol@example.org" in answer.text) is is_shown
+        assert ("carols own" in answer.text) is is_shown
+        broken = [
+            line
+            for line in answer.text.splitlines()
+            if line.startswith("vajra:slo_violations") and 'slo="ttft"' in line
+        ]
+        assert [line.rsplit(" ", 1)[1] for line in broken] == ["1.0"]
         assert "vajra:request_success_total" in answer.text
     server = puppet_server()  # whoever reaches it may do anything anyway
     assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200

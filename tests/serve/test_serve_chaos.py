@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vajra_py.testing.fake_runner import runner_that_takes_its_time
+from tests.engine.fake_runner import runner_that_takes_its_time
 
 SETTINGS = {
     "preset": "vllm-v1-priority",

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.engine.fake_runner import expected_output, runner_that_takes_its_time
 from tests.serve.conftest import Puppet, Strings
 from tests.serve.processes import STARTUP_S, ServerProcess
 from vajra_py.engine.compute import Chunk, RunnerOptions, StepInput, StepOutput
@@ -25,7 +26,6 @@ from vajra_py.errors import ExecutorError
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import build_registry
 from vajra_py.serve.server import END_S, EXIT_STUCK
-from vajra_py.testing.fake_runner import expected_output, runner_that_takes_its_time
 
 REPLICA = {"max_batch_size": 8, "max_model_len": 512, "memory": {"num_blocks": 300}}
 

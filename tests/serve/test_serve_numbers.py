@@ -62,7 +62,7 @@ def test_metrics_count_what_happened(puppet_server: Callable[..., Any], prefix: 
     assert found["vajra:step_time_seconds_count", (SET,)] == server.strings.num_steps
     assert found["vajra:slo_violations_total", (SET, ("slo", "ttft"), ("slo_class", "chat"))] == 1
     assert found["vajra:slo_violations_total", (SET, ("slo", "tbt"), ("slo_class", "chat"))] == 2
-    assert found["vajra:tenant_jain_index", ()] > 0.9
+    assert found["vajra:tenant_total_service_jain_index", ()] > 0.9
     assert found["vajra:replicas_up", ()] == 1
     decisions = ("layer", "replica_scheduler"), ("policy", "vllm_v1"), SET
     assert found["vajra:policy_decision_seconds_count", decisions] >= server.strings.num_steps
@@ -113,7 +113,7 @@ def test_every_number_has_its_name(puppet_server: Callable[..., Any]) -> None:
     assert 0 < found["vajra:step_measured_seconds_total", (SET,)] < 60
     assert found["vajra:step_forming_seconds_count", (SET,)] >= steps  # a step may be formed in vain
     assert found["vajra:step_time_seconds_count", (SET,)] == steps
-    assert found["vajra:tenant_jain_index", ()] == pytest.approx(1.0)
+    assert found["vajra:tenant_total_service_jain_index", ()] == pytest.approx(1.0)
     layers = {dict(labels).get("layer") for name, labels in found if name == "vajra:policy_decision_seconds_count"}
     assert layers == {"replicaset_scheduler", "replica_scheduler"}
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.serve.processes import STARTUP_S, start_server, wait_until
 from vajra_py.experiment.runs.recording import _Log
 
 
@@ -116,6 +117,16 @@ def test_nothing_of_a_recording_that_has_stopped_grows(puppet_server: Callable[.
     assert kept._recorder is None
     server.stop()
     assert manifest(tmp_path / "session")["status"] == "failed"
+
+
+def test_what_a_recording_imports_is_there_before_the_first_request(tiny_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    server = start_server("--model", str(tiny_model), "--save-run", str(tmp_path / "run"))
+    try:
+        wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 200, "it is ready", STARTUP_S)
+        assert "/pandas/" in Path(f"/proc/{server.process.pid}/maps").read_text()
+    finally:
+        server.terminate()
 
 
 def test_health_goes_on_while_nothing_is_recorded(puppet_server: Callable[..., Any], tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.engine.fake_runner import expected_output, runner_that_takes_its_time
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import build_registry
 from vajra_py.serve.session.session import SessionState
-from vajra_py.testing.fake_runner import expected_output, runner_that_takes_its_time
 
 PROCESSES = {"workers": "process", "recovery": {"backoff_s": 0.0}}
 REPLICA = {"max_batch_size": 8, "max_model_len": 512, "memory": {"num_blocks": 300}}

@@ -194,7 +194,7 @@ def test_tenants_beyond_the_limit_count_together_and_old_ones_go_on_by_name() ->
 def test_jains_index(served_tokens: dict[str, int], index: float) -> None:
     stats, _ = served([])
     stats.service_tokens.update(served_tokens)
-    assert stats.jain_index() == pytest.approx(index)
+    assert stats.total_service_jain_index() == pytest.approx(index)
 
 
 def test_percentiles_are_those_of_each_class() -> None:
@@ -230,7 +230,7 @@ def test_numbers_of_a_server_that_served_nobody() -> None:
     stats, _ = served([])
     assert stats.percentiles() == {}
     assert set(stats.recent_latencies().values()) == {0.0}
-    assert stats.jain_index() == 1.0
+    assert stats.total_service_jain_index() == 1.0
 
 
 # Tokens as they come

@@ -54,6 +54,11 @@ def make_scheduler(cls: type[Any], config: Any, num_blocks: int, block_size: int
     return made
 
 
+def made_up_token(name: str, position: int) -> int:
+    """An output token of a request."""
+    return EOS + 1 + zlib.crc32(f"{name} {position}".encode()) % VOCABULARY
+
+
 @dataclass(frozen=True)
 class Wish:
     name: str
@@ -181,7 +186,7 @@ class Core:
     def token(self, name: str, position: int) -> int:
         if position + 1 == self.wishes[name].ends_at:
             return EOS
-        return EOS + 1 + zlib.crc32(f"{name} {position}".encode()) % VOCABULARY
+        return made_up_token(name, position)
 
     def update(self, output: Any, result: ModelRunnerOutput) -> None:
         for each in self.scheduler.update_from_output(output, result).values():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from tests.vllm.fuzz import compare
+from tests.vllm.fuzz import Session, Wish, compare, compare_in
 from tests.vllm.worker_model import FirstRunner, KvSlots, Runner, SecondRunner, Truth, WorkerFault
 
 
@@ -26,6 +27,59 @@ def test_sessions_of_this_run_alone(tiny_model: str, is_async: bool) -> None:
     for seed in range(first, first + 20):
         found, _ = compare(tiny_model, seed, is_async=is_async)
         assert found is None, f"make vllm-fuzz SEED={seed} COUNT=1: {found}"
+
+
+PLAIN = {
+    "max_model_len": 64,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "policy": "fcfs",
+    "caches": True,
+    "long_prefill_token_threshold": 0,
+    "long_prefill_token_threshold_adaptive": False,
+    "watermark": 0.0,
+    "scheduler_reserve_full_isl": True,
+    "prefill_schedule_interval": 1,
+    "max_num_active_seqs": None,
+    "enable_chunked_prefill": True,
+    "max_num_scheduled_tokens": None,
+}
+
+
+def session(wishes: list[Wish], num_blocks: int, **options: Any) -> Session:
+    return Session(0, 4, num_blocks, PLAIN | options, wishes, [], is_async=False, second_runner=False)
+
+
+def test_blocks_of_who_is_aborted_while_a_step_is_computed_are_reused_before_those_of_who_ends_with_it(
+    tiny_model: str,
+) -> None:
+    first, second, third = (tuple(range(at, at + 16)) for at in (100, 200, 300))
+    wishes = [
+        Wish("aborted", first, 20, 0, 0.0, aborts=(3, True)),
+        Wish("ends", second, 4, 0, 0.1),
+        Wish("evicts", third + first[:12][::-1], 1, 4, 0.2),
+        Wish("hits", second, 1, 6, 0.3),
+    ]
+    found, counts = compare_in(tiny_model, session(wishes, 12))
+    assert found is None
+    assert counts["cached"] == 1
+
+
+def test_times_of_frontends_before_the_start_order_requests_of_equal_priority(tiny_model: str) -> None:
+    wishes = [Wish(f"r{index}", (index, 5, 6), 3, 0, 1.0 * index) for index in range(12)]
+    given = session(wishes, 20, policy="priority", max_num_seqs=1)
+    assert compare_in(tiny_model, replace(given, begins=-1e6))[0] is None
+
+
+def test_where_vllms_requests_preempt_each_other_for_ever_they_do_here(tiny_model: str) -> None:
+    """Copies of one prompt arrive at once, and each is the other's victim."""
+    wishes = [Wish(f"{index}_r", tuple(range(100, 158)), 6, 0, 0.0) for index in range(2)]
+    options = {"policy": "priority", "caches": False, "scheduler_reserve_full_isl": False}
+    found, counts = compare_in(
+        tiny_model, session(wishes, 16, max_num_batched_tokens=11, long_prefill_token_threshold=8, **options)
+    )
+    assert found is None
+    assert counts["endless"] == 1
 
 
 # The model notices what it is there for

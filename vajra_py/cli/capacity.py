@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,15 @@ if TYPE_CHECKING:
 @click.option("--overwrite", is_flag=True, help="Run again, over results that are there.")
 @click.option(
     "--format",
-    "formats",
+    "form",
+    type=click.Choice(["table", "markdown", "latex", "csv", "json"]),
+    default="table",
+    show_default=True,
+    help="Form of the printed answers; CSV has raw values.",
+)
+@click.option(
+    "--figure-format",
+    "figure_formats",
     multiple=True,
     type=click.Choice(["pdf", "svg", "png"]),
     default=("svg",),
@@ -38,7 +48,8 @@ def capacity(  # noqa: PLR0913 - one argument for each option
     on: str,
     workers: int | None,
     overwrite: bool,
-    formats: tuple[str, ...],
+    form: str,
+    figure_formats: tuple[str, ...],
     quiet: bool,
 ) -> int:
     """Find the highest rate, or the cheapest replicas, at which the SLO in FILE's `capacity` section holds.
@@ -58,21 +69,16 @@ def capacity(  # noqa: PLR0913 - one argument for each option
     folder = config.output_dir / config.name
     asked = config.capacity
     assert asked is not None  # else there was no answer
-    from vajra_py.experiment.capacity.files import difference_lines, write_capacity_files
+    from vajra_py.experiment.capacity.files import write_capacity_files
 
-    for path in write_capacity_files(answers, asked, folder, formats):
-        if not quiet:
-            click.echo(f"wrote {path}")
-    if not quiet:
-        _show(answers)
-    for note in dict.fromkeys(answer.note for answer in answers if answer.note):
-        labels = [answer.label for answer in answers if answer.note == note]
-        click.echo(f"note: {'' if len(labels) == len(answers) else ', '.join(labels) + ': '}{note}")
-    for line in difference_lines(answers):
-        click.echo(line)
-    click.echo(f"SLO: {asked.slo}")
-    for answer in sorted(answers, key=_worth):
-        click.echo(answer.sentence)
+    paths = write_capacity_files(answers, asked, folder, figure_formats)
+    if form == "table":
+        _show(answers, asked.slo, paths, quiet=quiet)
+    else:
+        click.echo(_text(answers, asked.slo, form), nl=False)
+        for answer in answers:
+            if answer.error is not None:
+                click.echo(answer.sentence, err=True)
     return 1 if any(answer.error is not None for answer in answers) else 0
 
 
@@ -85,17 +91,43 @@ def _worth(answer: CapacityAnswer) -> float:
     return -value if answer.costs else value
 
 
-def _show(answers: list[CapacityAnswer]) -> None:
-    from rich.table import Table
+def _show(answers: list[CapacityAnswer], slo: str, paths: list[Path], *, quiet: bool) -> None:
+    """Print the answers for a reader, in a table and then one by one."""
+    from vajra_py.cli.options import show_table
+    from vajra_py.experiment.capacity.tables import answer_table
+    from vajra_py.experiment.capacity.words import answer_notes, difference_lines
 
-    from vajra_py.cli.options import wide_console
-    from vajra_py.experiment.capacity.files import answer_rows
+    table = answer_table(answers, slo)
+    if not quiet:
+        for path in paths:
+            click.echo(f"wrote {path}")
+        show_table(replace(table, notes=()))
+        num_runs, num_new = (sum(getattr(one, name) for one in answers) for name in ("num_runs", "num_new"))
+        click.echo(f"{num_runs} runs, {num_new} of them new")
+    for note in answer_notes(answers):
+        click.echo(f"note: {note}")
+    for line in difference_lines(answers):
+        click.echo(line)
+    click.echo(f"SLO: {slo}")
+    for answer in sorted(answers, key=_worth):
+        click.echo(answer.sentence)
 
-    rows = answer_rows(answers)
-    table = Table(*rows[0], box=None)
-    for row in rows[1:]:
-        table.add_row(*row)
-    wide_console().print(table)
+
+def _text(answers: list[CapacityAnswer], slo: str, form: str) -> str:
+    """The answers as a text for other programs; CSV is of the answers alone."""
+    from vajra_py.experiment.capacity.answers import plain_values
+    from vajra_py.experiment.capacity.tables import answer_table, difference_table
+    from vajra_py.metrics.comparison.table_renderers import csv_table, latex, markdown
+
+    if form == "json":
+        return json.dumps(plain_values(slo, answers), indent=1, allow_nan=False) + "\n"
+    table, pairs = answer_table(answers, slo), difference_table(answers)
+    if form == "csv":
+        return csv_table(table)
+    if form == "markdown":
+        return "\n".join(map(markdown, (table, pairs) if pairs.rows else (table,)))
+    texts = [latex(table, "tab:capacity")] + [latex(pairs, "tab:capacity-differences")] * bool(pairs.rows)
+    return "\n".join(texts)
 
 
 class _Display:

@@ -100,14 +100,14 @@ def _text(comparison: Comparison, asked: _Asked) -> str:
     """The comparison as a text for other programs."""
     from vajra_py.metrics.comparison import tables as comparison_tables
     from vajra_py.metrics.comparison.comparison import OVERALL
-    from vajra_py.metrics.comparison.table_renderers import latex, markdown
+    from vajra_py.metrics.comparison.table_renderers import csv_text, latex, markdown
 
     position = None if asked.baseline is None else comparison.position(asked.baseline)
     if asked.form == "json":
         return comparison_tables.json_text(comparison, asked.scope, position)
     if asked.form == "csv" and position is not None:
         rows = list(comparison_tables.difference_records(comparison, asked.scope, position))
-        return comparison_tables.csv_text(comparison_tables.DIFFERENCE_COLUMNS, rows)
+        return csv_text(comparison_tables.DIFFERENCE_COLUMNS, rows)
     if asked.form == "csv":
         return comparison.to_csv(asked.scope)
     scope = asked.scope or OVERALL
@@ -128,16 +128,13 @@ def _differences(comparison: Comparison, asked: _Asked) -> Table:
 
 def _show(comparison: Comparison, asked: _Asked, loaded: Sequence[RunData]) -> None:
     """Print the comparison for a reader."""
-    from vajra_py.cli.options import say_step_times, say_warnings, wide_console
+    from vajra_py.cli.options import say_step_times, say_warnings, show_table
     from vajra_py.metrics.comparison.comparison import OVERALL
-    from vajra_py.metrics.comparison.table_renderers import TerminalTable
 
     if asked.baseline is not None:
-        table = TerminalTable(_differences(comparison, asked))
-        wide_console(table.width).print(table)
+        show_table(_differences(comparison, asked))
         return
-    table = comparison.render(asked.scope or OVERALL, asked.columns)
-    wide_console(table.width).print(table)
+    show_table(comparison.render(asked.scope or OVERALL, asked.columns).table)
     say_step_times(loaded, comparison)
     say_warnings(loaded)
     if len(comparison.scopes) > 1 and asked.scope is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+    from vajra_py.experiment.measured.accuracy import Accuracy
     from vajra_py.experiment.measured.run import MeasuredRun
     from vajra_py.metrics.comparison.comparison import Comparison
+    from vajra_py.metrics.comparison.table_model import Table
     from vajra_py.metrics.runs.run_data import RunData
 
 
@@ -106,6 +109,14 @@ def wide_console(needed: int = 0) -> Console:
     return console if console.is_terminal else Console(width=max(PIPED_WIDTH, needed))
 
 
+def show_table(table: Table) -> None:
+    """Print a table."""
+    from vajra_py.metrics.comparison.table_renderers import TerminalTable
+
+    shown = TerminalTable(table)
+    wide_console(shown.width).print(shown)
+
+
 def say_step_times(runs: Sequence[RunData], comparison: Comparison | None = None) -> None:
     """Where these runs' step times come from, and whether they differ by more than that is known to be off; below a table."""
     from vajra_py.metrics.comparison.step_time_trust import judged_differences, step_time_origins
@@ -114,6 +125,12 @@ def say_step_times(runs: Sequence[RunData], comparison: Comparison | None = None
         click.echo(f"step times: {sentence}" + (f" ({', '.join(names)})" if names else ""))
     for sentence in judged_differences(runs, comparison) if comparison is not None else ():
         click.echo(sentence)
+
+
+def say_accuracy(accuracy: Accuracy, title: str = "") -> None:
+    """Print the errors of a simulation of a measured run, a row for each metric, and the origin of its step times."""
+    show_table(replace(accuracy.table(), title=title))
+    click.echo(f"step times: {accuracy.trust}")
 
 
 def say_warnings(runs: Sequence[RunData]) -> None:

@@ -100,11 +100,7 @@ def _print_rows(header: tuple[str, ...], rows: list[tuple[Any, ...]], as_json: b
 
         click.echo(json.dumps([dict(zip(header, row, strict=True)) for row in rows], indent=1))
         return
-    from rich.table import Table
+    from vajra_py.cli.options import show_table
+    from vajra_py.metrics.comparison.table_model import table_of_texts
 
-    from vajra_py.cli.options import wide_console
-
-    table = Table(*header, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*map(str, row))
-    wide_console().print(table)
+    show_table(table_of_texts(header, rows))

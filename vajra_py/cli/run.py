@@ -193,14 +193,13 @@ def _show(runs: list[RunData], report: Path | None, quiet: bool, num_copies: int
     counts += [f"{num_copies} would repeat them under another seed"] if num_copies else []
     click.echo(f"results: {' '.join(places)}" + (f" ({'; '.join(counts)})" if counts else ""))
     if not quiet:
-        from vajra_py.cli.options import say_step_times, say_warnings, wide_console
+        from vajra_py.cli.options import say_step_times, say_warnings, show_table
         from vajra_py.metrics.comparison.comparison import compare
         from vajra_py.metrics.runs.run_data import distinct
 
         runs = distinct(runs)
         comparison = compare(runs)
-        table = comparison.render()
-        wide_console(table.width).print(table)
+        show_table(comparison.render().table)
         say_step_times(runs, comparison)
         say_warnings(runs)
     if report is not None:
@@ -211,21 +210,12 @@ def _show(runs: list[RunData], report: Path | None, quiet: bool, num_copies: int
 
 
 def _validate(runs: list[RunData]) -> None:
-    from rich.table import Table
-
-    from vajra_py.cli.options import wide_console
+    from vajra_py.cli.options import say_accuracy
     from vajra_py.config import load_config
-    from vajra_py.experiment.measured.validation import as_rows
     from vajra_py.experiment.measured.validation import validate as validate_run
 
     for one in runs:
-        rows = as_rows(validate_run(one, load_config(one.path / "config.yaml")))
-        table = Table(
-            *rows[0] if rows else ("nothing was measured",), title=f"{one.name}: measured and simulated", box=None
-        )
-        for row in rows:
-            table.add_row(*row.values())
-        wide_console().print(table)
+        say_accuracy(validate_run(one, load_config(one.path / "config.yaml")), f"{one.name}: measured and simulated")
 
 
 class _Display:

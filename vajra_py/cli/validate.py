@@ -36,9 +36,9 @@ def validate(  # noqa: PLR0913 - one argument for each option
 ) -> int:
     """Compare MEASURED, a real engine's run or a load generator's file, with SIMULATED, a run folder of the same requests, or simulate it with --profile or --latency.
 
-    Prints one line a metric: name, measured, simulated, error. The exit code is 1 when an error of a mean exceeds 8 % (TTFT: 15 %).
+    Prints a row for each metric: name, measured, simulated, error. The exit code is 1 when an error of a mean exceeds 8 % (TTFT: 15 %).
     """
-    from vajra_py.cli.options import measured_latency, named_values
+    from vajra_py.cli.options import measured_latency, named_values, say_accuracy
     from vajra_py.experiment.measured.accuracy import compare_with_measured
     from vajra_py.experiment.measured.files import read_measured
     from vajra_py.experiment.measured.simulation import simulate_measured
@@ -53,9 +53,7 @@ def validate(  # noqa: PLR0913 - one argument for each option
         folder = output or Path("runs") / "validation" / run.path.resolve().name
         data = simulate_measured(run, measured_latency(run, profile, calibration, latency), folder)
     accuracy = compare_with_measured(run, data)
-    for line in accuracy.lines():
-        click.echo(line)
-    click.echo(f"step times: {accuracy.trust}")
+    say_accuracy(accuracy)
     if report is not None:
         from vajra_py.experiment.measured.report import write_accuracy_report
 

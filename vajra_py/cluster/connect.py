@@ -36,7 +36,7 @@ class RayCluster:
 
     @property
     def is_there(self) -> bool:
-        """Whether it is still connected; Ray begins a cluster of this machine's for who asks something of one that is lost."""
+        """True while it is connected. Ray would start a local cluster if a lost one were queried."""
         return bool(self.ray.is_initialized())
 
     @property
@@ -45,7 +45,7 @@ class RayCluster:
         return int(self.ray.cluster_resources().get("CPU", 0))
 
     def nodes(self) -> list[Any]:
-        """What Ray says of each node that can compute."""
+        """Return Ray's records of the nodes that can compute."""
         return [node for node in self.ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
 
 

@@ -89,7 +89,7 @@ class Workspace:
 
     @property
     def root(self) -> Path:
-        """Where it is on this node."""
+        """Path on this node."""
         return Path(tempfile.gettempdir()) / self.name
 
     def enter(self, files: list[ShippedFile], fetch: Callable[[Any], bytes]) -> None:

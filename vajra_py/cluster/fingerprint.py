@@ -44,7 +44,7 @@ def code_digest(module: str) -> str:
 
 
 def difference(own: Mapping[str, str], found: Mapping[str, str]) -> str:
-    """What differs first between a node and this machine, in words; empty when nothing does."""
+    """Return the first difference between a node and this machine, in words; empty if there is none."""
     for name in dict.fromkeys([*own, *found]):
         here, there = own.get(name, "absent"), found.get(name, "absent")
         if here != there:

@@ -1,4 +1,4 @@
-"""What is done on the nodes of a cluster: runs, and the collection of news about them."""
+"""Work on the nodes of a cluster: runs, and collection of their progress."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class News:
         self._latest: dict[int, tuple[int, int, int, float]] = {}
 
     def tell(self, number: int, done: int, total: int, now: float) -> None:
-        """How a run stands: requests done, requests in all, its time in seconds."""
+        """Report a run's progress: requests done, requests in all, its time in seconds."""
         self._latest[number] = number, done, total, now
 
     def take(self) -> list[tuple[int, int, int, float]]:

@@ -9,7 +9,7 @@ from vajra_py.plugins import load_registry
 
 
 def pool_on(cluster: RayCluster, config: ExperimentConfig, num_workers: int | None = None) -> MakePool:
-    """What executes the runs of this experiment there, at most `num_workers` simulations at once."""
+    """Return a factory of pools that execute this experiment's runs on the cluster, at most `num_workers` simulations at once."""
     if config.backend.kind == "simulator":
         from vajra_py.cluster.pool import RayPool
 

@@ -31,7 +31,7 @@ _POLL_S = 0.2
 _EMPTY_POLLS = 300
 """Polls in a row, about a minute, without a CPU in the cluster, after which it is given up."""
 MOST_LOSSES = 3
-"""How often a run's worker or node may be lost under it."""
+"""Number of times that a run's worker or node may be lost."""
 _REMOVE_S = 2.0
 
 
@@ -128,7 +128,7 @@ class RayPool:
             self._running[self._execute.remote(run, self._news)] = number
 
     def _take(self, reference: Any) -> Iterator[End]:
-        """What came of a run; nothing when it is executed again."""
+        """Yield the end of a run; nothing if it is executed again."""
         number = self._running.pop(reference)
         try:
             result: RemoteResult = self._ray.get(reference)

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from vajra_py.engine.compute import LoadRunner, ModelFacts, ModelRunner, RunnerOptions
-from vajra_py.engine.worker import keep_freed_memory, placed, said, set_passive_omp_wait
+from vajra_py.engine.worker import placed, said, set_passive_omp_wait
 from vajra_py.errors import ExecutorError
 
 WATCH = "watch"
@@ -23,7 +23,6 @@ class Rank:
 
     def __init__(self, options: RunnerOptions, load: LoadRunner) -> None:
         set_passive_omp_wait()
-        keep_freed_memory()
         self._options = options
         self._load = load
         self._runner: ModelRunner | None = None
@@ -43,7 +42,7 @@ class Rank:
             return _sendable(error)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """What this method of the runner returns, or the error that it raised."""
+        """Return the result of this method of the runner, or the error that it raised."""
         try:
             return getattr(self._runner, name)(*arguments)
         except Exception as error:

@@ -27,7 +27,7 @@ MakeWorker: TypeAlias = Callable[[ReplicaKey, RunnerOptions], Worker]
 
 
 def engine_on(cluster: RayCluster) -> MakeBackend:
-    """What executes a run on a model, with its replicas on the cluster."""
+    """Return a factory of backends whose engine replicas are on the cluster."""
 
     def make(run: Run) -> Backend:
         from vajra_py.experiment.runs.engined import EngineRun
@@ -169,7 +169,7 @@ class RayWorker:
         return [self._answer(one) for one in references]
 
     def _answer(self, reference: Any) -> Any:
-        """What an actor answered. Raises what it answered, or `ExecutorError` when it is gone."""
+        """Return an actor's response. Raises the error it responded with, or `ExecutorError` if it is gone."""
         try:
             answer = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
@@ -199,6 +199,6 @@ class RayWorker:
 
 
 def _gone(error: Exception) -> str:
-    """Why an actor gives no answer, in a line of Ray's many."""
+    """Return one line that explains why an actor does not respond, out of Ray's many."""
     lines = [one.strip() for one in str(error).splitlines() if one.strip()]
     return f"a rank on the cluster is gone ({lines[0] if lines else type(error).__name__})"

@@ -1,17 +1,17 @@
-"""What a latency model answers: the duration of a step of a given composition."""
+"""Latency models: the duration of a step by the composition of its batch, and the description of a model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-CONTEXT_GRAIN_TOKENS = 64
 LAST_S = 9_000_000
-"""Seconds that the clock of a run reaches to at least, 104 days: no step lasts longer, and no request arrives later."""
+"""Upper bound for step durations and arrival times, in seconds (104 days)."""
 
 
 class BatchFeatures(NamedTuple):
-    """Additive features of one step's batch, enough for any latency model to answer in O(1).
+    """Additive features of one step's batch, from which any latency model answers in O(1).
 
     Every field is a sum over the batch's entries, so adding a chunk is a constant-time update.
     Context counts the tokens whose KV was in memory before the step.
@@ -23,8 +23,6 @@ class BatchFeatures(NamedTuple):
     prefill_tokens: int = 0
     prefill_tokens_squared: int = 0
     prefill_context_tokens: int = 0
-    prefill_context_rounded_tokens: int = 0
-    """Like `prefill_context_tokens`, each entry rounded up to 64 before it is added (what table models index by)."""
     prefill_attention_pairs: int = 0
     """Query-key pairs of the causal prefill attention: sum of n * context + n * (n + 1) / 2."""
     num_merged_tokens: int = 0
@@ -43,7 +41,7 @@ class BatchFeatures(NamedTuple):
         return self.num_decodes + self.num_prefills
 
     def with_decodes(self, num_decodes: int, context_tokens: int) -> BatchFeatures:
-        """This batch and `num_decodes` more decodes whose contexts sum to `context_tokens`."""
+        """Return this batch with `num_decodes` more decodes whose contexts sum to `context_tokens`."""
         return BatchFeatures(
             self.num_decodes + num_decodes,
             self.decode_context_tokens + context_tokens,
@@ -51,15 +49,13 @@ class BatchFeatures(NamedTuple):
             self.prefill_tokens,
             self.prefill_tokens_squared,
             self.prefill_context_tokens,
-            self.prefill_context_rounded_tokens,
             self.prefill_attention_pairs,
             self.num_merged_tokens,
             self.swap_bytes,
         )
 
     def with_chunk(self, num_tokens: int, context_tokens: int) -> BatchFeatures:
-        """This batch and one more prefill chunk of `num_tokens` behind `context_tokens` of context."""
-        rounded = -(-context_tokens // CONTEXT_GRAIN_TOKENS) * CONTEXT_GRAIN_TOKENS
+        """Return this batch with one more prefill chunk of `num_tokens` behind `context_tokens` of context."""
         return BatchFeatures(
             self.num_decodes,
             self.decode_context_tokens,
@@ -67,7 +63,6 @@ class BatchFeatures(NamedTuple):
             self.prefill_tokens + num_tokens,
             self.prefill_tokens_squared + num_tokens * num_tokens,
             self.prefill_context_tokens + context_tokens,
-            self.prefill_context_rounded_tokens + rounded,
             self.prefill_attention_pairs + num_tokens * context_tokens + num_tokens * (num_tokens + 1) // 2,
             self.num_merged_tokens,
             self.swap_bytes,
@@ -75,7 +70,7 @@ class BatchFeatures(NamedTuple):
 
 
 class LatencyModel(Protocol):
-    """Predicts step durations. Pure: equal shapes get equal answers, and asking changes nothing."""
+    """Predict step durations. Pure: equal shapes get equal answers, and asking changes nothing."""
 
     @property
     def num_stages(self) -> int:
@@ -86,6 +81,46 @@ class LatencyModel(Protocol):
 
     def batch_time_s(self, shape: BatchFeatures) -> float:
         """Seconds from the batch's entry into the first stage to its tokens leaving the last."""
+
+
+Origin: TypeAlias = Literal["given", "analytic", "measured", "calibrated", "recorded", "real"]
+"""Origin of step times, from `given` (figures of the experiment's author) to `real` (computed by an engine)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """Facts about a latency model besides step times: their origin and known error, and the memory and devices of a replica."""
+
+    origin: Origin
+    source: str
+    """Model, device and measurements behind the step times, in a few words for summaries and reports."""
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Known relative errors of means by metric (`ttft_s`, `tpot_s`, `e2e_s`, `step`), from a comparison with an engine."""
+    num_fallback: int = 0
+    """Predictions so far beyond what was measured, which an analytic model answered; policies' questions are among them."""
+    filled_fraction: float = 0.0
+    """Share of the step time so far that follows from rules because there is no measurement of it."""
+    device: str | None = None
+    """Name of a replica's devices, by which price and power are looked up; None: unknown."""
+    num_devices: int = 1
+    """Devices of one replica, over all ranks."""
+    max_kv_groups: int | None = None
+    """Most KV-parallel groups of a replica whose merging of attention the model predicts; None: any number."""
+    kv_blocks: Callable[[int, float], int] | None = None
+    """KV blocks that fit a replica, by (block size in tokens, fraction of the device memory in use), in one of its KV-parallel groups;
+    None: unknown, and `replica.memory.num_blocks` must be given."""
+    kv_bytes_per_token: int = 0
+    """Bytes of KV cache per token, over all layers; 0: unknown, and swapping takes no time."""
+    max_model_len: int | None = None
+    """Longest sequence of the model, in tokens; None: unknown."""
+
+
+@runtime_checkable
+class DescribesModel(Protocol):
+    """Optional capability of a `LatencyModel`: a description of itself."""
+
+    def describe(self) -> ModelDescription:
+        """Return the description; it is read when a run is built and again at its end."""
 
 
 class PrefillTime(Protocol):
@@ -100,7 +135,7 @@ class PrefillTime(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LengthEstimate:
-    """A prediction of how many tokens a request will generate in all."""
+    """Predicted number of tokens that a request generates in all."""
 
     mean_tokens: float
     p50_tokens: float
@@ -108,7 +143,7 @@ class LengthEstimate:
 
 
 class OutputLengthPredictor(Protocol):
-    """Estimates a request's output length; the only door to anything like the truth."""
+    """Estimate a request's output length; the only access of policies to anything like the true length."""
 
     def predict(self, request: object) -> LengthEstimate | None:
         """The estimate for a `RequestView`, or None when this predictor knows nothing."""

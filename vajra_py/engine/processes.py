@@ -34,7 +34,7 @@ from vajra_py.engine.compute import (
     load_runner,
 )
 from vajra_py.engine.rank_answers import RankAnswers
-from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, keep_freed_memory, placed, said, set_passive_omp_wait
+from vajra_py.engine.worker import Deliver, Finished, ReplicaKey, placed, said, set_passive_omp_wait
 from vajra_py.engine.worker_logs import WorkerLogs
 from vajra_py.errors import ExecutorError
 from vajra_py.runtime.support.gc_control import existing_objects_frozen
@@ -51,7 +51,6 @@ def serve_steps(
     if logs is not None:
         logs.install()
     set_passive_omp_wait()
-    keep_freed_memory()
     try:
         runner = load(placed(options, ordinal))
     except BaseException as error:

@@ -8,13 +8,11 @@ Invariants:
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Protocol, TypeAlias, cast
@@ -33,9 +31,6 @@ from vajra_py.engine.compute import (
 from vajra_py.errors import ExecutorError, VajraError
 
 _log = logging.getLogger(__name__)
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Names of two settings in glibc's `malloc.h`."""
-_KEPT_BYTES = 1 << 30
 _DISCARD_S = 5.0
 
 ReplicaKey: TypeAlias = tuple[str, int]
@@ -103,16 +98,6 @@ def set_passive_omp_wait() -> None:
     """
     if "torch" not in sys.modules:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def keep_freed_memory() -> None:
-    """Let this process, which is a worker's own, keep what its tensors give back: mapped anew in every step, memory is cleared each time.
-
-    Nothing happens where the C library is not glibc.
-    """
-    with suppress(OSError, AttributeError):
-        for setting in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
-            ctypes.CDLL(None).mallopt(setting, _KEPT_BYTES)
 
 
 def placed(options: RunnerOptions, ordinal: int) -> RunnerOptions:

@@ -1,28 +1,46 @@
-"""Which devices an experiment's replicas are made of, and what those cost."""
+"""Devices of an experiment's replicas, and their prices and power."""
 
 from __future__ import annotations
 
-from vajra_py.config import ExperimentConfig, TypedChoice
+from collections.abc import Mapping
+
+from vajra_py.config import ExperimentConfig
 from vajra_py.config.costs import CostsConfig
+from vajra_py.contract.latency import LatencyModel
 from vajra_py.errors import ConfigError, Problem, did_you_mean
-from vajra_py.latency import device_names
+from vajra_py.latency import description_of, device_names
 from vajra_py.latency.hardware.catalog import device_name
-from vajra_py.latency.hardware.device_costs import DeviceCosts, NamesDevices, device_costs
+from vajra_py.latency.hardware.device_costs import DeviceCosts, device_costs
 from vajra_py.metrics.summary.costs import ReplicasetDevices
+from vajra_py.plugins import Registry, build_latency_model
 
 
-def devices_of(config: ExperimentConfig) -> dict[str, ReplicasetDevices]:
-    """The devices of each replicaset whose device is named, by its latency model or by `costs.device`.
+def latency_models(
+    config: ExperimentConfig, registry: Registry, shared: LatencyModel | None = None
+) -> dict[str, LatencyModel]:
+    """Build the latency model of each replicaset's steps, unless it is the `shared` one; none for a real engine."""
+    if config.backend.kind != "simulator":
+        return {}
+    settings = config.backend.settings
+    shared = shared or build_latency_model(settings.latency.type, settings.latency.parameters, registry)
+    models = dict.fromkeys(config.effective_replicasets, shared)
+    for name, own in settings.replicasets.items():
+        if own.latency is not None:
+            models[name] = build_latency_model(own.latency.type, own.latency.parameters, registry)
+    return models
 
-    Raises `ConfigError` where `costs.devices` has figures of a device that is neither described nor used here.
+
+def devices_of(config: ExperimentConfig, models: Mapping[str, LatencyModel]) -> dict[str, ReplicasetDevices]:
+    """Return the devices of each replicaset whose device is named, by its latency model or by `costs.device`.
+
+    `models` are the latency models by replicaset; a real engine has none. Raises `ConfigError` where `costs.devices` has figures of a
+    device that is neither described nor used here.
     """
     found: dict[str, ReplicasetDevices] = {}
     for name, replicaset in config.effective_replicasets.items():
-        latency = _latency(config, name)
-        device, count, stages = _named(latency)
-        device = device or config.costs.device
-        if config.costs.devices_per_replica is not None and not isinstance(_parameters(latency), NamesDevices):
-            count = config.costs.devices_per_replica
+        device, count, stages = _named(models.get(name))
+        if device is None:
+            device, count = config.costs.device, config.costs.devices_per_replica or count
         if device is not None:
             stages = replicaset.replica.pipeline_stages or stages
             found[name] = ReplicasetDevices(_figures(device, config.costs), count, replicaset.num_replicas, stages)
@@ -30,27 +48,12 @@ def devices_of(config: ExperimentConfig) -> dict[str, ReplicasetDevices]:
     return found
 
 
-def _latency(config: ExperimentConfig, replicaset: str) -> TypedChoice | None:
-    """The latency model of a replicaset's steps; None of a real engine."""
-    if config.backend.kind != "simulator":
-        return None
-    settings = config.backend.settings
-    own = settings.replicasets.get(replicaset)
-    choice: TypedChoice = settings.latency if own is None or own.latency is None else own.latency
-    return choice
-
-
-def _parameters(latency: TypedChoice | None) -> object:
-    return None if latency is None else latency.parameters
-
-
-def _named(latency: TypedChoice | None) -> tuple[str | None, int, int]:
+def _named(model: LatencyModel | None) -> tuple[str | None, int, int]:
     """Device, devices and pipeline stages of a replica."""
-    parameters = _parameters(latency)
-    if not isinstance(parameters, NamesDevices):
+    if model is None:
         return None, 1, 1
-    device, count = parameters.replica_devices()
-    return device, count, getattr(parameters, "pipeline_parallel", 1)
+    described = description_of(model)
+    return described.device, described.num_devices, model.num_stages
 
 
 def _figures(device: str, costs: CostsConfig) -> DeviceCosts:

@@ -8,7 +8,6 @@ from vajra_py.latency.config import (
     ProfiledConfig,
     RecordedConfig,
     RooflineConfig,
-    TableConfig,
 )
 from vajra_py.latency.hardware.catalog import device_names, load_model, model_names
 from vajra_py.latency.hardware.deployment import Deployment, Parallelism, kv_blocks_that_fit
@@ -16,11 +15,9 @@ from vajra_py.latency.hardware.devices import DeviceConfig, DeviceSpec, device_s
 from vajra_py.latency.hardware.host_overhead import HOST_OVERHEADS, HostOverhead, host_overhead
 from vajra_py.latency.hardware.model_spec import ModelSpec
 from vajra_py.latency.models.constant import AffineModel, ConstantModel
-from vajra_py.latency.models.grid_table import GridTableModel
 from vajra_py.latency.models.profiled import Profile, ProfiledModel, read_profile
 from vajra_py.latency.models.recorded import RecordedDurations, RecordedModel
 from vajra_py.latency.models.roofline import RooflineModel
-from vajra_py.latency.models.table import OperatorTableModel, TableOptions
 from vajra_py.latency.models.variation import Variation, factors_among
 from vajra_py.latency.operators.bundle_config import ProfileBundleConfig
 from vajra_py.latency.operators.bundle_files import Bundle, read_bundle
@@ -32,7 +29,7 @@ from vajra_py.latency.operators.profile_bundle import BundleOptions, ProfileBund
 from vajra_py.latency.runs import CountsSteps, HasHostOverhead, PredictsDecodeRuns, ReplaysDurations, VariesSteps
 from vajra_py.latency.services.prefill_time import PrefillTimeTable
 from vajra_py.latency.specs import BUILTIN_LATENCY_MODELS, BUILTIN_OUTPUT_LENGTHS
-from vajra_py.latency.step_times import REAL, StepTimes, combined_step_times, step_times_of
+from vajra_py.latency.step_times import REAL, StepTimes, combined_step_times, description_of, step_times_of
 
 __all__ = [
     "BUILTIN_LATENCY_MODELS",
@@ -51,12 +48,10 @@ __all__ = [
     "Deployment",
     "DeviceConfig",
     "DeviceSpec",
-    "GridTableModel",
     "HasHostOverhead",
     "HostOverhead",
     "Link",
     "ModelSpec",
-    "OperatorTableModel",
     "OperatorTablesModel",
     "Parallelism",
     "PredictsDecodeRuns",
@@ -73,11 +68,10 @@ __all__ = [
     "RooflineConfig",
     "RooflineModel",
     "StepTimes",
-    "TableConfig",
-    "TableOptions",
     "Variation",
     "VariesSteps",
     "combined_step_times",
+    "description_of",
     "device_names",
     "device_sources",
     "factors_among",

@@ -13,19 +13,17 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from vajra_py.contract.latency import LatencyModel, LengthEstimate
+from vajra_py.contract.latency import LengthEstimate
 from vajra_py.errors import ConfigError
 from vajra_py.latency.hardware.catalog import load_model
 from vajra_py.latency.hardware.deployment import Deployment, Parallelism
-from vajra_py.latency.hardware.device_costs import chosen_device
 from vajra_py.latency.hardware.devices import DeviceConfig, DeviceSpec, load_device
 from vajra_py.latency.hardware.model_spec import ModelSpec
 from vajra_py.latency.models.constant import AffineModel, ConstantModel
-from vajra_py.latency.models.grid_table import GridTableModel
+from vajra_py.latency.models.fitting import is_steps_table, profile_of_steps
 from vajra_py.latency.models.profiled import ProfiledModel, read_profile
 from vajra_py.latency.models.recorded import RecordedDurations, RecordedModel
 from vajra_py.latency.models.roofline import RooflineModel
-from vajra_py.latency.models.table import OperatorTableModel, TableOptions
 from vajra_py.latency.services.output_length import ConstantLengths, NoLengths, QuantileLengths
 
 Dtype = Literal["float32", "bfloat16", "float16", "fp8"]
@@ -116,78 +114,19 @@ class RooflineConfig(SettingsModel):
         split = Parallelism(self.tensor_parallel, self.pipeline_parallel, self.kv_parallel)
         return Deployment(self.model_spec(), self.device_spec(), split)
 
-    def replica_devices(self) -> tuple[str | None, int]:
-        """Name of the device and how many a replica has."""
-        return chosen_device(self.device), self.tensor_parallel * self.pipeline_parallel * self.kv_parallel
-
     def build(self) -> RooflineModel:
         """The latency model."""
         deployment = self.deployment()
         return RooflineModel(deployment.model, deployment.device, deployment.parallelism)
 
 
-class TableConfig(SettingsModel):
-    """`type: table`: measured times, of whole steps over a grid of features (`path`) or of a layer's operators (`operators`)."""
-
-    type: Literal["table"] = "table"
-    path: str | None = Field(None, description="CSV, JSON, npz or Parquet file with feature columns and time_s.")
-    operators: str | None = Field(
-        None, description="Folder with per_token_ops_ms.csv.gz and attention_ms.npz, milliseconds of one layer."
-    )
-    beyond: Literal["refuse", "clamp", "extrapolate"] = Field(
-        "refuse", description="What to do outside of the grid of `path`."
-    )
-    num_layers: Annotated[int, Field(ge=1)] = Field(
-        32, description="Layers that the operators' times are multiplied by."
-    )
-    token_grain: Annotated[int, Field(ge=1)] = Field(
-        8, description="Tokens are rounded up to a multiple of this (operators)."
-    )
-    context_grain: Annotated[int, Field(ge=1)] = Field(
-        64, description="Step of the tables' context axis, tokens (operators)."
-    )
-    attention_overhead: Annotated[float, Field(ge=1)] = Field(
-        1.1, description="Factor on the attention of several requests at once (operators)."
-    )
-    decode_context_includes_new_token: bool = Field(
-        True, description="Whether a decode's context counts the token that it computes, as in Vidur (operators)."
-    )
-
-    @field_validator("path", "operators")
-    @classmethod
-    def _resolve(cls, value: str | None, info: ValidationInfo) -> str | None:
-        return None if value is None else resolved_path(value, info)
-
-    @model_validator(mode="after")
-    def _one_source(self) -> TableConfig:
-        if (self.path is None) == (self.operators is None):
-            raise ValueError("needs either path or operators (got both or neither). Allowed: exactly one of the two")
-        return self
-
-    def build(self) -> LatencyModel:
-        """The latency model.
-
-        Raises:
-            ConfigError: a file is missing or broken.
-        """
-        if self.path is not None:
-            return GridTableModel.from_file(self.path, beyond=self.beyond)
-        assert self.operators is not None
-        options = TableOptions(
-            num_layers=self.num_layers,
-            token_grain=self.token_grain,
-            context_grain=self.context_grain,
-            attention_overhead=self.attention_overhead,
-            decode_context_includes_new_token=self.decode_context_includes_new_token,
-        )
-        return OperatorTableModel.from_folder(self.operators, options)
-
-
 class ProfiledConfig(SettingsModel):
-    """`type: profiled`: what `vajra profile` measured of a model on a device."""
+    """`type: profiled`: a fit to measured steps of a model on a device, by `vajra profile` or of the user's own."""
 
     type: Literal["profiled"] = "profiled"
-    path: str = Field(description="Profile that `vajra profile` wrote.")
+    path: str = Field(
+        description="Profile that `vajra profile` wrote, or a table of measured steps (.csv, .csv.gz, .npz, .parquet)."
+    )
     variation: bool = Field(True, description="Equal steps of a simulation differ as much as those that were measured.")
 
     @field_validator("path")
@@ -201,7 +140,8 @@ class ProfiledConfig(SettingsModel):
         Raises:
             ConfigError: the file is missing or broken.
         """
-        return ProfiledModel(read_profile(self.path), varies=self.variation)
+        profile = profile_of_steps(self.path) if is_steps_table(self.path) else read_profile(self.path)
+        return ProfiledModel(profile, varies=self.variation)
 
 
 class ConstantConfig(SettingsModel):

@@ -14,7 +14,6 @@ from vajra_py.latency.config import (
     QuantileLengthsConfig,
     RecordedConfig,
     RooflineConfig,
-    TableConfig,
 )
 from vajra_py.latency.operators.bundle_config import ProfileBundleConfig
 from vajra_py.latency.operators.operator_config import AiconfiguratorConfig
@@ -25,7 +24,10 @@ BUILTIN_LATENCY_MODELS: list[LatencyModelSpec] = [
         "roofline", RooflineConfig, lambda config: config.build(), "from a model's config.json and a device's figures"
     ),
     LatencyModelSpec(
-        "profiled", ProfiledConfig, lambda config: config.build(), "measured by `vajra profile` on a model and device"
+        "profiled",
+        ProfiledConfig,
+        lambda config: config.build(),
+        "a fit to steps measured on a model and device, by `vajra profile` or of your own",
     ),
     LatencyModelSpec(
         "profile_bundle",
@@ -39,7 +41,6 @@ BUILTIN_LATENCY_MODELS: list[LatencyModelSpec] = [
         lambda config: config.build(),
         "operator times by size, measured inside vLLM, SGLang or TensorRT-LLM, from the tables of aiconfigurator-core",
     ),
-    LatencyModelSpec("table", TableConfig, lambda config: config.build(), "measured step times or operator times"),
     LatencyModelSpec(
         "recorded", RecordedConfig, lambda config: config.build(), "replays the step durations of an earlier run"
     ),

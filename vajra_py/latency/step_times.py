@@ -1,26 +1,19 @@
-"""Where a run's step times come from, and how far they are known to be off: one line for summaries, tables and reports."""
+"""Origin of a run's step times and their known error, in one line for summaries, tables and reports."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from vajra_py.contract.latency import LatencyModel
-from vajra_py.latency.models.profiled import ProfiledModel
-from vajra_py.latency.models.roofline import RooflineModel
-from vajra_py.latency.models.table import OperatorTableModel
-from vajra_py.latency.operators.profile_bundle import ProfileBundleModel
-from vajra_py.latency.runs import ReplaysDurations
-
-Kind = Literal["analytic", "measured", "calibrated", "recorded", "real", "given"]
+from vajra_py.contract.latency import DescribesModel, LatencyModel, ModelDescription, Origin
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
     """The origin of step times."""
 
-    kind: Kind
+    kind: Origin
     source: str
     errors: Mapping[str, float] = field(default_factory=dict)
     """Known relative errors of means, by metric (`ttft_s`, `tpot_s`, `e2e_s`, `step`), where they were ever compared with an engine."""
@@ -49,7 +42,7 @@ class StepTimes:
         return {**asdict(self), "errors": dict(self.errors), "sentence": self.sentence}
 
 
-LEAST_TRUSTED_FIRST: tuple[Kind, ...] = ("given", "analytic", "measured", "calibrated", "recorded", "real")
+LEAST_TRUSTED_FIRST: tuple[Origin, ...] = ("given", "analytic", "measured", "calibrated", "recorded", "real")
 
 REAL = StepTimes("real", "computed by the engine")
 
@@ -69,29 +62,14 @@ def combined_step_times(by_replicaset: Mapping[str, StepTimes]) -> StepTimes:
     )
 
 
+def description_of(latency: LatencyModel) -> ModelDescription:
+    """Return a latency model's description of itself; of a model without one, that its figures are the experiment's author's."""
+    if isinstance(latency, DescribesModel):
+        return latency.describe()
+    return ModelDescription("given", f"{type(latency).__name__}, figures of the experiment's author")
+
+
 def step_times_of(latency: LatencyModel) -> StepTimes:
-    """The origin of a latency model's answers; a plug-in's model says it by an attribute `step_times`."""
-    said = getattr(latency, "step_times", None)
-    if isinstance(said, StepTimes):
-        return said
-    if isinstance(latency, RooflineModel):
-        deployment = latency.deployment
-        return StepTimes("analytic", f"roofline of {deployment.model.name} on {deployment.device.name}")
-    if isinstance(latency, ProfileBundleModel):
-        calibration = latency.options.calibration
-        if calibration is None:
-            return StepTimes("measured", latency.source)
-        errors = {name: abs(value) for name, value in calibration.errors.items()}
-        return StepTimes("calibrated", f"{latency.source}, fitted on {calibration.fitted_on}", errors)
-    if isinstance(latency, ProfiledModel):
-        facts = latency.profile.facts
-        where = (
-            f"whole steps of {facts.get('model', 'a model')} on {facts.get('device', 'a device')}, by `vajra profile`"
-        )
-        known = [abs(one["mean"]) for one in latency.profile.errors.values() if "mean" in one]
-        return StepTimes("measured", where, {"step": max(known)} if known else {})
-    if isinstance(latency, OperatorTableModel):
-        return StepTimes("measured", "a table of operator times")
-    if isinstance(latency, ReplaysDurations):
-        return StepTimes("recorded", "durations of an earlier run")
-    return StepTimes("given", f"{type(latency).__name__}, figures of the experiment's author")
+    """Return the origin of a latency model's step times."""
+    one = description_of(latency)
+    return StepTimes(one.origin, one.source, dict(one.errors), one.num_fallback, one.filled_fraction)

@@ -250,7 +250,7 @@ def _add_numbers(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_class=Response, responses={200: {"content": text}})
     async def metrics(request: Request) -> Response:
         """Numbers for Prometheus; those of tenants only with a key, where there are keys."""
-        text = service.exposition.text(names_tenants=request.scope.get(HAS_KEY, False))
+        text = service.exposition.text(names_clients=request.scope.get(HAS_KEY, False))
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/dashboard", response_class=HTMLResponse, responses=answers.errors(401))

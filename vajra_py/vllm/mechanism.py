@@ -223,9 +223,16 @@ class Mechanism(Backend[_VllmReplica]):
         self._arriving.append(intake)
 
     def abort(self, request_id: str) -> None:
-        """A request is taken back; with a step in flight, when that comes back."""
-        self._driver.events.push(self.open_turn(), Phase.ABORT, request_id)
+        """Take a request back; with a step in flight, when that comes back."""
         request = self.controller.find(request_id)
+        is_held = request is not None and request.state is RequestState.RUNNING
+        if is_held and self._one.plan is not None and self._turn is None and not self._is_gate_new:
+            # A tick of its own, before the step ends: its blocks are free before those of who ends with the step, as in vLLM.
+            self._driver.now = self.open_turn()
+            self._turn = None
+            self._driver.abort(request_id)
+        else:
+            self._driver.events.push(self.open_turn(), Phase.ABORT, request_id)
         if request is not None:
             self.leave(request)
 

@@ -132,11 +132,12 @@ class Arrivals:
 
     def __call__(self, request: VllmRequest) -> float:
         """Seconds on the scheduler's clock (which gives nanoseconds)."""
-        said = max(0.0, float(request.arrival_time) - self._zero)
-        if not self._as_said:
-            following = math.nextafter(self._last, math.inf)
-            said = self._last = max(following, min(said, self._clock() / 1e9))
-        return said
+        said = float(request.arrival_time) - self._zero
+        if self._as_said:
+            return said
+        following = math.nextafter(self._last, math.inf)
+        self._last = max(following, min(said, self._clock() / 1e9))
+        return self._last
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from vajra_kernels import attention, backend, layer_ops, ops  # noqa: E402
+from vajra_kernels import attention, backend, ops  # noqa: E402
 from vajra_kernels.launch import Launch  # noqa: E402
 from vajra_py.engine.compute import RunnerOptions  # noqa: E402
 from vajra_py.engine.compute.model import fused, fused_parts  # noqa: E402
@@ -66,7 +66,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Launch, "run", zeros)
     monkeypatch.setattr(fused_parts, "can_pack", lambda weight: False)
-    for module in (backend, layer_ops, attention, ops, sampler):
+    for module in (backend, fused, attention, ops, sampler):
         monkeypatch.setattr(module, "uses_triton", lambda device: True)
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vajra_kernels import attention, backend, build_metadata, layer_ops
+from vajra_kernels import attention, backend, build_metadata
 from vajra_kernels.launch import Launch
 from vajra_py.engine.compute import RunnerOptions
-from vajra_py.engine.compute.model import fused_parts
+from vajra_py.engine.compute.model import fused, fused_parts
 from vajra_py.engine.compute.model.kv_memory import KvMemory
 from vajra_py.engine.compute.model.prepare import prepare
 from vajra_py.engine.compute.model.ranks import Ranks
@@ -42,7 +42,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     found: Counter[str] = Counter()
     monkeypatch.setattr(Launch, "run", lambda launch: found.update([launch.kernel.__name__]))
     monkeypatch.setattr(fused_parts, "can_pack", lambda weight: False)  # as on a GPU
-    for module in (backend, layer_ops, attention):
+    for module in (backend, fused, attention):
         monkeypatch.setattr(module, "uses_triton", lambda device: True)
     return found
 

@@ -14,10 +14,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("triton")
 
-from vajra_kernels import attention, backend, layer_ops, ops  # noqa: E402
+from vajra_kernels import attention, backend, ops  # noqa: E402
 from vajra_kernels.aot import specialization  # noqa: E402
 from vajra_kernels.launch import Launch  # noqa: E402
 from vajra_py.engine.compute import Chunk, NewRow, RunnerOptions, SamplingParams, StepInput, TableUpdate, batch  # noqa: E402
+from vajra_py.engine.compute.model import fused  # noqa: E402
 from vajra_py.engine.compute.model.kv_groups import GroupLinks  # noqa: E402
 from vajra_py.engine.compute.model.ranks import Ranks  # noqa: E402
 from vajra_py.engine.compute.model.shard import Shard  # noqa: E402
@@ -53,7 +54,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     monkeypatch.setattr(Launch, "run", recorded)
     monkeypatch.setattr(batch, "all_to_device", joined)
-    for module in (backend, layer_ops, attention, ops, sampler):
+    for module in (backend, fused, attention, ops, sampler):
         monkeypatch.setattr(module, "uses_triton", lambda device: True)
     return found
 

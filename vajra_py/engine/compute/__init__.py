@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 LoadRunner: TypeAlias = Callable[[RunnerOptions], ModelRunner]
-"""How a runner is made; a function of a module, so that it can be named to another process."""
+"""Makes a runner; a function of a module, so that another process can import it."""
 
 
 def load_runner(options: RunnerOptions) -> ModelRunner:

@@ -68,7 +68,7 @@ class HostBatch:
 
     @property
     def is_all_decodes(self) -> bool:
-        """Whether every sequence goes on by the token that was sampled last, so that all are sampled as they stand."""
+        """True if every sequence continues from its last sampled token, so that all rows are sampled in order."""
         return self.num_decodes == len(self.slots)
 
 
@@ -92,7 +92,7 @@ class BatchInputs:
 
 
 class BatchState:
-    """What a worker remembers of its slots: block tables, progress, and the last sampled tokens (on the device)."""
+    """State of a worker's slots: block tables, progress, and the last sampled tokens (on the device)."""
 
     __slots__ = (
         "_device",

@@ -21,14 +21,14 @@ from typing import Protocol
 from vajra_py.runtime.kv import BlockCopy
 
 LOST_ROW = "its logits are not finite numbers, so that no token can be sampled"
-"""Why a row gave no token that has no finite logit."""
+"""Error of a row without finite logits."""
 NOTHING_LEFT = "its allowed_token_ids, bad_words and min_tokens leave no token that can be sampled"
 """The same of a row that forbids tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a request's tokens are chosen, and when it ends. Values are checked where they come in, not here.
+    """Sampling and stop parameters of a request. Values are validated at the API, not here.
 
     The order is vLLM's: allowed tokens, bad words and biases; then that of transformers' generation: penalties, temperature,
     top-k, top-p, min-p.
@@ -205,7 +205,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step gave.
+    """Output of a step.
 
     Attributes:
         slots: rows that sampled: the step's `decodes` in order, then its sampling `chunks` in order.
@@ -227,7 +227,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """What a runner loads, and on which device.
+    """Model, device and sizes that a runner is loaded with.
 
     Attributes:
         model: directory of a Hugging Face model.
@@ -300,7 +300,7 @@ class RunnerOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a loaded model is, on this rank.
+    """Sizes and types of a loaded model on this rank.
 
     Attributes:
         model_type: transformers' name of the architecture.
@@ -360,7 +360,7 @@ class ModelRunner(Protocol):
 
     @property
     def facts(self) -> ModelFacts:
-        """What was loaded."""
+        """Facts of the loaded model."""
 
     def profile_num_blocks(self, memory_fraction: float) -> int:
         """Number of KV blocks that fit beside a step of `max_step_tokens`.
@@ -410,12 +410,12 @@ class ForeseeingRunner(ModelRunner, Protocol):
 
 
 def forbids_tokens(sampling: SamplingParams) -> bool:
-    """Whether it may leave no token to sample."""
+    """Return whether sampling may be left without an allowed token."""
     return sampling.allowed_token_ids is not None or bool(sampling.bad_words_token_ids)
 
 
 def needs_history(sampling: SamplingParams) -> bool:
-    """Whether the tokens of prompt and output are counted for penalties."""
+    """Return whether penalties need counts of prompt and output tokens."""
     return sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or sampling.repetition_penalty != 1.0
 
 
@@ -425,5 +425,5 @@ def needs_prompt(sampling: SamplingParams) -> bool:
 
 
 def needs_outputs(sampling: SamplingParams) -> bool:
-    """Whether earlier outputs change how the next token is sampled, so that `NewRow` must carry them."""
+    """Return whether earlier output tokens affect sampling, so that `NewRow` must carry them."""
     return needs_history(sampling) or any(len(word) > 1 for word in sampling.bad_words_token_ids)

@@ -58,7 +58,7 @@ class CapacityAnswer:
     @property
     def sentence(self) -> str:
         """The answer with its interval in one line."""
-        from vajra_py.experiment.capacity.files import answer_line
+        from vajra_py.experiment.capacity.words import answer_line
 
         return answer_line(self)
 

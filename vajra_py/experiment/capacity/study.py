@@ -21,7 +21,7 @@ from vajra_py.errors import ConfigError, Problem, RunError, VajraError, did_you_
 from vajra_py.experiment.capacity.answers import CapacityAnswer, CurvePoint, plain_values
 from vajra_py.experiment.capacity.rate import RateQuestion, search_rate
 from vajra_py.experiment.capacity.search import Answer, Probe, Search, Setting, Slacks, search_replicas
-from vajra_py.experiment.device_figures import devices_of
+from vajra_py.experiment.device_figures import devices_of, latency_models
 from vajra_py.experiment.runs.equal_seeds import EqualSeeds, drew_beside_workload
 from vajra_py.experiment.runs.folder import RunFolder
 from vajra_py.experiment.runs.pool import MakePool, RunTask, local_pool
@@ -181,7 +181,7 @@ def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
         if clash:
             raise ConfigError(Problem(f"sweep.{clash[0]}", "is what the search varies", "Allowed: other settings"))
         mapping = one.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"capacity", "sweep"})
-        costs, unit = _costs(asked, one)
+        costs, unit = _costs(asked, one, registry)
         label = values_of_label(point.label) or one.name
         folder = config.output_dir / config.name / point.point_id if config.sweep else config.output_dir / config.name
         seeds, note = equal.different(one, asked.max_replications)
@@ -191,7 +191,7 @@ def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
     return found
 
 
-def _costs(asked: CapacityConfig, config: ExperimentConfig) -> tuple[tuple[float, ...], str]:
+def _costs(asked: CapacityConfig, config: ExperimentConfig, registry: Registry) -> tuple[tuple[float, ...], str]:
     """What a replica of each kind costs, and the unit of it; nothing where a rate is searched.
 
     Costs that are not given are the devices' prices; where one of those is not known, all replicas cost the same.
@@ -201,7 +201,7 @@ def _costs(asked: CapacityConfig, config: ExperimentConfig) -> tuple[tuple[float
     given = [one.cost for one in (asked.replicas or {}).values() if one.cost is not None]
     if given:
         return tuple(given), "of cost"
-    devices = devices_of(config)
+    devices = devices_of(config, latency_models(config, registry))
     kinds = [devices.get(_replicaset_of(path)) for path in asked.replicas or ()]
     prices = [
         one.costs.price_per_hour * one.devices_per_replica

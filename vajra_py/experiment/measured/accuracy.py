@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 from vajra_py.errors import RunError
 from vajra_py.experiment.measured.run import MeasuredRequests, MeasuredRun
+from vajra_py.metrics.comparison.table_model import Cell, Row, Table
+from vajra_py.metrics.definitions import quantiles
 from vajra_py.metrics.runs.run_data import RunData
 
 Floats = npt.NDArray[np.float64]
@@ -31,7 +33,7 @@ class MetricError:
     measured: float
     simulated: float
     bound: float | None = None
-    """Largest relative error that passes; None: reported only."""
+    """Largest relative error that passes; None: any."""
 
     @property
     def relative(self) -> float:
@@ -42,13 +44,13 @@ class MetricError:
 
     @property
     def passes(self) -> bool:
-        """Whether it is within its bound."""
+        """True within the bound."""
         return self.bound is None or abs(self.relative) <= self.bound
 
 
 @dataclass(frozen=True, slots=True)
 class SeriesError:
-    """How far a quantity is off over time: mean absolute difference by second over the measured mean."""
+    """Error of a quantity over time: mean absolute difference by second over the measured mean."""
 
     name: str
     seconds: Floats
@@ -73,24 +75,33 @@ class Accuracy:
     errors: tuple[MetricError, ...]
     series: tuple[SeriesError, ...]
     trust: str
-    """Where the step times come from."""
+    """Origin of the step times."""
 
     @property
     def passes(self) -> bool:
-        """Whether every mean is within its bound."""
+        """True when every mean is within its bound."""
         return all(one.passes for one in self.errors)
 
-    def lines(self) -> Iterator[str]:
-        """One line a metric: name, measured, simulated, error in percent."""
-        names = [*(error.name for error in self.errors), *(series.name for series in self.series)]
-        width = max(map(len, names)) + 2
-        yield f"{'metric':<{width}}{'measured':>12}{'simulated':>12}{'error':>9}"
-        for one in self.errors:
-            mark = "" if one.passes else f"  beyond {one.bound:.0%}"
-            yield f"{one.name:<{width}}{one.measured:>12.5g}{one.simulated:>12.5g}{one.relative:>+9.1%}{mark}"
+    def table(self) -> Table:
+        """A row for each metric: measured, simulated, error, and the bound of an error that is beyond it."""
+        rows = [
+            Row(
+                one.name,
+                (
+                    Cell(f"{one.measured:.5g}", value=one.measured),
+                    Cell(f"{one.simulated:.5g}", value=one.simulated),
+                    Cell(f"{one.relative:+.1%}", "" if one.passes else f"beyond {one.bound:.0%}", value=one.relative),
+                ),
+            )
+            for one in self.errors
+        ]
         for series in self.series:
-            means = f"{series.measured.mean():>12.4g}{series.simulated.mean():>12.4g}"
-            yield f"{series.name:<{width}}{means}{series.relative:>9.1%}"
+            means = float(series.measured.mean()), float(series.simulated.mean())
+            cells = [Cell(f"{mean:.4g}", value=mean) for mean in means]
+            rows.append(
+                Row(f"{series.name}, by second", (*cells, Cell(f"{series.relative:.1%}", value=series.relative)))
+            )
+        return Table("metric", ("measured", "simulated", "error"), tuple(rows))
 
 
 def compare_with_measured(run: MeasuredRun, simulated: RunData) -> Accuracy:
@@ -100,8 +111,9 @@ def compare_with_measured(run: MeasuredRun, simulated: RunData) -> Accuracy:
         RunError: the simulation did not finish, or served other requests.
     """
     served = requests_of(simulated)
-    if served.request_id != run.requests.request_id:
+    if set(served.request_id) != set(run.requests.request_id):
         raise RunError(f"{simulated.path}: did not serve the requests of {run.path}. Simulate the run's own workload.")
+    served = served.in_order(run.requests.request_id)
     trust = str(simulated.summary.value("step_times.sentence") or "unknown")
     return Accuracy(
         run.path.name,
@@ -168,7 +180,8 @@ def gap_errors(measured: MeasuredRequests, simulated: RunData) -> Iterator[Metri
     gaps = measured.tbt_s
     if gaps is None or not len(gaps):
         return
-    mine = {"mean": float(gaps.mean())} | {name: float(np.percentile(gaps, one)) for name, one in QUANTILES.items()}
+    mine = {"mean": float(gaps.mean())}
+    mine |= dict(zip(QUANTILES, quantiles(gaps, [percent / 100 for percent in QUANTILES.values()]), strict=True))
     for name, value in mine.items():
         other = simulated.summary.value(f"overall.tbt_s.{name}")
         if other is not None:
@@ -206,14 +219,14 @@ def series_errors(run: MeasuredRun, simulated: MeasuredRequests, data: RunData) 
 
 
 def _present(start: Floats, stop: Floats, at: Floats) -> Floats:
-    """How many requests are between the two at each time."""
+    """Number of requests between the two at each time."""
     begun = np.searchsorted(np.sort(start), at, side="right")
     ended = np.searchsorted(np.sort(stop), at, side="right")
     return (begun - ended).astype(np.float64)
 
 
 def _log_shift(run: MeasuredRun, log: Mapping[str, Floats]) -> float:
-    """How many seconds the log's clock is ahead of the requests': where their running requests agree best.
+    """Seconds by which the log's clock is ahead of the requests': where their running requests agree best.
 
     Ends are seen by log and client at once, while the log counts a request as running only when the step that it was scheduled in is
     under way. Rows after the last scheduling are therefore preferred, where there are enough of them.

@@ -50,7 +50,7 @@ class Fit:
     held_out: Mapping[str, float]
     """Relative errors of the means of the requests that the fit did not see."""
     before: Mapping[str, float]
-    """The same with every figure at its prior."""
+    """Relative errors of the same means with every figure at its prior."""
 
     def lines(self) -> Iterator[str]:
         """The figures, the errors where nothing was fitted, and the residuals where it was, for people."""
@@ -70,7 +70,7 @@ class Fit:
 
 
 def figures_of(run: MeasuredRun, latency: Mapping[str, Any]) -> tuple[Figure, ...]:
-    """What is fitted: scales of the parts that the run's deployment has, and its engine's kind of overhead."""
+    """Return the figures to fit: scales of the parts that the run's deployment has, and its engine's kind of overhead."""
     config = measured_config(latency)
     latency_model = config.build()
     host = latency_model.host

@@ -1,4 +1,4 @@
-"""What each figure of a calibration adds to the steps of a simulated run."""
+"""Attribute the steps of a simulated run to the figures of a calibration."""
 
 from __future__ import annotations
 

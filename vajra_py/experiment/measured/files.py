@@ -45,7 +45,7 @@ ENGINE_ARGUMENTS = (
     "gpu_memory_utilization",
     "kv_cache_dtype",
 )
-"""What may be said about an engine that its file is silent about, by vLLM's names."""
+"""Settings of an engine that its file may lack and a user may give, by vLLM's names."""
 
 
 def read_measured(path: str | Path, engine: Mapping[str, Any] | None = None) -> MeasuredRun:
@@ -178,7 +178,9 @@ def _assembled(
 def _own_run(place: Path, given: Mapping[str, Any]) -> MeasuredRun:
     """A run of this project: its requests as served, with the contents of its workload."""
     data = RunData.load(place)
-    requests = requests_of(data)
+    gaps = data.tbt("gap_s", "weight")
+    tbt_s = np.repeat(gaps.column("gap_s").to_numpy(), gaps.column("weight").to_numpy())
+    requests = replace(requests_of(data), tbt_s=tbt_s)
     config = load_config(place / "config.yaml")
     specs = {spec.request_id: spec for spec in load_workload(config)}
     replica = next(iter(config.effective_replicasets.values())).replica

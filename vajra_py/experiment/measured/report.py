@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vajra_py.experiment.measured.accuracy import LATENCIES, Accuracy
+from vajra_py.metrics.comparison.table_renderers import html
 from vajra_py.metrics.plots.style import COLOURS, MUTED, new_figure, styled
 from vajra_py.metrics.report.figures_svg import inline_svg
 
@@ -22,7 +23,7 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { --grid: #444b54; } }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; } th, td { padding: 0.15rem 0.9rem; text-align: right; border-bottom: 1px solid var(--grid); }
-th:first-child, td:first-child { text-align: left; } .beyond { font-weight: bold; } svg { max-width: 100%; height: auto; }
+th:first-child { text-align: left; } td small { font-weight: bold; margin-left: 0.5rem; } svg { max-width: 100%; height: auto; }
 """
 
 
@@ -31,7 +32,7 @@ def write_accuracy_report(accuracy: Accuracy, path: Path) -> None:
     parts = [
         f"<h1>{escape(accuracy.name)}: measured and simulated</h1>",
         f"<p>Step times: {escape(accuracy.trust)}.</p>",
-        _table(accuracy),
+        html(accuracy.table()),
         "<h2>Distributions</h2>",
         inline_svg(
             distributions(accuracy), "cdf", "Cumulative distributions of TTFT, TPOT and E2E, measured and simulated"
@@ -47,19 +48,6 @@ def write_accuracy_report(accuracy: Accuracy, path: Path) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
-
-
-def _table(accuracy: Accuracy) -> str:
-    rows = ["<tr><th>metric</th><th>measured</th><th>simulated</th><th>error</th></tr>"]
-    for one in accuracy.errors:
-        mark = "" if one.passes else ' class="beyond"'
-        rows.append(
-            f"<tr{mark}><td>{one.name}</td><td>{one.measured:.4g}</td><td>{one.simulated:.4g}</td><td>{one.relative:+.1%}</td></tr>"
-        )
-    for series in accuracy.series:
-        means = f"<td>{series.measured.mean():.4g}</td><td>{series.simulated.mean():.4g}</td>"
-        rows.append(f"<tr><td>{series.name}, by second</td>{means}<td>{series.relative:.1%}</td></tr>")
-    return f"<table>{''.join(rows)}</table>"
 
 
 @styled

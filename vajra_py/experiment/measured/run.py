@@ -7,7 +7,7 @@ was measured) and, where there is one, `timeseries.csv` (each second's running, 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -32,7 +32,7 @@ LONGEST_S = 7 * 86400.0
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What the engine was started with."""
+    """Settings that the engine was started with."""
 
     model: str
     engine: str
@@ -52,12 +52,12 @@ class EngineSettings:
     memory_fraction: float | None = None
     """Part of the GPU's memory that the engine may use; None: the run does not say."""
     kv_dtype: str | None = None
-    """What the KV cache holds, where it is not what the model computes in."""
+    """Dtype of the KV cache, where it is not the model's."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRequests:
-    """When each request got its tokens, seconds from the first arrival; one entry a request, in the order of arrival."""
+    """Times of each request's tokens, seconds from the first arrival; one entry a request, in the order of arrival."""
 
     request_id: tuple[str, ...]
     num_prompt_tokens: Ints
@@ -66,7 +66,7 @@ class MeasuredRequests:
     first_token_at: Floats
     last_token_at: Floats
     scheduled_at: Floats | None = None
-    """When it was first given a place in a step; None: not measured."""
+    """Time of the first step that it was in; None: not measured."""
     tbt_s: Floats | None = None
     """Gaps between tokens of all requests together; None: not measured."""
 
@@ -88,15 +88,23 @@ class MeasuredRequests:
         return np.where(after > 0, spent / np.maximum(after, 1), np.nan)
 
     def first(self, count: int) -> MeasuredRequests:
-        """The `count` requests that came first."""
+        """Return the first `count` requests, without their gaps."""
+        return self._rows(np.arange(min(count, len(self.request_id))))
+
+    def in_order(self, request_ids: Sequence[str]) -> MeasuredRequests:
+        """Return the requests in another order, without their gaps."""
+        place = {name: row for row, name in enumerate(self.request_id)}
+        return self._rows(np.array([place[name] for name in request_ids], np.int64))
+
+    def _rows(self, rows: Ints) -> MeasuredRequests:
         return MeasuredRequests(
-            self.request_id[:count],
-            self.num_prompt_tokens[:count],
-            self.num_output_tokens[:count],
-            self.arrived_at[:count],
-            self.first_token_at[:count],
-            self.last_token_at[:count],
-            None if self.scheduled_at is None else self.scheduled_at[:count],
+            tuple(self.request_id[row] for row in rows.tolist()),
+            self.num_prompt_tokens[rows],
+            self.num_output_tokens[rows],
+            self.arrived_at[rows],
+            self.first_token_at[rows],
+            self.last_token_at[rows],
+            None if self.scheduled_at is None else self.scheduled_at[rows],
         )
 
 
@@ -114,7 +122,7 @@ class MeasuredRun:
 
     @property
     def has_engine_times(self) -> bool:
-        """Whether the engine itself noted the times, as only it knows when it scheduled; a client's hold the tokens' way to it, too."""
+        """True for times that the engine noted, which alone knows when it scheduled; a client's include the tokens' way to it."""
         return self.requests.scheduled_at is not None
 
     @property

@@ -25,7 +25,7 @@ SIMULATED = "simulated"
 def bundle_latency(
     run: MeasuredRun, profile: str | Path, calibration: str | Path | None = None, **changes: Any
 ) -> dict[str, Any]:
-    """What stands under `latency:` to simulate a measured run with a profile bundle; `changes` win.
+    """Return the section `latency:` that simulates a measured run with a profile bundle; `changes` win.
 
     Parallelism, CUDA graphs and asynchronous scheduling are the run's; the contexts vary as much as its requests' do. Tokens take no time
     to a client where the engine noted when they came.
@@ -45,7 +45,7 @@ def bundle_latency(
 
 
 def tables_latency(run: MeasuredRun, calibration: str | Path | None = None, **changes: Any) -> dict[str, Any]:
-    """The same with the operator tables of aiconfigurator; `changes` name the `system`, and what else the run does not say.
+    """Return the section `latency:` for the operator tables of aiconfigurator; `changes` name the `system`, and what else the run does not have.
 
     Raises:
         ConfigError: no system is named.

@@ -1,4 +1,4 @@
-"""Compare an experiment's simulation with the engine's measurement on the same requests.
+"""Simulate an experiment that an engine ran, on the same requests, and compare the two.
 
 The engine's run is simulated again with the same policies and sizes and the arrivals of the workload; only the time of a step
 is predicted. Outputs have the lengths that the engine put out.
@@ -7,14 +7,14 @@ is predicted. Outputs have the lengths that the engine put out.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from vajra_py.config import BackendConfig, ExperimentConfig, SimulatorConfig, TypedChoice
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import ConfigError, Problem, RunError
+from vajra_py.experiment.measured.accuracy import Accuracy, compare_with_measured
+from vajra_py.experiment.measured.files import read_measured
 from vajra_py.experiment.runs.backend import Backend, Run
 from vajra_py.experiment.runs.engined import ENGINE_FILE, OUTPUTS_FILE
 from vajra_py.experiment.runs.replay import sized_config
@@ -26,38 +26,8 @@ from vajra_py.runtime.records.input_log import read_rows
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.workload import Workload
 
-METRICS = ("ttft_s", "tbt_s", "e2e_s")
-QUANTILES = ("p50", "p90", "p99")
 SIMULATED = "simulated"
 """Folder below the engine's run that gets the simulation."""
-
-
-@dataclass(frozen=True, slots=True)
-class MetricError:
-    """One number, measured and simulated, in seconds."""
-
-    metric: str
-    quantile: str
-    measured_s: float
-    simulated_s: float
-
-    @property
-    def relative(self) -> float:
-        """Simulated over measured, less 1."""
-        return self.simulated_s / self.measured_s - 1.0 if self.measured_s > 0 else float("inf")
-
-
-@dataclass(frozen=True, slots=True)
-class Validation:
-    """A run of the engine beside its simulation."""
-
-    measured: RunData
-    simulated: RunData
-    errors: tuple[MetricError, ...]
-
-    def within(self, tolerance: float, quantiles: tuple[str, ...] = ("p50", "p90")) -> bool:
-        """Whether these quantiles of every metric are off by no more than a fraction."""
-        return all(abs(one.relative) <= tolerance for one in self.errors if one.quantile in quantiles)
 
 
 def check_validation(config: ExperimentConfig) -> None:
@@ -77,36 +47,41 @@ def check_validation(config: ExperimentConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """What a simulation takes for granted in place of what the engine's configuration says.
+    """Settings of a simulation in place of the engine's own.
 
     Attributes:
-        latency: what steps take; None: what policies are told that they take.
-        seed: of what differs from step to step; None: the run's.
+        latency: model of the step times; None: the one that policies ask for predictions.
+        seed: of the variation of equal steps; None: the run's.
     """
 
     latency: TypedChoice | None = None
     seed: int | None = None
 
 
-def validate(
-    measured: RunData, config: ExperimentConfig, registry: Registry | None = None, assumed: Assumed | None = None
-) -> Validation:
+def validate(measured: RunData, config: ExperimentConfig, registry: Registry | None = None) -> Accuracy:
     """Simulate a finished run of the engine and compare; `config` is the run's.
 
-    Raises `ConfigError` (see `check_validation`), `RunError` when the run is not whole.
+    Raises `ConfigError` (see `check_validation`), `RunError` when the run is not whole or a request did not get its whole answer.
     """
+    simulated = simulate_as_served(measured, config, registry)
+    return compare_with_measured(read_measured(measured.path), simulated)
+
+
+def simulate_as_served(
+    measured: RunData, config: ExperimentConfig, registry: Registry | None = None, assumed: Assumed | None = None
+) -> RunData:
+    """Simulate a finished run of the engine, into a folder below its own. Raises as `validate`."""
     assumed = assumed or Assumed()
     check_validation(config)
     if not measured.is_finished:
         raise RunError(str(Problem(str(measured.path), "is not a finished run", "Run it again")))
-    simulated = run_experiment(
+    return run_experiment(
         _simulation_of(config, measured.path, assumed.latency),
         folder=measured.path / SIMULATED,
         registry=registry,
         overwrite=True,
         backend=lambda run: _as_served(run, config, measured.path, assumed.seed),
     )
-    return Validation(measured, simulated, _errors(measured, simulated))
 
 
 def _simulation_of(config: ExperimentConfig, path: Path, latency: TypedChoice | None) -> ExperimentConfig:
@@ -127,7 +102,7 @@ def _simulation_of(config: ExperimentConfig, path: Path, latency: TypedChoice | 
 
 
 def _as_served(run: Run, config: ExperimentConfig, path: Path, seed: int | None) -> Backend:
-    """The simulation with the engine's arrival times and the lengths that it put out."""
+    """Prepare the simulation with the engine's arrival times and output lengths."""
     engine: ModelBackendConfig = config.backend.settings
     lengths = {row["request_id"]: len(row["token_ids"]) for row in read_rows(path / OUTPUTS_FILE)}
     workload = run.workload
@@ -137,30 +112,3 @@ def _as_served(run: Run, config: ExperimentConfig, path: Path, seed: int | None)
         specs = [replace(spec, num_output_tokens=max(1, lengths.get(spec.request_id, 1))) for spec in workload]
         workload = Workload.from_requests(specs, workload.name)
     return SimulatedRun(replace(run, workload=workload, seeds=run.seeds if seed is None else SeedTree(seed)))
-
-
-def _errors(measured: RunData, simulated: RunData) -> tuple[MetricError, ...]:
-    found = []
-    for metric in METRICS:
-        for quantile in QUANTILES:
-            pair = [_value(run.summary.value(f"overall.{metric}.{quantile}")) for run in (measured, simulated)]
-            if None not in pair:
-                found.append(MetricError(metric, quantile, *pair))  # type: ignore[arg-type]
-    return tuple(found)
-
-
-def _value(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
-
-
-def as_rows(validation: Validation) -> list[Mapping[str, str]]:
-    """What to show: one row a number."""
-    return [
-        {
-            "metric": f"{one.metric.removesuffix('_s').upper()} {one.quantile}",
-            "measured": f"{one.measured_s * 1e3:.2f} ms",
-            "simulated": f"{one.simulated_s * 1e3:.2f} ms",
-            "error": f"{one.relative:+.1%}",
-        }
-        for one in validation.errors
-    ]

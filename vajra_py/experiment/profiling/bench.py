@@ -1,9 +1,8 @@
-"""Time a runner on batches of given shapes, and the machine's speed at the moment."""
+"""Time a runner on batches of given shapes, and the machine's pace at the moment."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -15,8 +14,8 @@ from vajra_py.runtime.support.seeds import SeedTree
 
 GREEDY = SamplingParams(temperature=0.0)
 _REFERENCE_ROWS, _REFERENCE_CONTEXT = 8, 16
-_NEIGHBOURS = 2
-"""So many times of the reference batch before one, and after it, tell together how fast the machine was."""
+NEIGHBOURS = 2
+"""Times of the reference batch before one, and after it, whose median is the machine's pace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class Bench:
         self._stream = SeedTree(0).stream("tokens")
         self.bytes_per_block = runner.facts.kv_bytes_per_token * block_size
         self.taken: list[int] = []
-        """Slots that the runner has not been told are free again."""
+        """Slots that are freed with the next step."""
 
     def time_s(self, batch: Batch) -> float:
         """Seconds of one step of the batch."""
@@ -91,7 +90,7 @@ class Bench:
 
 
 class Reference:
-    """A batch that is always the same, in slots and KV blocks behind those of an engine, timed to tell the machine's speed.
+    """Time a batch that is always the same, in slots and KV blocks behind those of an engine, as a measure of the machine's pace.
 
     The runner needs `room` for it, and `num_blocks` of KV memory besides the engine's, from `first_block` on.
     """
@@ -113,7 +112,7 @@ class Reference:
         return _REFERENCE_ROWS * -(-(_REFERENCE_CONTEXT + 1) // options.block_size)
 
     def frees(self, bench: Bench) -> None:
-        """The slots of a bench that is not used any more are free again, with the next reference."""
+        """Free the slots of a bench that is not used any more, with the next reference."""
         self._bench.taken += bench.taken
         bench.taken = []
 
@@ -122,35 +121,7 @@ class Reference:
         return self._bench.time_s(self._batch)
 
 
-class Pace:
-    """The machine's slowness from the last few times of the reference; one alone may have been disturbed."""
-
-    def __init__(self, typical_s: float) -> None:
-        self._typical_s = typical_s
-        self._last = 1.0
-        self._recent: deque[float] = deque(maxlen=2 * _NEIGHBOURS + 1)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether there are enough times to tell."""
-        return len(self._recent) > _NEIGHBOURS
-
-    def note(self, reference_s: float) -> None:
-        """The newest time."""
-        self._recent.append(reference_s)
-
-    def forget(self) -> None:
-        """All of them were long ago; until the next, the machine is what it was."""
-        self._last = self.slowness
-        self._recent.clear()
-
-    @property
-    def slowness(self) -> float:
-        """What the reference takes now as a multiple of what it typically takes."""
-        return median(self._recent) / self._typical_s if self._recent else self._last
-
-
 def paces(reference_s: Sequence[float], typical_s: float) -> list[float]:
-    """How slow the machine was at each of these times, as a multiple of what is typical."""
-    windows = (reference_s[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1] for at in range(len(reference_s)))
+    """Return the slowness of the machine at each of these times of the reference, as a multiple of the typical one."""
+    windows = (reference_s[max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1] for at in range(len(reference_s)))
     return [median(window) / typical_s for window in windows]

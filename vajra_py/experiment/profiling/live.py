@@ -1,4 +1,4 @@
-"""Measure step times of a working engine, and the share that is not computing."""
+"""Measure step times of a working engine, and the part that is not computing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from vajra_py.config import SystemConfig
 from vajra_py.contract import BatchFeatures
 from vajra_py.contract.observer import Observer, StepEnd
 from vajra_py.engine.build import Engine
-from vajra_py.engine.compute import ModelRunner
+from vajra_py.engine.compute import ModelFacts, ModelRunner
 from vajra_py.engine.outputs import OutputBuffer, Submission
 from vajra_py.engine.prompts import request_seed
 from vajra_py.engine.services import engine_services
 from vajra_py.experiment.profiling.bench import GREEDY
-from vajra_py.experiment.profiling.steady import NormalizedClock, SteadyRunner
 from vajra_py.plugins import load_registry
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.runtime.support.seeds import SeedTree
@@ -24,7 +23,7 @@ _MAX_LIVE_STEPS = 600
 
 @dataclass(frozen=True, slots=True)
 class LiveStep:
-    """A step of the running engine: from forming it to taking its tokens in, and how much of that was not computing."""
+    """A step of the running engine: the time from forming it to taking in its tokens, and the part that was not computing."""
 
     shape: BatchFeatures
     time_s: float
@@ -32,7 +31,7 @@ class LiveStep:
 
 
 class _Watch(Observer):
-    """Notes every step with what of it was not computing."""
+    """Record every step with the part of it that was not computing."""
 
     def __init__(self, engine: Engine) -> None:
         self._replicas = list(engine.replicas.values())
@@ -47,8 +46,28 @@ class _Watch(Observer):
         self._compute_s = compute_s
 
 
-def serve_a_while(config: SystemConfig, num_blocks: int, runner: ModelRunner, clock: NormalizedClock) -> list[LiveStep]:
-    """Serve requests in waves, so that steps of few and of many come by; times are those of a machine of steady pace."""
+class _Allocated:
+    """A `ModelRunner` whose KV memory is there already, and which stays open."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.submit, self.run = runner.submit, runner.run
+        self.profile_num_blocks = runner.profile_num_blocks
+
+    @property
+    def facts(self) -> ModelFacts:
+        """See `ModelRunner`."""
+        return self._runner.facts
+
+    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """See `ModelRunner`; nothing is left to do."""
+
+    def close(self) -> None:
+        """See `ModelRunner`; the profile closes it."""
+
+
+def serve_a_while(config: SystemConfig, num_blocks: int, runner: ModelRunner) -> list[LiveStep]:
+    """Serve requests in waves, so that there are steps of few and of many; times are the wall clock's."""
     memory = config.replica.memory.model_copy(update={"num_blocks": num_blocks})
     replica = config.replica.model_copy(update={"memory": memory})
     settings = config.backend.settings.model_copy(update={"workers": "in_process", "look_ahead": False})
@@ -58,8 +77,8 @@ def serve_a_while(config: SystemConfig, num_blocks: int, runner: ModelRunner, cl
             "backend": config.backend.model_copy(update={settings.kind: settings}),
         }
     )
-    replaced = {"load": lambda options: SteadyRunner(runner, clock), "make_clock": clock.start}
-    engine = Engine.load(config, engine_services(config, load_registry(), {}, **replaced))
+    services = engine_services(config, load_registry(), {}, load=lambda options: _Allocated(runner))
+    engine = Engine.load(config, services)
     watch = _Watch(engine)
     engine.controller.watch((watch,))
     loop = engine.start()

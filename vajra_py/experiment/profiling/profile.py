@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, TypeAlias
@@ -33,7 +33,6 @@ from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.profiling.bench import Batch, Bench, Reference, paces
 from vajra_py.experiment.profiling.live import LiveStep, serve_a_while
 from vajra_py.experiment.profiling.other_load import OtherLoad
-from vajra_py.experiment.profiling.steady import NormalizedClock
 from vajra_py.latency.models.fitting import Measured, errors_of, fit_steps, held_out_errors
 from vajra_py.latency.models.profiled import Profile
 from vajra_py.latency.models.variation import Variation, factors_among
@@ -41,6 +40,8 @@ from vajra_py.runtime.support.gc_control import existing_objects_frozen
 from vajra_py.runtime.support.seeds import SeedTree
 
 _HOST_BLOCKS = 64
+_REFERENCES_AROUND = 5
+"""Times of the reference before the engine serves, and after it, whose median is the machine's pace meanwhile."""
 _FARTHEST = 10.0
 """A time counts as at most so many times the median of its shape where the mean is taken."""
 _EVERY_ROW = 8
@@ -54,7 +55,7 @@ Report: TypeAlias = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ProfileSettings:
-    """What is measured.
+    """Settings of a profile.
 
     Attributes:
         config: the engine and its replicas; see `profile_config`.
@@ -154,8 +155,11 @@ def profile_model(
             _measure_grid(settings, batches, (bench, reference), journal, report)
         reference.frees(bench)
         typical_s = settings.reference_s or journal.typical_reference_s
-        clock = NormalizedClock(reference.time_s, typical_s)
-        live = serve_a_while(config, num_blocks, runner, clock)
+        around_s = [reference.time_s() for _ in range(_REFERENCES_AROUND)]
+        live = serve_a_while(config, num_blocks, runner)
+        around_s += [reference.time_s() for _ in range(_REFERENCES_AROUND)]
+        slowness = median(around_s) / typical_s
+        live = [replace(one, time_s=one.time_s / slowness, overhead_s=one.overhead_s / slowness) for one in live]
     finally:
         runner.close()
     if report is not None:
@@ -193,7 +197,7 @@ def _fitted(steady: _Steady, live: Sequence[LiveStep], facts: Mapping[str, Any],
         for one in steady.grid
     ]
     fit = fit_steps(whole)
-    errors = held_out_errors(whole, SeedTree(seed).stream("held out"))
+    errors = held_out_errors(whole, SeedTree(seed).stream("held out").permutation(len(whole)).tolist())
     if live:
         errors["live"] = errors_of(fit.time_s, [Measured(one.shape, one.time_s) for one in live])["all"]
     return Profile(fit, facts, errors, len(whole), steady.variation)
@@ -332,7 +336,7 @@ class _Journal:
 
     @property
     def typical_reference_s(self) -> float:
-        """What the reference typically took."""
+        """Median time of the reference."""
         return median(reference_s for _, reference_s in self.done.values())
 
     def steady_s(self, typical_s: float) -> dict[tuple[int, int], float]:
@@ -371,7 +375,7 @@ def _measure_grid(
 
 @dataclass(frozen=True, slots=True)
 class _Steady:
-    """What the measurements say: how long each shape takes on average, and how much equal steps differ."""
+    """Mean time of each measured shape, and the variation of equal steps."""
 
     grid: Sequence[Measured]
     variation: Variation | None

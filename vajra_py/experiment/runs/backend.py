@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from vajra_py.config import ExperimentConfig
+from vajra_py.contract.latency import LatencyModel
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.runs.results import Tables
 from vajra_py.latency import StepTimes
@@ -34,7 +35,7 @@ class Run:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a backend says when nothing more will happen."""
+    """Result of a backend that has finished."""
 
     ended_at: float
     """Seconds on the run's clock."""
@@ -52,13 +53,17 @@ class Backend(Protocol):
 
     controller: Controller
     decision_log: type[DecisionLog]
-    """What keeps its decisions."""
+    """Class that records its decisions."""
     write: WriteTables
-    """What writes the tables of what was recorded."""
+    """Writes the tables of a run."""
+
+    @property
+    def latency_models(self) -> Mapping[str, LatencyModel]:
+        """Latency models of the steps, by replicaset; none where steps are computed."""
 
     @property
     def step_times(self) -> StepTimes:
-        """Where the durations of steps come from."""
+        """Return the origin of the steps' durations."""
 
     def prepare(self, folder: Path) -> None:
         """The run's folder is ready: what this backend alone records goes there."""

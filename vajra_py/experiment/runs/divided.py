@@ -16,11 +16,12 @@ from vajra_py.config import ExperimentConfig
 from vajra_py.contract import Layer, QueueView, ReplicaLoadView, RequestView, SchedulerTraits
 from vajra_py.contract.policies import traits_of
 from vajra_py.errors import POLICY_EXCEPTIONS, RunError, check_is_own_fault
+from vajra_py.experiment.device_figures import latency_models
 from vajra_py.experiment.runs.backend import Run, WriteTables
 from vajra_py.experiment.runs.part_tables import write_part
 from vajra_py.experiment.runs.simulated import SimulatedRun
 from vajra_py.latency import HasHostOverhead, ReplaysDurations
-from vajra_py.plugins import Registry, build_latency_model
+from vajra_py.plugins import Registry
 from vajra_py.runtime.records.decision_log import DecisionLog, PartialDecisionLog
 from vajra_py.runtime.requests.listeners import NOBODY
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
@@ -45,12 +46,11 @@ class Part:
 
 
 def why_whole(config: ExperimentConfig, registry: Registry) -> str | None:
-    """Why a run of these settings cannot be divided at all; None when its replicasets at least may share nothing."""
+    """Return the reason that a run of these settings cannot be divided at all; None if its replicasets can be."""
     if config.backend.kind != "simulator":
         return f"only simulations are divided (backend: {config.backend.kind})"
     settings = config.backend.settings
-    models = [settings.latency, *(one.latency for one in settings.replicasets.values() if one.latency is not None)]
-    latencies = [build_latency_model(one.type, one.parameters, registry) for one in models]
+    latencies = latency_models(config, registry).values()
     reasons = {
         "its observers see all replicas": bool(config.observers),
         "it ends with its last arrival (backend.simulator.drain: false)": not settings.drain,
@@ -68,7 +68,7 @@ def why_whole(config: ExperimentConfig, registry: Registry) -> str | None:
 def why_together(
     replicaset: Replicaset, config: ExperimentConfig, seeds: NotedSeeds, first: RequestView | None
 ) -> str | None:
-    """Why the replicas of a replicaset stay in one part; None when each can be simulated by itself.
+    """Return the reason that the replicas of a replicaset stay in one part; None if each can be simulated alone.
 
     `seeds` are those that its policies were built with; `first` is a request that it takes.
     """
@@ -101,7 +101,7 @@ def _views(replicaset: Replicaset) -> list[ReplicaLoadView]:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Which part has which replicas.
+    """Assignment of replicas to parts.
 
     Attributes:
         owners: by replicaset, the part of each replica.

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason
 from vajra_py.engine.build import Engine
 from vajra_py.engine.config import ModelBackendConfig
@@ -62,6 +63,11 @@ class EngineRun:
         self.loop: EngineLoop | None = None
         self._log: InputLog | None = None
         self._output_file: gzip.GzipFile | None = None
+
+    @property
+    def latency_models(self) -> dict[str, LatencyModel]:
+        """See `Backend`: steps are computed."""
+        return {}
 
     @property
     def step_times(self) -> StepTimes:
@@ -141,7 +147,7 @@ class EngineRun:
             self._output_file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
 
     def _facts(self, loop: EngineLoop) -> dict[str, object]:
-        """Where the time went: computing on the device, and everything else of the steps (scheduling, bookkeeping)."""
+        """Return the time spent computing on the device and the rest of the steps' time (scheduling, bookkeeping)."""
         replicas = self._engine.replicas.values()
         busy_s = to_seconds(sum(one.busy_ticks for one in replicas))
         compute_s = sum(one.compute_s for one in replicas)

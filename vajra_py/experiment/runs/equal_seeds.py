@@ -33,7 +33,7 @@ class SettingSeeds:
     original: tuple[int, ...]
     """For each of them, the first that gives the same run; itself where none does."""
     same_load: str = ""
-    """What differs between its runs where their requests are equal, as a sentence."""
+    """Sentence on the differences between its runs where their requests are equal."""
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ class SettingSeeds:
 
     @property
     def why(self) -> str:
-        """Why some are not run; empty where all are."""
+        """Return the reason that some seeds are not run; empty if all are."""
         num_seeds, num_runs = len(self.points), len(self.kept)
         return copies_sentence(num_seeds, num_runs) if num_runs < num_seeds else ""
 
@@ -101,7 +101,7 @@ class EqualSeeds:
         return tuple(every[i] for i in own.kept), own.why or own.same_load
 
     def _drawn_beside_workload(self, config: ExperimentConfig) -> list[str]:
-        """What varies between runs of equal requests: draws of policies, predictors and step times, as far as they show when these are made."""
+        """Return sources of variation between runs of equal requests: draws by policies, predictors and step times, as far as building them shows."""
         if config.backend.kind != "simulator":
             return [MEASURED]
         seeds = NotedSeeds(SeedTree(config.seed))
@@ -111,7 +111,7 @@ class EqualSeeds:
 
 
 def drew_beside_workload(path: Path) -> bool:
-    """Whether a run that has ended drew something by its seed beside its requests."""
+    """Return whether a finished run drew anything from its seed besides its requests."""
     return bool(json.loads((path / MANIFEST_FILE).read_text()).get("drawn_beside_workload"))
 
 

@@ -22,7 +22,7 @@ from vajra_py.plugins import Registry
 
 RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
 _FIRST_FILES = {"environment.json", "environment.partial", "config.yaml", "manifest.partial"}
-"""What a run writes before its manifest: a folder that holds nothing else is that of a run that was killed at its start."""
+"""Files written before the manifest: a folder with nothing else belongs to a run that was killed at its start."""
 
 
 def config_digest(config: SystemConfig) -> str:
@@ -81,7 +81,7 @@ def find_all_runs(paths: Iterable[Path]) -> list[Path]:
 
 
 def _is_hidden(manifest: Path, path: Path) -> bool:
-    """Whether a run is none of its own: a part of one, or not complete yet."""
+    """Return whether a folder is a part of a run or an incomplete run."""
     return any(name.startswith(".") for name in manifest.relative_to(path).parts)
 
 
@@ -93,13 +93,13 @@ class RunFolder:
         self._lock: int | None = None
 
     def is_finished(self, config: SystemConfig) -> bool:
-        """Whether it holds the complete results of just these settings and the files that they name."""
+        """Return whether it holds the complete results of exactly these settings and the files they name."""
         manifest = self._manifest()
         is_same = manifest.get("config_digest") == config_digest(config) and not self._changed_files(config)
         return is_same and manifest.get("status") == FINISHED
 
     def holds_other_results(self, config: SystemConfig) -> bool:
-        """Whether something else than a run of these settings lies there."""
+        """Return whether the folder holds something other than a run of these settings."""
         if not self.path.exists() or {one.name for one in self.path.iterdir()} <= _FIRST_FILES:
             return False
         return self._manifest().get("config_digest") != config_digest(config)

@@ -1,4 +1,4 @@
-"""What a part of a run leaves for who puts the parts together: its rows as they are, without a summary, and where its step times come from."""
+"""Files of a part of a run: its rows without a summary, and the origin of its step times, for the merge."""
 
 from __future__ import annotations
 

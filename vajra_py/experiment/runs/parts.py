@@ -15,6 +15,7 @@ from vajra_py.experiment.runs.divided import Part, divide, why_whole
 from vajra_py.experiment.runs.folder import FINISHED, RunFolder
 from vajra_py.experiment.runs.part_tables import take_emitted, take_notes, take_part
 from vajra_py.experiment.runs.pool import MakePool, RunTask
+from vajra_py.experiment.device_figures import devices_of, latency_models
 from vajra_py.experiment.runs.results import Tables, write_results
 from vajra_py.experiment.runs.run import load_workload
 from vajra_py.experiment.runs.simulated import SimulatedRun
@@ -84,7 +85,7 @@ def run_in_parts(
 
 
 def _is_done(path: Path, config: ExperimentConfig, registry: Registry) -> bool:
-    """Whether a part is finished, and by what is installed now: all parts of a run are made by the same."""
+    """Return whether a part is finished by the versions installed now: all parts of a run are made by the same."""
     if not RunFolder(path).is_finished(config):
         return False
     made, now = json.loads((path / MANIFEST_FILE).read_text()), run_manifest(config, registry)
@@ -94,12 +95,12 @@ def _is_done(path: Path, config: ExperimentConfig, registry: Registry) -> bool:
 def _combine(config: ExperimentConfig, registry: Registry, place: RunFolder, paths: Sequence[Path]) -> None:
     try:
         place.start(config, registry, overwrite=True)
-        _write_combined(config, place, paths)
+        _write_combined(config, registry, place, paths)
     finally:
         place.close()
 
 
-def _write_combined(config: ExperimentConfig, place: RunFolder, paths: Sequence[Path]) -> None:
+def _write_combined(config: ExperimentConfig, registry: Registry, place: RunFolder, paths: Sequence[Path]) -> None:
     manifests = [json.loads((path / MANIFEST_FILE).read_text()) for path in paths]
     ended_at = max(one["ended_at_s"] for one in manifests)
     with ThreadPoolExecutor(1) as beside:
@@ -107,7 +108,10 @@ def _write_combined(config: ExperimentConfig, place: RunFolder, paths: Sequence[
         if config.output.decision_log:
             logs = [path / DECISIONS_FILE for path in paths]
             merging = beside.submit(merge_decision_logs, logs, place.path / DECISIONS_FILE)
-        tables = Tables(RequestsBuilder(), StepsBuilder(), TbtBuilder(), take_emitted(paths), take_notes(paths))
+        devices = devices_of(config, latency_models(config, registry))
+        tables = Tables(
+            RequestsBuilder(), StepsBuilder(), TbtBuilder(), take_emitted(paths), take_notes(paths), devices
+        )
         step_times = [take_part(path, tables) for path in paths]
         write_results(place.path, config, tables, ended_at, _origin(step_times))
         if merging is not None:
@@ -116,7 +120,7 @@ def _write_combined(config: ExperimentConfig, place: RunFolder, paths: Sequence[
 
 
 def _origin(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Where step times come from: as each part says, with what fell back in all of them."""
+    """Return the origin of step times over all parts, with the fallbacks of each."""
     facts = {name: value for name, value in parts[0].items() if name != "sentence"}
     return StepTimes(**facts | {"num_fallback": sum(one["num_fallback"] for one in parts)}).to_mapping()
 

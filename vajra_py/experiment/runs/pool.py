@@ -224,7 +224,7 @@ def execute_task(
 
 
 def backend_of(part: Part | None, whole: MakeBackend = make_backend) -> MakeBackend:
-    """What executes a part of a run; `whole` where it is all of it."""
+    """Return the backend factory of a part of a run; `whole` for an undivided run."""
     return whole if part is None else lambda run: PartOfRun(run, part)
 
 

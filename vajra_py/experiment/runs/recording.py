@@ -77,7 +77,7 @@ class _Log(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class SessionEnd:
-    """Where a session stands when it ends.
+    """State of a session at its end.
 
     Attributes:
         now: tick of the last thing that happened.
@@ -114,7 +114,7 @@ class RunRecording:
         """Whom the recorder and the decision log watch; None: nobody."""
         self._changes = Changes()
         self.stopped = ""
-        """Why nothing is recorded any more; empty: it is."""
+        """Reason that recording has stopped; empty while it goes on."""
 
     def _stop(self, error: Exception) -> None:
         """Record nothing more."""
@@ -123,7 +123,7 @@ class RunRecording:
             _log.error("%s (%s)", self.stopped, self._place.path)
 
     def _keeps_on(self) -> bool:
-        """Whether it still records; called between two events: when it has stopped, it watches nothing any more."""
+        """Return whether it still records; called between events. Once stopped, its observers are removed."""
         if self.stopped and self._controller is not None:
             self._controller.unwatch([one for one in (self._recorder, self._decisions) if one is not None])
             self._controller = self._recorder = None
@@ -134,11 +134,16 @@ class RunRecording:
 
     @property
     def observers(self) -> Sequence[Observer]:
-        """Who has to watch the run."""
+        """Observers that record the run."""
         return [one for one in (self._recorder, self._decisions, self._changes) if one is not None]
 
     def begin(self, description: Mapping[str, Any], controller: Controller) -> None:
         """The model is loaded, and nothing has happened yet; `description` has its sizes by replicaset."""
+        import pyarrow as pa
+
+        pa.array(
+            [0]
+        )  # Arrow's first array imports pandas, where it is installed: half a second in which no step could end
         path = self._place.path
         (path / ENGINE_FILE).write_text(json.dumps(description, indent=1, sort_keys=True) + "\n")
         sizes = {name: one.replicas[0].memory.num_blocks for name, one in controller.replicasets.items()}
@@ -151,7 +156,7 @@ class RunRecording:
         self._outputs = gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=self._raw_outputs, mtime=0)
 
     def _flush(self) -> None:
-        """What came in and out up to the steps that are in the journal is on the disk too."""
+        """Write inputs and outputs to the disk up to the last step in the journal."""
         assert self._inputs is not None
         assert self._outputs is not None
         if not self.stopped:

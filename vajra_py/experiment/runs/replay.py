@@ -55,12 +55,12 @@ DECISIONS_FILE = "decisions.parquet"
 _Config = TypeVar("_Config", bound=SystemConfig)
 _NANOSECOND = TICKS_PER_SECOND // 10**9
 _NEVER_CAME_BACK = 10**6 * TICKS_PER_SECOND
-"""How long a step takes that the recorded run did not see the end of."""
+"""Duration of a step whose end the recorded run did not see."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What a run of the engine left behind."""
+    """Recorded run of an engine."""
 
     path: Path
     config: SystemConfig
@@ -77,13 +77,13 @@ class Recording:
 
     @property
     def knows_tokens(self) -> bool:
-        """Whether any request is known to the prefix cache by its tokens."""
+        """True if the prefix cache knows any request by its tokens."""
         return any(isinstance(one, Arrival) and one.prompt_token_ids is not None for one in self.inputs)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """What a replay found.
+    """Result of a replay.
 
     Attributes:
         num_steps: steps in the recorded decision log.
@@ -97,7 +97,7 @@ class ReplayReport:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs."""
+        """True if nothing differs."""
         return self.difference is None
 
 
@@ -344,7 +344,7 @@ def _compare_logs(recorded: Path, replayed: Path) -> str | None:
 
 
 def _compare_violations(recording: Recording, replayed: Sequence[tuple[int, str, str]]) -> str | None:
-    """Whether the replay's policies broke the contract where the run's did."""
+    """Return the first difference between the contract violations of the replay and of the run, or None."""
     recorded = [(one.tick, one.replicaset, one.detail) for one in recording.inputs if isinstance(one, PolicyViolation)]
     for one, other in zip_longest(recorded, replayed):
         if one != other:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vajra_py.config import ExperimentConfig
-from vajra_py.experiment.device_figures import devices_of
-from vajra_py.metrics.summary.costs import cost_sections
+from vajra_py.metrics.summary.costs import ReplicasetDevices, cost_sections
 from vajra_py.metrics.definitions import Floats, Window
 from vajra_py.metrics.tables.emitted import ArrowTable, emitted_section, write_emitted
 from vajra_py.metrics.comparison.intervals import mser5
@@ -26,7 +25,7 @@ _WARMUP_OFF = (0.0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What was recorded of a run."""
+    """Recorded tables of a run."""
 
     requests: RequestsBuilder
     steps: StepsBuilder
@@ -35,6 +34,8 @@ class Tables:
     """Figures that policies emitted (`emitted_table`)."""
     notes: Collection[str] = ()
     """Sentences about the policies for the summary's warnings."""
+    devices: Mapping[str, ReplicasetDevices] = field(default_factory=dict)
+    """Devices by replicaset, where they are known, for cost and energy."""
 
 
 def write_results(
@@ -49,8 +50,10 @@ def write_results(
     with ThreadPoolExecutor(1) as beside:  # encoding needs no interpreter, for the most part
         writing = beside.submit(_write_tables, path, tables)
         steps = expand_steps(records, STEPS_READ, encoded=True)
-        summary = _summary(config, requests, steps, tbt, ended_at).with_step_times(step_times)
-        summary = summary.with_warnings([*tables.notes])
+        summary = _summary(config, requests, steps, tbt, ended_at)
+        if tables.devices:
+            summary = summary.with_sections(cost_sections(tables.devices, summary.data, steps))
+        summary = summary.with_step_times(step_times).with_warnings([*tables.notes])
         if tables.emitted is not None:
             write_emitted(tables.emitted, path)
             summary = summary.with_sections(emitted_section(tables.emitted))
@@ -68,9 +71,7 @@ def _summary(config: ExperimentConfig, requests: Any, steps: Any, tbt: Any, ende
     """The summary of the tables, pyarrow's; `steps` has the columns that are read."""
     arrived_at, e2e_s = (requests.column(name).to_numpy() for name in ("arrived_at", "e2e_s"))
     summary = summarise(requests, steps, tbt, _window(config, arrived_at, e2e_s, ended_at))
-    summary = summary.with_warnings(rate_warnings(summary.data, _asked_rate(config)))
-    devices = devices_of(config)
-    return summary.with_sections(cost_sections(devices, summary.data, steps)) if devices else summary
+    return summary.with_warnings(rate_warnings(summary.data, _asked_rate(config)))
 
 
 def _window(config: ExperimentConfig, arrived_at: Floats, e2e_s: Floats, ended_at: float) -> Window | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from vajra_py.metrics.tables.changes import Changes
 from vajra_py.metrics.tables.emitted import emitted_table
 from vajra_py.metrics.tables.recorder import Recorder
 from vajra_py.metrics.runs.run_data import DECISIONS_FILE, RunData
+from vajra_py.metrics.summary.costs import ReplicasetDevices
 from vajra_py.metrics.summary.warnings import policy_notes
 from vajra_py.plugins import Registry, build_observer, load_registry
 from vajra_py.runtime.serving.controller import Controller
@@ -50,14 +51,14 @@ def run_experiment(
     if place.is_finished(config) and not overwrite:
         return RunData.load(place.path)
     place.check(config, overwrite=overwrite)
-    devices_of(config)  # a wrong name under `costs` is found before anything is run
     seeds = NotedSeeds(SeedTree(config.seed))
     run = Run(config, registry, load_workload(config), seeds, progress)
     prepared = backend(run)
     try:
+        devices = devices_of(config, prepared.latency_models)  # finds a wrong name under `costs` before anything is run
         place.start(config, registry, overwrite=overwrite)
         prepared.prepare(place.path)
-        _Attempt(run, prepared, place, seeds).execute()
+        _Attempt(run, prepared, place, seeds, devices).execute()
     finally:
         prepared.close()
         place.close()
@@ -77,8 +78,16 @@ def load_workload(config: ExperimentConfig) -> Workload:
 class _Attempt:
     """One execution and its outputs."""
 
-    def __init__(self, run: Run, backend: Backend, place: RunFolder, seeds: NotedSeeds) -> None:
+    def __init__(
+        self,
+        run: Run,
+        backend: Backend,
+        place: RunFolder,
+        seeds: NotedSeeds,
+        devices: Mapping[str, ReplicasetDevices],
+    ) -> None:
         self._run = run
+        self._devices = devices
         self._seeds = seeds
         self._backend = backend
         self._place = place
@@ -136,9 +145,8 @@ class _Attempt:
             observer.on_run_end(seconds)
         recorder.record_unfinished(self._backend.controller.alive())
         diary = self._backend.controller.diary
-        tables = Tables(
-            recorder.requests, recorder.steps, recorder.tbt, emitted_table(diary.emitted), policy_notes(diary)
-        )
+        emitted, notes = emitted_table(diary.emitted), policy_notes(diary)
+        tables = Tables(recorder.requests, recorder.steps, recorder.tbt, emitted, notes, self._devices)
         with ThreadPoolExecutor(1) as beside:  # encoding needs no interpreter, for the most part
             closing = None if self._log is None else beside.submit(self._log.close)
             self._backend.write(path, self._run.config, tables, seconds, self._backend.step_times.to_mapping())

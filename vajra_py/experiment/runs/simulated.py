@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vajra_py.config import TypedChoice
+from vajra_py.config import ExperimentConfig, TypedChoice
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.errors import ConfigError, Problem
+from vajra_py.experiment.device_figures import latency_models
 from vajra_py.experiment.runs.backend import Outcome, Run, WriteTables
 from vajra_py.experiment.runs.results import write_results
 from vajra_py.latency import (
     HasHostOverhead,
-    OperatorTablesModel,
-    ProfileBundleModel,
     ReplaysDurations,
-    RooflineModel,
     StepTimes,
     VariesSteps,
     combined_step_times,
+    description_of,
     step_times_of,
 )
 from vajra_py.plugins import Registry, Truth, build_latency_model, build_output_lengths
@@ -42,11 +40,14 @@ class SimulatedRun:
     def __init__(self, run: Run) -> None:
         settings = run.config.backend.settings
         self.workload = run.workload
-        """What is simulated."""
+        """The simulated requests."""
         latency = build_latency_model(settings.latency.type, settings.latency.parameters, run.registry)
-        told = _told(latency, settings.predictions, run.registry, "backend.simulator")
-        latencies, models = _by_replicaset(run, latency, told)
-        self._latencies = latencies
+        latencies = latency_models(run.config, run.registry, latency)
+        self.latency_models = latencies
+        """See `Backend`."""
+        predictions = _predictions(latency, settings.predictions, run.registry, "backend.simulator")
+        models = _by_replicaset(run, latencies, predictions)
+        _check_kv_groups(run.config, latencies)
         seeds = run.seeds.child("policies")
         truth = Truth(seeds.child("output_lengths").stream, run.workload.true_lengths())
         predictor = build_output_lengths(
@@ -56,7 +57,7 @@ class SimulatedRun:
         intake = _intake(latency)
         services = Services(
             registry=run.registry,
-            latency=told,
+            latency=predictions,
             output_lengths=predictor,
             seeds=seeds,
             facts=model_facts(latency),
@@ -86,13 +87,13 @@ class SimulatedRun:
 
     @property
     def step_times(self) -> StepTimes:
-        """See `Backend`: the latency models', with what their fallbacks answered."""
-        return combined_step_times({name: _origin(latency) for name, latency in self._latencies.items()})
+        """See `Backend`: the latency models' own, with what was counted until now."""
+        return combined_step_times({name: step_times_of(latency) for name, latency in self.latency_models.items()})
 
     @property
     def varies_steps(self) -> bool:
-        """Whether equal steps differ by draws of the seed."""
-        return any(isinstance(one, VariesSteps) and one.variation is not None for one in self._latencies.values())
+        """True where equal steps differ by draws of the seed."""
+        return any(isinstance(one, VariesSteps) and one.variation is not None for one in self.latency_models.values())
 
     def prepare(self, folder: Path) -> None:
         """Nothing of its own to record: a simulation is repeated by running it again."""
@@ -111,57 +112,54 @@ class SimulatedRun:
         return to_seconds(self._simulator.now), self._simulator.num_steps
 
 
-def _origin(latency: LatencyModel) -> StepTimes:
-    num_fallback = latency.num_fallback if isinstance(latency, ProfileBundleModel) else 0
-    filled = latency.filled_fraction if isinstance(latency, OperatorTablesModel) else 0.0
-    return replace(step_times_of(latency), num_fallback=num_fallback, filled_fraction=filled)
-
-
 def _by_replicaset(
-    run: Run, latency: LatencyModel, told: LatencyModel
-) -> tuple[dict[str, LatencyModel], dict[str, ReplicasetModel]]:
-    """What the steps of each replicaset take; and the models of those that have one of their own."""
-    settings = run.config.backend.settings
-    latencies = dict.fromkeys(run.config.effective_replicasets, latency)
+    run: Run, latencies: Mapping[str, LatencyModel], predictions: LatencyModel
+) -> dict[str, ReplicasetModel]:
+    """Return the models of the replicasets that have settings of their own."""
     models = {}
-    for name, own in settings.replicasets.items():
+    for name, own in run.config.backend.settings.replicasets.items():
         where = f"backend.simulator.replicasets.{name}"
-        if own.latency is not None:
-            latencies[name] = build_latency_model(own.latency.type, own.latency.parameters, run.registry)
         has_own = own.latency is not None or own.predictions is not None
-        asked = _told(latencies[name], own.predictions, run.registry, where) if has_own else told
+        asked = _predictions(latencies[name], own.predictions, run.registry, where) if has_own else predictions
         models[name] = ReplicasetModel(asked, model_facts(latencies[name]))
-    return latencies, models
+    return models
 
 
-def _told(latency: LatencyModel, choice: TypedChoice | None, registry: Registry, where: str) -> LatencyModel:
-    """What policies ask for predictions, in place of what steps take. Raises `ConfigError` where the two cannot be of one replica."""
+def _check_kv_groups(config: ExperimentConfig, latencies: Mapping[str, LatencyModel]) -> None:
+    """Raise `ConfigError` for KV parallelism that a replicaset's latency model does not predict."""
+    problems = []
+    for name, replicaset in config.effective_replicasets.items():
+        groups, most = replicaset.replica.kv_parallel.groups, description_of(latencies[name]).max_kv_groups
+        if most is not None and groups > most:
+            message = f"the latency model of {name} has no times for attention merged over {groups} KV-parallel groups"
+            problems.append(
+                Problem(
+                    "replica.kv_parallel.groups", message, f"Allowed: {most}" if most == 1 else f"Allowed: 1 to {most}"
+                )
+            )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _predictions(latency: LatencyModel, choice: TypedChoice | None, registry: Registry, where: str) -> LatencyModel:
+    """Return the model that policies ask for predictions. Raises `ConfigError` where it cannot be of the same replica as `latency`."""
     if choice is None:
         return latency
-    told = build_latency_model(choice.type, choice.parameters, registry)
-    if told.num_stages != latency.num_stages and not isinstance(latency, ReplaysDurations):
-        message = f"is of {told.num_stages} pipeline stages, and the latency model of {latency.num_stages}"
+    predictions = build_latency_model(choice.type, choice.parameters, registry)
+    if predictions.num_stages != latency.num_stages and not isinstance(latency, ReplaysDurations):
+        message = f"is of {predictions.num_stages} pipeline stages, and the latency model of {latency.num_stages}"
         raise ConfigError(Problem(f"{where}.predictions", message, "Allowed: a model of as many"))
-    return told
+    return predictions
 
 
 def model_facts(latency: LatencyModel) -> ModelFacts:
-    """What a latency model knows about memory and lengths."""
-    if isinstance(latency, RooflineModel):
-        model = latency.deployment.model
-    elif isinstance(latency, ProfileBundleModel):
-        model = latency.model
-    else:
-        return ModelFacts()
-    return ModelFacts(
-        num_blocks=latency.kv_blocks,
-        max_model_len=model.max_model_len,
-        kv_bytes_per_token=model.kv_bytes_per_token,
-    )
+    """Return what a latency model says about memory and lengths."""
+    described = description_of(latency)
+    return ModelFacts(described.kv_blocks, described.max_model_len, described.kv_bytes_per_token)
 
 
 def _intake(latency: LatencyModel) -> dict[str, Any]:
-    """How requests reach the scheduler of the engine that the model is of."""
+    """Simulation options for the way of requests to the scheduler of the modelled engine."""
     if not isinstance(latency, HasHostOverhead):
         return {}
     return {"arrival_delay_s": latency.host.request_s, "asynchronous": latency.host.asynchronous}

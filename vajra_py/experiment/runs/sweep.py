@@ -18,7 +18,7 @@ from vajra_py.plugins import Registry, load_registry
 
 @dataclass(frozen=True, slots=True)
 class PointStatus:
-    """How one point of a sweep stands."""
+    """Status of one point of a sweep."""
 
     label: str
     num_done: int = 0
@@ -43,7 +43,7 @@ SweepProgress: TypeAlias = Callable[[int, PointStatus], None]
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """What became of a sweep: its runs in order, and the points that failed with their reasons."""
+    """Result of a sweep: its runs in order, and the failed points with their reasons."""
 
     runs: Sequence[RunData]
     failures: Sequence[tuple[str, str]]
@@ -120,7 +120,7 @@ def sweep(
 
 
 class _Plan:
-    """Which points are run: of seeds that give the same run, one."""
+    """Points to run: one of the seeds that give the same run."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ LOGIT_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """How many devices share a replica's work, and along which axis."""
+    """Number of devices that share a replica's work, by axis."""
 
     tensor: int = 1
     pipeline: int = 1

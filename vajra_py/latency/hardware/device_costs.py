@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vajra_py.errors import ConfigError
 from vajra_py.latency.hardware.catalog import device_name, read_device_file
-from vajra_py.latency.hardware.devices import DeviceConfig
 
 POWER_FIELDS = ("idle_w", "decode_w", "prefill_w", "saturating_tokens")
 
@@ -38,16 +37,16 @@ class DevicePower:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCosts:
-    """What one device costs: price per hour and power, None where it is not known."""
+    """Costs of one device: price per hour and power, None where unknown."""
 
     device: str
     price_per_hour: float | None = None
     power: DevicePower | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Of the price (`price_per_hour`, with its date) and of each figure of the power."""
+    """Sources of the price (`price_per_hour`, with its date) and of each figure of the power."""
 
     def changed(self, given: Mapping[str, float], source: str) -> DeviceCosts:
-        """The same with some figures of the user's own: `price_per_hour` and those of `POWER_FIELDS`."""
+        """Return the costs with some figures of the user's own: `price_per_hour` and those of `POWER_FIELDS`."""
         watts = {name: value for name, value in given.items() if name in POWER_FIELDS}
         power = self.power
         if watts and power is not None:
@@ -58,16 +57,8 @@ class DeviceCosts:
         return DeviceCosts(self.device, price, power, {**self.sources, **dict.fromkeys(given, source)})
 
 
-@runtime_checkable
-class NamesDevices(Protocol):
-    """Settings of a latency model that say which devices a replica is made of."""
-
-    def replica_devices(self) -> tuple[str | None, int]:
-        """Name of the device (None: not described) and how many a replica has."""
-
-
 def device_costs(name: str) -> DeviceCosts:
-    """What is known of a device of that name (any case, short forms too); nothing of one that is not described."""
+    """Return the known costs of a device of that name (any case, short forms too); none of one that is not described."""
     try:
         canonical = device_name(name)
     except ConfigError:
@@ -78,8 +69,3 @@ def device_costs(name: str) -> DeviceCosts:
     watts = {key: values[key] for key in POWER_FIELDS if key in values}
     power = DevicePower(**watts) if len(watts) == len(POWER_FIELDS) else None
     return DeviceCosts(canonical, values.get("price_per_hour"), power, sources)
-
-
-def chosen_device(device: str | DeviceConfig) -> str | None:
-    """Name of a chosen device; of changes to a described one, the name of that."""
-    return device if isinstance(device, str) else device.base or device.name

@@ -32,7 +32,7 @@ class DeviceSpec:
     """Bytes per second."""
     bandwidth_fraction: float
     memory_bytes: int
-    """What the driver reports."""
+    """Memory as the driver reports it."""
     link_bandwidth: float
     """Bytes per second to peers of the same replica, one direction."""
     link_fraction: float
@@ -48,10 +48,12 @@ class DeviceSpec:
     """Streaming multiprocessors; 0: unknown, or none."""
     sm_version: int = 0
     """Compute capability times ten; 0: unknown, or none."""
+    priced_as: str | None = None
+    """Device name by which price and power are looked up: the shipped device's, also of a changed one; None: unnamed."""
 
     @property
     def uses_flash_attention_2(self) -> bool:
-        """Whether vLLM computes attention by FlashAttention 2 here: not on Hopper (version 3), nor on data-centre Blackwell (FlashInfer)."""
+        """True where vLLM computes attention by FlashAttention 2: neither on Hopper (version 3) nor on data-centre Blackwell (FlashInfer)."""
         return self.num_sms > 0 and (80 <= self.sm_version < 90 or self.sm_version >= 120)
 
     def flops(self, dtype: str) -> float:
@@ -137,7 +139,9 @@ class DeviceConfig(BaseModel):
         if problems:
             raise ConfigError(problems)
         name = self.name or f"{self.base or 'own device'} (changed)"
-        return DeviceSpec(**{**figures, "name": name, "compute_fraction": dict(fractions)})
+        return DeviceSpec(
+            **{**figures, "name": name, "compute_fraction": dict(fractions), "priced_as": self.base or self.name}
+        )
 
 
 def load_device(description: str | Mapping[str, Any] | DeviceConfig) -> DeviceSpec:
@@ -147,7 +151,8 @@ def load_device(description: str | Mapping[str, Any] | DeviceConfig) -> DeviceSp
         ConfigError: no such device, or a wrong or missing figure; all problems at once.
     """
     if isinstance(description, str):
-        return DeviceSpec(name=device_name(description), **_figures(description))
+        name = device_name(description)
+        return DeviceSpec(name=name, priced_as=name, **_figures(description))
     if isinstance(description, DeviceConfig):
         return description.to_device()
     try:
@@ -168,7 +173,7 @@ def _figures(name: str) -> dict[str, Any]:
 
 
 def device_sources(name: str) -> dict[str, str]:
-    """Where each figure of a shipped device comes from, by field.
+    """Return the source of each figure of a shipped device, by field.
 
     Raises:
         ConfigError: there is no device of that name.

@@ -25,13 +25,13 @@ _DTYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What a model's class decides without a key in its file."""
+    """Properties of a model's class that have no key in its file."""
 
     norms_per_layer: int = 2
     norm_parameters: int = 1
     """2 for layer norms with a bias."""
     head_norms: bool = False
-    """Whether queries and keys are normed by head."""
+    """True where queries and keys are normed by head."""
     qkv_bias: bool = False
     all_biases: bool = False
     mlp_matrices: int = 3

@@ -10,7 +10,7 @@ from vajra_py.errors import ConfigError, Problem, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class HostOverhead:
-    """What scheduling, input preparation, sampling and output processing add to steps and requests; seconds.
+    """Time that scheduling, input preparation, sampling and output processing add to steps and requests; seconds.
 
     Without asynchronous scheduling the GPU waits for the host in every step. With it the host prepares the next step while the GPU
     computes this one: nothing is added unless the host takes longer than the GPU, or a calibration found an `exposed_s`.
@@ -23,7 +23,7 @@ class HostOverhead:
     exposed_s: float = 0.0
     """Time that the GPU waits in every step although scheduling is asynchronous; no profile of operators says any, so that none is named here."""
     asynchronous: bool = False
-    """Whether the host's work overlaps the step before."""
+    """True where the host's work overlaps the step before."""
     arrival_s: float = 0.0
     """From a request's arrival to its place in the scheduler's queue."""
     first_token_s: float = 0.0
@@ -31,7 +31,7 @@ class HostOverhead:
 
     @property
     def request_s(self) -> float:
-        """What every request's time to its first token, and to its last, holds besides queueing and steps."""
+        """Part of every request's time to its first token, and to its last, besides queueing and steps."""
         return self.arrival_s + self.first_token_s
 
 

@@ -34,7 +34,7 @@ class Experts:
     shared_intermediate_size: int = 0
     """Width of the experts that every token passes through, together; 0 without shared experts."""
     gates_shared: bool = False
-    """Whether a learned gate weighs the shared experts (Qwen2-MoE)."""
+    """True where a learned gate weighs the shared experts (Qwen2-MoE)."""
 
 
 @dataclass(frozen=True, slots=True)

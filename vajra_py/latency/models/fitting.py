@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from vajra_py.contract.latency import BatchFeatures
-from vajra_py.latency.models.profiled import COEFFICIENTS, CURVES, Curve, StepFit
+from vajra_py.errors import ConfigError, Problem
+from vajra_py.latency.models.profiled import COEFFICIENTS, CURVES, Curve, Profile, StepFit
+from vajra_py.latency.models.tabular import read_columns
 
 Floats = npt.NDArray[np.float64]
 
@@ -29,6 +32,9 @@ _HUBER = 0.15
 """Relative error from which on a measurement counts less."""
 _ROUNDS = 8
 _HELD_OUT_PART = 5
+STEP_COLUMNS = ("num_decodes", "decode_context_tokens", "num_prefills", "prefill_tokens", "prefill_context_tokens")
+OPTIONAL_COLUMNS = ("prefill_attention_pairs", "swap_bytes")
+TIME_COLUMN = "time_s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,7 @@ class Measured:
 
     @property
     def kind(self) -> str:
-        """What the step did: "decode", "prefill" or "mixed"."""
+        """Kind of the step: "decode", "prefill" or "mixed"."""
         if not self.shape.num_prefills:
             return "decode"
         return "mixed" if self.shape.num_decodes else "prefill"
@@ -68,16 +74,49 @@ def fit_steps(measured: Sequence[Measured]) -> StepFit:
     return StepFit(base, curves, dict(zip(COEFFICIENTS, solution.tolist(), strict=True)))
 
 
-def held_out_errors(measured: Sequence[Measured], stream: np.random.Generator) -> dict[str, dict[str, float]]:
-    """Relative errors on a fifth of the shapes, of a fit to the others: by kind of step and over all.
+def held_out_errors(measured: Sequence[Measured], order: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Return relative errors of a fit to four fifths of the shapes on the first fifth in this order: by kind of step and over all.
 
     For each: how many, the median and the 90th percentile of the error's size, and its mean with sign.
     """
-    order = stream.permutation(len(measured))
     num_held_out = max(1, len(measured) // _HELD_OUT_PART)
     held_out = [measured[index] for index in order[:num_held_out]]
     fit = fit_steps([measured[index] for index in order[num_held_out:]] or held_out)
     return errors_of(fit.time_s, held_out)
+
+
+def is_steps_table(path: str) -> bool:
+    """Return true for the name of a table of measured steps, false for that of a profile."""
+    return path.endswith((".csv", ".csv.gz", ".npz", ".parquet"))
+
+
+def profile_of_steps(path: str) -> Profile:
+    """Fit a profile to a table with one row for each measured step: `STEP_COLUMNS`, and those of `OPTIONAL_COLUMNS` that it has.
+
+    Without `prefill_attention_pairs` the chunks of a step count as equal ones.
+
+    Raises:
+        ConfigError: the file is missing or broken, lacks a column, has no rows, or a value cannot be one of a step.
+    """
+    columns = read_columns(Path(path), (*STEP_COLUMNS, TIME_COLUMN), OPTIONAL_COLUMNS)
+    times_s = columns.pop(TIME_COLUMN)
+    if not len(times_s):
+        raise ConfigError(Problem(path, "has no rows", "One row for each measured step"))
+    problems = [Problem(f"{path} {name}", "has a negative number") for name, one in columns.items() if (one < 0).any()]
+    if (times_s <= 0).any():
+        problems.append(Problem(f"{path} {TIME_COLUMN}", "has a time that is not positive", "Seconds of the step"))
+    if problems:
+        raise ConfigError(problems)
+    if "prefill_attention_pairs" not in columns:
+        tokens, chunks = columns["prefill_tokens"], np.maximum(columns["num_prefills"], 1.0)
+        mean_pairs = tokens / chunks * (columns["prefill_context_tokens"] / chunks + (tokens / chunks + 1.0) / 2.0)
+        columns["prefill_attention_pairs"] = np.rint(chunks * mean_pairs)
+    rows = zip(*(column.astype(np.int64).tolist() for column in columns.values()), strict=True)
+    shapes = [BatchFeatures(**dict(zip(columns, row, strict=True))) for row in rows]
+    measured = [Measured(shape, time_s) for shape, time_s in zip(shapes, times_s.tolist(), strict=True)]
+    order = [place for first in range(_HELD_OUT_PART) for place in range(first, len(measured), _HELD_OUT_PART)]
+    facts = {"source": f"a fit to the measured steps of {Path(path).name}"}
+    return Profile(fit_steps(measured), facts, held_out_errors(measured, order), len(measured))
 
 
 def errors_of(predict: Callable[[BatchFeatures], float], measured: Sequence[Measured]) -> dict[str, dict[str, float]]:
@@ -121,7 +160,7 @@ def _functions(name: str, knots: list[float], values: Floats) -> list[Floats]:
 
 
 def _segments(values: Floats, knots: Sequence[float]) -> list[Floats]:
-    """How much of each value lies in each segment; the last one has no end."""
+    """Part of each value in each segment; the last one has no end."""
     columns = []
     for index, (low, high) in enumerate(pairwise(knots)):
         top = np.inf if index == len(knots) - 2 else high
@@ -134,46 +173,16 @@ def _robust(matrix: Floats, times: Floats) -> Floats:
 
     Relative to the prediction, since relative to the measurement short times would pull more than long ones.
     """
+    from scipy.optimize import nnls  # takes long to import, and most models are not fitted
+
     scale = np.abs(matrix).max(axis=0)
     scale[scale == 0.0] = 1.0
     scaled = matrix / scale
     weights = 1.0 / times
     solution = np.zeros(matrix.shape[1])
     for _ in range(_ROUNDS):
-        solution = non_negative_least_squares(scaled * weights[:, None], times * weights)
+        solution, _ = nnls(scaled * weights[:, None], times * weights, maxiter=10 * matrix.shape[1])
         predicted = np.maximum(scaled @ solution, 1e-12)
         residuals = np.abs(times / predicted - 1.0)
         weights = np.sqrt(np.minimum(1.0, _HUBER / np.maximum(residuals, 1e-12))) / predicted
     return np.asarray(solution / scale, np.float64)
-
-
-def non_negative_least_squares(matrix: Floats, target: Floats) -> Floats:
-    """The x >= 0 with the least ||matrix @ x - target||.
-
-    Source: Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23.
-    """
-    num_columns = matrix.shape[1]
-    solution = np.zeros(num_columns)
-    passive = np.zeros(num_columns, bool)
-    tolerance = 1e-10 * max(1.0, float(np.abs(matrix.T @ target).max()))
-    for _ in range(10 * num_columns):
-        gradient = matrix.T @ (target - matrix @ solution)
-        gradient[passive] = -np.inf
-        best = int(np.argmax(gradient))
-        if passive.all() or gradient[best] <= tolerance:
-            break
-        passive[best] = True
-        while True:
-            trial = np.zeros(num_columns)
-            trial[passive] = np.linalg.lstsq(matrix[:, passive], target, rcond=None)[0]
-            if (trial[passive] > 0).all():
-                break
-            leaving = passive & (trial <= 0)
-            steps = solution[leaving] / np.maximum(solution[leaving] - trial[leaving], 1e-300)
-            solution = solution + float(steps.min()) * (trial - solution)
-            passive &= solution > 1e-15
-            solution[~passive] = 0.0
-            if not passive.any():
-                return solution
-        solution = trial
-    return solution

@@ -31,11 +31,11 @@ class PackedTimes:
     num_steps: Ints
     """At least 1 each."""
     duration: Ints
-    """Of the first step."""
+    """Duration of the first step."""
     drift: Ints
-    """How much longer the second takes; 0 where there is none."""
+    """Duration of the second step less that of the first; 0 where there is none."""
     bends: Ints
-    """How much the drift changes from step to step, from the third step of each run on, all runs after one another."""
+    """Change of the drift from step to step, from the third step of each run on, all runs after one another."""
 
     @classmethod
     def pack(cls, formed: Ints, num_steps: Ints, ends: Ints) -> PackedTimes:
@@ -72,7 +72,7 @@ class PackedTimes:
 
 
 def _are_bent(num_all: int, num_steps: Ints, starts: Ints) -> NDArray[np.bool_]:
-    """Which steps are the third of their run or a later one."""
+    """Mask of the steps that are the third of their run or a later one."""
     bent = np.ones(num_all, dtype=np.bool_)
     bent[starts] = False
     bent[starts[num_steps > 1] + 1] = False

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.contract.latency import BatchFeatures
+from vajra_py.contract.latency import BatchFeatures, ModelDescription
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency.hardware.catalog import read_json_file
 from vajra_py.latency.models.variation import Variation
@@ -191,3 +191,11 @@ class ProfiledModel:
         """Seconds of each step of a run of decodes; see `PredictsDecodeRuns`."""
         contexts = (first_context_tokens + num_decodes * np.arange(num_steps)).astype(np.float64)
         return self._fit.decode_times_s(num_decodes, contexts)
+
+    def describe(self) -> ModelDescription:
+        """Describe what was measured, and how far the fit was off; see `DescribesModel`."""
+        facts = self.profile.facts
+        model, device = facts.get("model", "a model"), facts.get("device", "a device")
+        source = facts.get("source", f"whole steps of {model} on {device}, by `vajra profile`")
+        known = [abs(one["mean"]) for one in self.profile.errors.values() if "mean" in one]
+        return ModelDescription("measured", source, {"step": max(known)} if known else {})

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.contract.latency import BatchFeatures
+from vajra_py.contract.latency import BatchFeatures, ModelDescription
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.latency.models.packed_times import RECORD_COLUMNS, steps_of_records
 from vajra_py.latency.models.tabular import read_columns
@@ -155,3 +155,7 @@ class RecordedModel:
     def restart(self) -> None:
         """Begin every replica's recording anew."""
         self.durations.restart()
+
+    def describe(self) -> ModelDescription:
+        """Describe the recording; see `DescribesModel`."""
+        return ModelDescription("recorded", "durations of an earlier run")

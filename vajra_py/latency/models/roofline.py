@@ -15,7 +15,7 @@ from math import sqrt
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.contract.latency import BatchFeatures
+from vajra_py.contract.latency import BatchFeatures, ModelDescription
 from vajra_py.latency.hardware.deployment import Deployment, Parallelism
 from vajra_py.latency.hardware.devices import DeviceSpec
 from vajra_py.latency.hardware.model_spec import DTYPE_BYTES, ModelSpec
@@ -108,7 +108,7 @@ class RooflineModel:
         self._step = step_coefficients(self.deployment)
         self._window = layers.window
         self._products: dict[int, float] = {}
-        """What `_products_s` answered, by tokens: most steps have as many as their budget allows."""
+        """Answers of `_products_s`, by tokens: most steps have as many as their budget allows."""
         self._rows: dict[int, float] = {}
         """Head and overhead, by rows."""
         self._decode_parts: dict[int, tuple[float, float]] = {}
@@ -174,6 +174,19 @@ class RooflineModel:
         """KV blocks that fit; see `Deployment.kv_blocks`."""
         return self.deployment.kv_blocks(block_size, memory_fraction)
 
+    def describe(self) -> ModelDescription:
+        """Describe the model and its devices; see `DescribesModel`."""
+        model, device, split = self.deployment.model, self.deployment.device, self.deployment.parallelism
+        return ModelDescription(
+            "analytic",
+            f"roofline of {model.name} on {device.name}",
+            device=device.priced_as,
+            num_devices=split.tensor * split.pipeline * split.kv,
+            kv_blocks=self.kv_blocks,
+            kv_bytes_per_token=model.kv_bytes_per_token,
+            max_model_len=model.max_model_len,
+        )
+
     def breakdown_s(self, shape: BatchFeatures) -> dict[str, float]:
         """Seconds of a step by what they are spent on; they add up to `batch_time_s` but for rounding.
 
@@ -212,7 +225,7 @@ class RooflineModel:
         return time
 
     def _products_s(self, num_tokens: int) -> float:
-        """What depends on the number of tokens alone: products with weights, element-wise work, latencies."""
+        """Seconds that depend on the number of tokens alone: products with weights, element-wise work, latencies."""
         (
             dense_weights_s, dense_token_s, dense_flops_s, expert_weights_s, expert_missed, expert_flops_s, expert_token_s,
             elementwise_s, fixed_s, _, _, _, _, _, _, _,

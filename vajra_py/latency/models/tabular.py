@@ -17,25 +17,26 @@ from vajra_py.latency.hardware.catalog import read_json_file
 Columns = dict[str, npt.NDArray[np.float64]]
 
 
-def read_columns(path: Path, needed: Sequence[str] = ()) -> Columns:
-    """Columns of numbers from a CSV (also gzip'd), JSON, npz or Parquet file, all of one length; `needed` alone when it is given.
+def read_columns(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> Columns:
+    """Read columns of numbers from a CSV (also gzip'd), JSON, npz or Parquet file, all of one length.
 
-    JSON is an object of lists, or a list of objects.
+    They are the needed ones and those of the optional ones that the file has. JSON is an object of lists, or a list of objects.
 
     Raises:
         ConfigError: the file is missing, broken or of another kind, or lacks a needed column; a value is not a finite number (says the line).
     """
     if not path.is_file():
         raise ConfigError(Problem(str(path), "there is no such file"))
+    wanted = (*needed, *optional)
     name = path.name.removesuffix(".gz")
     if name.endswith(".csv"):
-        columns = _from_csv(path, needed)
+        columns = _from_csv(path, needed, wanted)
     elif name.endswith(".json"):
         columns = _from_json(path)
     elif name.endswith(".npz"):
         columns = read_npz(path)
     elif name.endswith(".parquet"):
-        columns = _from_parquet(path, needed)
+        columns = _from_parquet(path, wanted)
     else:
         raise ConfigError(
             Problem(
@@ -43,7 +44,7 @@ def read_columns(path: Path, needed: Sequence[str] = ()) -> Columns:
             )
         )
     check_names(path, columns, needed)
-    columns = {key: columns[key] for key in needed} if needed else columns
+    columns = {key: columns[key] for key in wanted if key in columns}
     _check_values(path, columns)
     return columns
 
@@ -76,14 +77,14 @@ def read_npz(path: Path) -> Columns:
         raise ConfigError(Problem(str(path), f"cannot be read as npz ({error})")) from error
 
 
-def _from_csv(path: Path, needed: Sequence[str]) -> Columns:
+def _from_csv(path: Path, needed: Sequence[str], wanted: Sequence[str]) -> Columns:
     values: dict[str, list[float]] = {}
     try:
         with gzip.open(path, "rt", newline="") if path.name.endswith(".gz") else path.open(newline="") as file:
             reader = csv.reader(file)
             header = [name.strip() for name in next(reader, [])]
-            kept = [(index, name) for index, name in enumerate(header) if not needed or name in needed]
             check_names(path, dict.fromkeys(header), needed)
+            kept = [(index, name) for index, name in enumerate(header) if name in wanted]
             values = {name: [] for _, name in kept}
             for row in reader:
                 if not row:
@@ -119,13 +120,13 @@ def _from_json(path: Path) -> Columns:
     return columns
 
 
-def _from_parquet(path: Path, needed: Sequence[str]) -> Columns:
+def _from_parquet(path: Path, wanted: Sequence[str]) -> Columns:
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
     try:
         table = parquet.read_table(path)
-        names = [name for name in table.column_names if not needed or name in needed]
+        names = [name for name in table.column_names if name in wanted]
         return {name: table.column(name).to_numpy().astype(np.float64) for name in names}
     except (arrow.ArrowException, ValueError, TypeError) as error:
         raise ConfigError(Problem(str(path), f"is not a Parquet file with numeric columns ({error})")) from error

@@ -18,7 +18,7 @@ Factors: TypeAlias = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """How much steps differ that do nothing but decode, and those that compute prompts. Raises `ValueError` for what are no `Factors`."""
+    """Variation of equal steps: those that only decode, and those that compute prompts. Raises `ValueError` for invalid `Factors`."""
 
     decodes: Factors
     prompts: Factors
@@ -38,7 +38,7 @@ class Variation:
 
 
 def factors_among(multiples: Sequence[float]) -> Factors:
-    """Those of a sample, whatever its mean: the means of its hundredths (every value, where there are fewer)."""
+    """Return the factors of a sample, whatever its mean: the means of its hundredths (every value, where there are fewer)."""
     number = len(multiples)
     sums = np.concatenate([[0.0], np.sort(np.array(multiples, np.float64)).cumsum()])
     # A value may lie in two hundredths, with a part in each. But for rounding, what comes out ascends.

@@ -17,7 +17,7 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Grid = npt.NDArray[np.float64]
 Factor = Callable[[tuple[Array, ...]], Grid | None]
-"""What the times at the points of a grid with these axes are multiplied by; None: nothing."""
+"""Factors on the times at the points of a grid with these axes; None: all 1."""
 
 
 class DecodeRow:
@@ -191,25 +191,20 @@ def _fill_lines(
     lines: Array, rows: npt.NDArray[np.bool_], known: npt.NDArray[np.bool_], knots: Array, *, beyond: bool
 ) -> None:
     """Fill the holes of some lines in place, all of which have the same ones."""
-    x, y = knots[known], lines[np.ix_(rows, known)]
-    for hole in np.flatnonzero(~known):
-        at = knots[hole]
-        if x[0] < at < x[-1]:
-            right = int(np.searchsorted(x, at))
-            part = (at - x[right - 1]) / (x[right] - x[right - 1])
-            lines[rows, hole] = y[:, right - 1] + part * (y[:, right] - y[:, right - 1])
-        elif beyond and at < x[0]:
-            lines[rows, hole] = y[:, 0]
-        elif beyond:
-            lines[rows, hole] = y[:, -1] + (y[:, -1] - y[:, -2]) / (x[-1] - x[-2]) * (at - x[-1])
+    from scipy.interpolate import interp1d
+
+    x = knots[known]
+    holes = ~known if beyond else ~known & (knots > x[0]) & (knots < x[-1])
+    line = interp1d(x, lines[np.ix_(rows, known)], axis=1, fill_value="extrapolate", assume_sorted=True)
+    lines[np.ix_(rows, holes)] = line(np.maximum(knots[holes], x[0]))
 
 
 def _along_first(knots: Array, grid: Grid, at: float) -> Grid:
     """The grid at one value of its first axis; beyond the last knot along the last line, below the first one as there."""
-    if at <= knots[0] or len(knots) == 1:
+    from scipy.interpolate import interp1d
+
+    if len(knots) == 1:
         lowest: Grid = grid[0]
         return lowest
-    index = int(np.clip(np.searchsorted(knots, at, side="right"), 1, len(knots) - 1)) - 1
-    part = (at - knots[index]) / (knots[index + 1] - knots[index])
-    found: Grid = grid[index] + part * (grid[index + 1] - grid[index])
-    return found
+    line = interp1d(knots, grid, axis=0, fill_value="extrapolate", copy=False, assume_sorted=True)
+    return np.asarray(line(max(at, knots[0])), dtype=np.float64)

@@ -45,7 +45,7 @@ class Samples:
 
 
 class SkewSample(NamedTuple):
-    """How much longer one attention call takes for unequal decode contexts than for equal ones of the same mean."""
+    """Slowdown of one attention call by unequal decode contexts, over equal ones of the same mean."""
 
     num_decodes: float
     prefill_chunk: float
@@ -67,7 +67,7 @@ NO_SKEW: Array = np.empty((0, len(SkewSample._fields)))
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What one `tpN` folder of a bundle says, checked; times in microseconds of one call of one layer."""
+    """Checked contents of one `tpN` folder of a bundle; times in microseconds of one call of one layer."""
 
     folder: Path
     model: str

@@ -30,7 +30,7 @@ class Calibration:
     scales: Mapping[str, float]
     """Factors on parts of a step."""
     fitted_on: str
-    """Which measurements the figures were fitted to."""
+    """Measurements that the figures were fitted to."""
     errors: Mapping[str, float] = field(default_factory=dict)
     """Relative errors of means on requests that the fit did not see, by metric."""
     residuals: Mapping[str, float] = field(default_factory=dict)

@@ -11,12 +11,12 @@ from vajra_py.latency.operators.dense_times import interpolated
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What connects the GPUs of one replica."""
+    """Link between the GPUs of one replica."""
 
     bytes_per_s: float
     """One way, as collectives reach it."""
     latency_s: float
-    """Of one collective that carries nothing."""
+    """Latency of a collective that carries nothing."""
 
 
 class Collectives:

@@ -16,7 +16,7 @@ from vajra_py.latency.operators.attention_grid import filled
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a router spreads tokens over experts, and experts over ranks."""
+    """Spread of tokens over experts, and of experts over ranks."""
 
     kind: Literal["uniform", "balanced"] = "uniform"
     """`uniform`: every token draws its experts at random; `balanced`: all experts get equally many tokens."""

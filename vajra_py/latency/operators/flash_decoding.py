@@ -26,7 +26,7 @@ FILL_WITHOUT_SPLITS = 0.8
 """Contexts are split below this part of all block slots, which `num_splits_heuristic` counts as two a multiprocessor."""
 SLOTS_PER_SM = 2
 BLOCK_BYTES_PER_S = 32 * 1024 / 1e-6
-"""What one block draws at most, unless a bundle's own measurements say it: it has 32 KiB on their way, and a trip to memory takes 1 us."""
+"""Bandwidth of one block at most, where a bundle has no measurement of it: 32 KiB in flight over a memory latency of 1 us."""
 MOST_SHARE = 0.3
 """Largest share of the bandwidth that one block is supposed to draw: that of a small GPU with twenty multiprocessors."""
 BLOCK_ROWS = 64
@@ -45,7 +45,7 @@ class DecodeKernel:
     """FlashAttention 2 on one GPU."""
 
     kv_heads: int
-    """Of one GPU."""
+    """KV heads of one GPU."""
     num_sms: int
     peak_share: float
     """Part of the GPU's bandwidth that one block draws at most."""
@@ -67,7 +67,7 @@ class DecodeKernel:
         return self.num_sms * self.blocks_per_sm
 
     def splits(self, num_sequences: int) -> bool:
-        """Whether contexts are split over several blocks in a batch of this (padded) size."""
+        """Return true where contexts are split over several blocks in a batch of this (padded) size."""
         return num_sequences * self.kv_heads < FILL_WITHOUT_SPLITS * SLOTS_PER_SM * self.num_sms
 
     def time(self, contexts: Sequence[float]) -> float:
@@ -91,7 +91,7 @@ class DecodeKernel:
         return clock
 
     def ratio(self, sample: SkewSample) -> float:
-        """How much longer a measured batch takes than one of equal contexts, its long ones being first."""
+        """Ratio of a measured batch's time to that of one of equal contexts, its long ones being first."""
         count, long = int(sample.num_decodes), int(sample.num_long)
         contexts = [sample.long_over_short] * long + [1.0] * (count - long)
         return self.time(contexts) / self.time([1.0] * count)
@@ -127,7 +127,7 @@ class UnequalContexts:
         return found
 
     def _line(self, count: int) -> float:
-        """What the line through the measured numbers gives for equal contexts, in the units of `time` times the number of decodes."""
+        """Value of the line through the measured numbers for equal contexts, in the units of `time` times the number of decodes."""
         right = bisect_left(self._knots, count)
         high = self._knots[right]
         if high == count or right == 0:
@@ -145,7 +145,7 @@ class UnequalContexts:
 
 
 def lognormal_quantiles(count: int, sigma: float) -> list[float]:
-    """So many values that stand for a log-normal distribution, ascending."""
+    """Return this number of ascending values that represent a log-normal distribution."""
     normal = NormalDist()
     return [exp(sigma * normal.inv_cdf((index + 0.5) / count)) for index in range(count)]
 

@@ -31,7 +31,7 @@ DISTRIBUTIONS = ("power_law_1.2", "power_law_1.01", "balanced", "uniform")
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How the model is spread over GPUs."""
+    """Parallelism of the model over GPUs."""
 
     tensor: int = 1
     data: int = 1
@@ -47,14 +47,14 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What the operators compute in, by the tables' names."""
+    """Precisions of the operators, by the tables' names."""
 
     gemm: str = "bfloat16"
     kv: str = "bfloat16"
     moe: str | None = None
-    """Of the experts; that of the matrix products when None."""
+    """Precision of the experts; that of the matrix products when None."""
     conversion: str = "dynamic"
-    """Of the inputs of products of 8 bits: `dynamic`, `static` or `fused`."""
+    """Conversion of the inputs of products of 8 bits: `dynamic`, `static` or `fused`."""
     fused_norms: bool = False
     """Norms are part of the sums over GPUs before them."""
 
@@ -230,7 +230,7 @@ def _decode_rows(generation: object) -> Array:
 def _mla(
     tables: OperatorTables, model: ModelSpec, split: Split, precision: Precision
 ) -> tuple[tuple[Array, Array], Array]:
-    """As `_gqa`, for latent attention with its projections in one measured module."""
+    """Return what `_gqa` does, for latent attention with its projections in one measured module."""
     latent = model.latent
     assert latent is not None
     shape = (latent.kv_rank, latent.rope_head_dim, latent.nope_head_dim, latent.v_head_dim, latent.q_rank)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.contract.latency import BatchFeatures
+from vajra_py.contract.latency import BatchFeatures, ModelDescription
 from vajra_py.latency.hardware.devices import DeviceSpec
 from vajra_py.latency.hardware.model_spec import ModelSpec
 from vajra_py.latency.operators.dense_times import interpolated, summed
@@ -31,13 +32,19 @@ class OperatorTablesModel(ProfileBundleModel):
 
     @property
     def source(self) -> str:
-        """Where the step times come from, in a few words."""
+        """Origin of the operator times, in a few words."""
         return f"{super().source}, looked up by size in the tables of aiconfigurator"
 
     @property
     def filled_fraction(self) -> float:
         """Share of the time of all steps taken so far that follows from rules instead of measurements; of no effect on any answer."""
         return self._filled_time_s / self._taken_s if self._taken_s else 0.0
+
+    def describe(self) -> ModelDescription:
+        """Describe the model as a bundle, with the share of the time that the tables do not hold; see `DescribesModel`."""
+        described = super().describe()
+        device = described.device if self.device is not None else self.bundle.hardware.replace("_", "-")
+        return replace(described, device=device, filled_fraction=self.filled_fraction)
 
     def taken_time_s(self, shape: BatchFeatures) -> float:
         """Seconds of a step that is taken: it counts towards `filled_fraction`."""

@@ -74,10 +74,6 @@ class MeasuredOperatorsConfig(SettingsModel):
         complain_as_value_error(lambda: host_overhead(value), "host")
         return value
 
-    def replica_devices(self) -> tuple[str | None, int]:
-        """Name of the device and how many a replica has."""
-        return self.device_name, self.tensor_parallel * self.data_parallel
-
     @property
     def device_name(self) -> str | None:
         """Name of the device on which the operators ran."""
@@ -91,7 +87,7 @@ class MeasuredOperatorsConfig(SettingsModel):
         link: Link | None,
         routing: Routing | None = None,
     ) -> BundleOptions:
-        """What the model is built with besides the operator times. Raises `ConfigError` where something of it is missing."""
+        """Return the model's options besides the operator times. Raises `ConfigError` where something of it is missing."""
         calibration = read_calibration(self.calibration) if self.calibration else None
         if calibration is not None:
             calibration.check_fits(bundle)
@@ -123,7 +119,7 @@ class MeasuredOperatorsConfig(SettingsModel):
         return host_overhead(self.host, **figures)
 
     def _roofline(self, model: ModelSpec, device: DeviceSpec | None) -> RooflineModel | None:
-        """What answers beyond the reach. Raises `ConfigError` where nothing describes the device."""
+        """Return the model that answers beyond the reach. Raises `ConfigError` where nothing describes the device."""
         if self.fallback is None:
             return None
         if device is None:

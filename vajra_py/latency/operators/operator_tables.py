@@ -33,7 +33,7 @@ LEAST_LEFT = 0.3
 
 @dataclass(frozen=True, slots=True)
 class SystemFigures:
-    """What a system's file says of its GPU."""
+    """Figures of a GPU from its system's file."""
 
     memory_bandwidth: float
     """Bytes per second that streaming kernels reach."""
@@ -145,7 +145,7 @@ class OperatorTables:
         return table
 
     def has(self, operation: str, name: str, engine: str | None = None) -> bool:
-        """Whether there is such a table."""
+        """Return true where there is such a table."""
         return any((self.root / operation / (engine or self.engine)).glob(f"*/{name}.parquet"))
 
     def _version(self, operation: str, engine: str, name: str) -> str:

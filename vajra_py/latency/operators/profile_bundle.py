@@ -16,7 +16,7 @@ from math import sqrt
 import numpy as np
 import numpy.typing as npt
 
-from vajra_py.contract.latency import BatchFeatures
+from vajra_py.contract.latency import BatchFeatures, ModelDescription, Origin
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.latency.hardware.deployment import Deployment, Parallelism
 from vajra_py.latency.hardware.devices import DeviceSpec
@@ -47,7 +47,7 @@ UNIFORM = Routing()
 
 @dataclass(frozen=True, slots=True)
 class BundleOptions:
-    """What the tables do not say."""
+    """Settings of a bundle's model that the tables do not have."""
 
     link: Link | None = None
     """Needed with more than one GPU."""
@@ -57,7 +57,7 @@ class BundleOptions:
     cuda_graphs: bool = True
     capture_limit: int = CAPTURE_LIMIT
     reach: float = 4.0
-    """How many times the largest measured size is still answered."""
+    """Multiple of the largest measured size that is still answered."""
     data_parallel: int = 1
     """Data-parallel ranks that step together and share the experts (vLLM's data and expert parallelism); the replica is all of them."""
     routing: Routing = UNIFORM
@@ -66,7 +66,7 @@ class BundleOptions:
     fallback: RooflineModel | None = None
     """Answers where the tables do not reach; None: such a step is an error."""
     calibration: Calibration | None = None
-    """Where `scales` and `host` were fitted."""
+    """Source of fitted `scales` and `host`."""
 
 
 def capture_sizes(limit: int) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ def capture_sizes(limit: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeBatch:
-    """What is known of steps with one number of decodes and nothing else."""
+    """Precomputed terms of steps with one number of decodes and nothing else."""
 
     fixed_s: float
     least_s: float
@@ -153,7 +153,7 @@ class ProfileBundleModel:
 
     @property
     def source(self) -> str:
-        """Where the step times come from, in a few words."""
+        """Origin of the operator times, in a few words."""
         degree = f", TP {self.bundle.tensor_parallel}" if self.bundle.tensor_parallel > 1 else ""
         measured = f"operators measured on {self.bundle.gpu} inside {self.bundle.engine} ({self.bundle.model}{degree})"
         cut = self.options.routing.cut
@@ -165,7 +165,7 @@ class ProfileBundleModel:
 
     @property
     def host(self) -> HostOverhead:
-        """What the engine's host adds to steps and requests."""
+        """Overhead of the engine's host on steps and requests."""
         return self.options.host
 
     def batch_time_s(self, shape: BatchFeatures) -> float:
@@ -211,7 +211,7 @@ class ProfileBundleModel:
         return {**parts, "host": max(gpu + added, least) - gpu}
 
     def covers(self, shape: BatchFeatures) -> bool:
-        """Whether every size of the step is within `reach` times the largest that was measured."""
+        """Return true where every size of the step is within `reach` times the largest that was measured."""
         reach, largest = self.options.reach, self._attention.largest
         mean = shape.decode_context_tokens / max(1, shape.num_decodes)
         prefill = shape.prefill_context_tokens / max(1, shape.num_prefills)
@@ -234,6 +234,23 @@ class ProfileBundleModel:
         split = Parallelism(tensor=self.bundle.tensor_parallel, data=self._ranks)
         return self._ranks * Deployment(self.model, self.device, split).kv_blocks(block_size, memory_fraction)
 
+    def describe(self) -> ModelDescription:
+        """Describe the measurements, what they were calibrated on, and the replica's GPUs; see `DescribesModel`."""
+        calibration = self.options.calibration
+        origin: Origin = "measured" if calibration is None else "calibrated"
+        return ModelDescription(
+            origin,
+            self.source if calibration is None else f"{self.source}, fitted on {calibration.fitted_on}",
+            {} if calibration is None else {name: abs(value) for name, value in calibration.errors.items()},
+            num_fallback=self.num_fallback,
+            device=self.bundle.hardware or None if self.device is None else self.device.priced_as,
+            num_devices=self.bundle.tensor_parallel * self._ranks,
+            max_kv_groups=1,
+            kv_blocks=self.kv_blocks,
+            kv_bytes_per_token=self.model.kv_bytes_per_token,
+            max_model_len=self.model.max_model_len,
+        )
+
     # Parts
 
     def _beyond(self, shape: BatchFeatures) -> float:
@@ -255,7 +272,7 @@ class ProfileBundleModel:
         return (host.exposed_s, busy) if host.asynchronous else (busy, 0.0)
 
     def _per_rank(self, number: int) -> int:
-        """How many of these the fullest data-parallel rank has."""
+        """Number of these on the fullest data-parallel rank."""
         return -(-number // self._ranks)
 
     def _decodes(self, num_decodes: int) -> _DecodeBatch:
@@ -277,7 +294,7 @@ class ProfileBundleModel:
 
     def _mixed_s(self, shape: BatchFeatures) -> float:
         """Seconds of a step with prompts, or with KV blocks to swap."""
-        decodes, context, prefills, tokens, _, _, _, pairs, merged, swap_bytes = shape
+        decodes, context, prefills, tokens, _, _, pairs, merged, swap_bytes = shape
         if merged or swap_bytes or self._ranks > 1 or tokens > self._attention.largest["prefill_chunk"]:
             gpu, (added, least) = sum(self._parts(shape).values()), self._host_s(shape.num_requests)
             return max(gpu + added, least)
@@ -378,7 +395,7 @@ class ProfileBundleModel:
         return self.device is not None and self.device.uses_flash_attention_2 and self.model.latent is None
 
     def _unequal_contexts(self) -> UnequalContexts | None:
-        """How the kernel spreads decodes of unequal contexts; None: as the bundle's own batches of them say, where it has any."""
+        """Model of the kernel for decodes of unequal contexts; None: the bundle's own batches of them count, where it has any."""
         device = self.device
         if device is None or not self._has_flash_attention_2:
             return None

@@ -1,8 +1,8 @@
-"""Tables as plain data: what a cell says, and how a table is cut to a width. `table_renderers` writes them for terminals, Markdown and LaTeX, the report's template as HTML."""
+"""Tables as plain data: what a cell says, and how a table is cut to a width. `table_renderers` writes them for terminals and as Markdown, LaTeX, CSV and HTML."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 BEST = "*"
@@ -24,6 +24,8 @@ class Cell:
     """A stability label, which has a colour."""
     is_quiet: bool = False
     """Shown in grey: a value that takes no part in comparisons."""
+    value: float | int | bool | str | None = None
+    """Raw value, which CSV has in place of the text; None: the text."""
 
     @property
     def is_bold(self) -> bool:
@@ -61,17 +63,53 @@ class Table:
     """Columns of words, which start at the left."""
     num_pinned: int = 0
     """Columns at the start that are repeated in each piece of a table that is cut."""
+    keys: tuple[str, ...] = ()
+    """Names of the columns in CSV, that of the headings first; by default the heads."""
+    csv_only: frozenset[int] = frozenset()
+    """Columns that CSV has and readers do not see."""
+
+    @property
+    def for_readers(self) -> Table:
+        """The table without the columns that only CSV has."""
+        return self.part([i for i in range(len(self.heads)) if i not in self.csv_only]) if self.csv_only else self
+
+    def part(self, columns: Sequence[int]) -> Table:
+        """The table with these columns alone, in their order; without names for CSV."""
+        return replace(
+            self,
+            heads=tuple(self.heads[i] for i in columns),
+            rows=tuple(replace(row, cells=tuple(row.cells[i] for i in columns)) for row in self.rows),
+            text_columns=frozenset(at for at, i in enumerate(columns) if i in self.text_columns),
+            keys=(),
+            csv_only=frozenset(),
+        )
 
 
-def fold(table: Table, width: float, cell_width: Callable[[Cell], float], padding: float) -> list[Table]:
+def table_of_texts(heads: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> Table:
+    """A table of words: the first of each row is its heading."""
+    found = tuple(Row(str(first), tuple(Cell(str(one)) for one in rest)) for first, *rest in rows)
+    return Table(heads[0], tuple(heads[1:]), found, title, text_columns=frozenset(range(len(heads) - 1)))
+
+
+def least_cells(table: Table, column: int, *, wraps: bool) -> list[Cell]:
+    """The cells and words that say how narrow a column may be; of a column of words that is wrapped, each word."""
+    cells = [row.cells[column] for row in table.rows]
+    if wraps and column in table.text_columns:
+        cells = [replace(cell, text=word) for cell in cells for word in cell.text.split()]
+    return [*map(Cell, table.heads[column].split()), *cells]
+
+
+def fold(
+    table: Table, width: float, cell_width: Callable[[Cell], float], padding: float, *, wraps: bool = False
+) -> list[Table]:
     """The table cut into such that fit the width, row headings and pinned columns in each; notes stand below the last.
 
-    `cell_width`: of a cell, in the unit of `width`; `padding`: of a column, beside its cells. Heads are broken between words. A column that is too wide by itself is not cut.
+    `cell_width`: of a cell, in the unit of `width`; `padding`: of a column, beside its cells. Heads are broken between words, and so are columns of words where the form `wraps`
+    them. A column that is too wide by itself is not cut.
     """
 
     def width_of(i: int) -> float:
-        words = [Cell(word) for word in table.heads[i].split()]
-        return max(map(cell_width, (*words, *(row.cells[i] for row in table.rows))), default=0.0) + padding
+        return max(map(cell_width, least_cells(table, i, wraps=wraps)), default=0.0) + padding
 
     pinned = list(range(min(table.num_pinned, len(table.heads))))
     first = max((cell_width(Cell(row.head)) for row in table.rows), default=0.0) + padding + sum(map(width_of, pinned))
@@ -86,12 +124,9 @@ def fold(table: Table, width: float, cell_width: Callable[[Cell], float], paddin
         used += needed
     return [
         replace(
-            table,
-            heads=tuple(table.heads[i] for i in part),
-            rows=tuple(replace(row, cells=tuple(row.cells[i] for i in part)) for row in table.rows),
+            table.part(part),
             title=table.title if number == 0 else "",
             notes=table.notes if number == len(parts) - 1 else (),
-            text_columns=frozenset(at for at, i in enumerate(part) if i in table.text_columns),
         )
         for number, part in enumerate(parts)
     ]

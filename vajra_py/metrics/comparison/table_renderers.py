@@ -1,15 +1,19 @@
-"""Write a table model for a terminal, as Markdown and as LaTeX."""
+"""Write a table model for a terminal and as Markdown, CSV, LaTeX and HTML."""
 
 from __future__ import annotations
 
+import csv
+import io
 import re
-from collections.abc import Iterator, Sequence
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vajra_py.metrics.comparison.table_model import BEST, HIGHEST, LOWEST, WORSE, Cell, Table, fold
+from vajra_py.metrics.comparison.table_model import BEST, HIGHEST, LOWEST, WORSE, Cell, Table, fold, least_cells
 
 if TYPE_CHECKING:
+    from jinja2 import Environment
     from rich.console import Console, ConsoleOptions
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -46,19 +50,21 @@ class TerminalTable:
     @property
     def width(self) -> int:
         """Characters of the whole table in one piece."""
-        columns = [max(one_line(Cell(row.head)) for row in self.table.rows) if self.table.rows else 0]
-        for i, head in enumerate(self.table.heads):
-            columns.append(max(len(head), *(one_line(row.cells[i]) for row in self.table.rows), 0))
-        return max(sum(columns) + (_GAP + 1) * len(columns), *map(len, (self.table.title, *self.table.notes)), 0)
+        table = self.table.for_readers
+        columns = [max(one_line(Cell(row.head)) for row in table.rows) if table.rows else 0]
+        for i, head in enumerate(table.heads):
+            columns.append(max(len(head), *(one_line(row.cells[i]) for row in table.rows), 0))
+        return max(sum(columns) + (_GAP + 1) * len(columns), *map(len, (table.title, *table.notes)), 0)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RichTable | Text]:
         from rich.text import Text
 
         room = options.max_width - _GAP
-        parts = fold(self.table, room, one_line, _GAP)
+        table = self.table.for_readers
+        parts = fold(table, room, one_line, _GAP, wraps=True)
         is_stacked = len(parts) > 1
         if is_stacked:
-            parts = fold(self.table, room, stacked, _GAP)
+            parts = fold(table, room, stacked, _GAP, wraps=True)
         yield from (_rich(part, room, is_stacked=is_stacked) for part in parts)
         yield from (Text(f"{note}.", style="italic") for note in self.table.notes)
 
@@ -71,16 +77,20 @@ def _rich(table: Table, room: int, *, is_stacked: bool) -> RichTable:
     found = RichTable(title=escape(table.title) or None, box=HORIZONTALS, padding=(0, 1, 0, 0), pad_edge=False)
     found.add_column(escape(table.corner), no_wrap=True)
     width = stacked if is_stacked else one_line
-    needed = [
-        max((*map(len, head.split()), *(width(row.cells[i]) for row in table.rows)), default=0)
-        for i, head in enumerate(table.heads)
-    ]
-    whole = [max(own, len(head)) for own, head in zip(needed, table.heads, strict=True)]
+    columns = range(len(table.heads))
+    needed = [max(map(width, least_cells(table, i, wraps=True)), default=0) for i in columns]
+    whole = [max((len(head), *(width(row.cells[i]) for row in table.rows))) for i, head in enumerate(table.heads)]
     first = max(map(len, (table.corner, *(row.head for row in table.rows))))
-    widths = whole if first + sum(whole) + _GAP * (len(whole) + 1) <= room else needed  # heads in one line, or broken
-    for i, (head, own) in enumerate(zip(table.heads, widths, strict=True)):
+    fits = first + sum(whole) + _GAP * (len(whole) + 1) <= room
+    for i, head in enumerate(table.heads):
+        is_text = i in table.text_columns
+        own = whole[i] if fits else None if is_text else needed[i]  # heads and words in one line, or broken
         found.add_column(
-            escape(head), justify="left" if i in table.text_columns else "right", width=own, overflow="fold"
+            escape(head),
+            justify="left" if is_text else "right",
+            width=own,
+            min_width=needed[i],
+            overflow="fold",
         )
     for row in table.rows:
         if row.starts:
@@ -101,19 +111,70 @@ def _marked_up(cell: Cell, *, is_stacked: bool) -> str:
 
 def markdown(table: Table) -> str:
     """The table in Markdown, its notes below it; bold are the lowest or highest values."""
+    table = table.for_readers
 
     def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        return "| " + " | ".join(cells) + " |"
 
     def shown(cell: Cell) -> str:
-        value = f"**{cell.text}**" if cell.is_bold else cell.text
-        return " ".join(filter(None, (value + cell.mark.replace("*", "\\*"), cell.spread)))
+        value = f"**{markdown_text(cell.text)}**" if cell.is_bold else markdown_text(cell.text)
+        return " ".join(filter(None, (value + markdown_text(cell.mark), markdown_text(cell.spread))))
 
     rule = "".join("---|" if i in table.text_columns else "---:|" for i in range(len(table.heads)))
-    lines = [line((table.corner, *table.heads)), f"|---|{rule}"]
-    lines += [line((row.head, *map(shown, row.cells))) for row in table.rows]
+    lines = [line([markdown_text(head) for head in (table.corner, *table.heads)]), f"|---|{rule}"]
+    lines += [line((markdown_text(row.head), *map(shown, row.cells))) for row in table.rows]
     lines += [text for note in table.notes for text in ("", f"{note}.")]
     return "\n".join(lines) + "\n"
+
+
+def markdown_text(text: str) -> str:
+    """The text with escapes for what would end a cell, begin emphasis or be taken for HTML."""
+    return re.sub(r"[\\`*|]|<(?=[a-zA-Z/!?])", r"\\\g<0>", " ".join(text.splitlines()))
+
+
+def csv_table(table: Table) -> str:
+    """The table as CSV: raw values where cells have them, under the names that the table has for its columns."""
+    keys = table.keys or (table.corner, *table.heads)
+    return csv_text(
+        keys,
+        [
+            dict(zip(keys, (row.head, *(_raw(cell) for cell in row.cells)), strict=True))
+            for row in table.rows
+        ],
+    )  # fmt: skip
+
+
+def _raw(cell: Cell) -> Any:
+    return cell.text if cell.value is None else cell.value
+
+
+def csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as CSV; no value is an empty field, truth is `true` or `false`."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n", restval="")
+    writer.writeheader()
+    writer.writerows(
+        {name: str(value).lower() if isinstance(value, bool) else value for name, value in row.items()} for row in rows
+    )
+    return text.getvalue()
+
+
+def html(table: Table, caption: str = "", style: str = "") -> str:
+    """The table as HTML, its notes in the caption; `style` names a class of the page's style sheet."""
+    return str(html_templates().get_template("table.html.j2").module.table([table.for_readers], caption, style))  # type: ignore[attr-defined]
+
+
+def html_templates() -> Environment:
+    """The templates of the pages; every one writes its tables by `table.html.j2`."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    return Environment(
+        loader=PackageLoader("vajra_py.metrics"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
 
 
 def latex(table: Table, label: str = "tab:comparison") -> str:
@@ -122,6 +183,7 @@ def latex(table: Table, label: str = "tab:comparison") -> str:
     In a page of two columns, `table*` takes the place of `table`.
     """
     caption = " ".join(f"{latex_text(sentence)}." for sentence in (table.title, *table.notes) if sentence)
+    table = table.for_readers
     body = [line for part in fold(table, _PAGE_PT, _points, 2 * _COLUMN_SEPARATION_PT) for line in _tabular(part)]
     return (
         "\n".join(
@@ -151,15 +213,12 @@ def _tabular(table: Table) -> Iterator[str]:
     yield r"\toprule"
     widths = [max((len(row.cells[i].plain) for row in table.rows), default=0) for i in range(len(table.heads))]
     heads = map(_head, table.heads, widths, kinds)
-    yield " & ".join((latex_text(table.corner), *heads)) + r" \\"
+    yield " & ".join((_guarded(table.corner), *heads)) + r" \\"
     yield r"\midrule"
     for number, row in enumerate(table.rows):
         if row.starts and number:
             yield r"\midrule"
-        head = "{}" * row.head.startswith("[") + latex_text(
-            row.head
-        )  # after a line's end, a bracket would be its option
-        yield " & ".join((head, *map(_latex_cell, row.cells))) + r" \\"
+        yield " & ".join((_guarded(row.head), *map(_latex_cell, row.cells))) + r" \\"
     yield r"\bottomrule"
     yield r"\end{tabular}"
     yield ""
@@ -173,7 +232,7 @@ def _head(head: str, width: int, kind: str) -> str:
             lines[-1] += f" {word}"
         else:
             lines.append(word)
-    text = r"\\".join(map(latex_text, lines))
+    text = r"\\".join(map(_guarded, lines))
     return text if len(lines) == 1 else rf"\shortstack[{kind}]{{{text}}}"
 
 
@@ -183,12 +242,38 @@ def _latex_cell(cell: Cell) -> str:
     return " ".join(filter(None, (value + mark, latex_text(cell.spread))))
 
 
-_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\u00a0": "~"}
 _LATEX |= {sign: f"\\{sign}" for sign in "&%$#_{}"}
-_LATEX |= {"±": r"$\pm$", "−": "$-$", "–": "--", "×": r"$\times$", "<": "$<$", ">": "$>$", "≥": r"$\ge$"}
+_LATEX |= {"±": r"$\pm$", "−": "$-$", "×": r"$\times$", "<": "$<$", ">": "$>$", "|": "$|$"}
+_LATEX |= {"≤": r"$\le$", "≥": r"$\ge$", "≈": r"$\approx$", "∞": r"$\infty$"}
+_LATEX |= {"–": "--"}
 _LATEX |= {LOWEST: r"$\downarrow$", HIGHEST: r"$\uparrow$", WORSE: r"$\dagger$"}
+_GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi omega"
+_LATEX |= {sign: rf"$\{name}$" for sign, name in zip("αβγδεζηθικλμνξπρστυφχψω", _GREEK.split(), strict=True)}
+_GREEK_CAPITALS = "Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega"
+_LATEX |= {sign: rf"$\{name}$" for sign, name in zip("ΓΔΘΛΞΠΣΥΦΨΩ", _GREEK_CAPITALS.split(), strict=True)}
+_NOT_IN_LATEX = frozenset("«»ÐÞðþĄąĐđĘęĦħĮįĸĿŀŉŊŋŦŧŲųſ")
+"""Latin letters that LaTeX's default fonts lack."""
+_LIGATURE_OR_SIGN = re.compile(r"--+|''+|``+|[?!]`|,,+|.")
+"""Signs that would be drawn as another one where they follow each other, or any other sign."""
 
 
 def latex_text(text: str) -> str:
-    """The text with LaTeX's special characters escaped."""
-    return re.sub("[" + re.escape("".join(_LATEX)) + "]", lambda found: _LATEX[found.group()], text)
+    """The text with LaTeX's special characters escaped; characters that its default fonts lack are named, as `U+4E2D`."""
+    return _LIGATURE_OR_SIGN.sub(_latex_signs, unicodedata.normalize("NFC", " ".join(text.split())))
+
+
+def _latex_signs(found: re.Match[str]) -> str:
+    return "{}".join(map(_latex_sign, found.group()))
+
+
+def _latex_sign(sign: str) -> str:
+    if sign in _LATEX:
+        return _LATEX[sign]
+    is_there = " " <= sign <= "~" or ("¡" <= sign <= "ſ" and sign not in _NOT_IN_LATEX) or sign in "—‘’“”…•€™←→"
+    return sign if is_there else rf"\texttt{{U+{ord(sign):04X}}}"
+
+
+def _guarded(text: str) -> str:
+    """The text at the start of a line of a table, where a bracket or star would be taken for an option of the command before."""
+    return "{}" * text.startswith(("[", "*")) + latex_text(text)

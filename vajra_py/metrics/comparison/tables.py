@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +10,7 @@ from vajra_py.metrics.comparison.comparison import Comparison, scope_title
 from vajra_py.metrics.comparison.metrics import BY_KEY, Metric, error_text, metric_text, titled
 from vajra_py.metrics.comparison.significance import OVERLOADED
 from vajra_py.metrics.comparison.table_model import BEST, HIGHEST, LOWEST, WORSE, Cell, Row, Table
+from vajra_py.metrics.comparison.table_renderers import csv_text
 
 WIDE = 6
 """Up to this many settings are columns; more are rows, of fewer metrics."""
@@ -198,17 +197,6 @@ def _difference_record(
         versus.better_fraction, versus.p_value, versus.p_adjusted, versus.is_significant, versus.verdict,
     )  # fmt: skip
     return dict(zip(DIFFERENCE_COLUMNS, values, strict=True))
-
-
-def csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as CSV; no value is an empty field, truth is `true` or `false`."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n", restval="")
-    writer.writeheader()
-    writer.writerows(
-        {name: str(value).lower() if isinstance(value, bool) else value for name, value in row.items()} for row in rows
-    )
-    return text.getvalue()
 
 
 def value_csv(comparison: Comparison, scope: str | None = None) -> str:

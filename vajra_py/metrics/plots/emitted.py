@@ -19,13 +19,13 @@ _MAX_POINTS = 2000
 
 
 def has_emitted(runs: Sequence[RunData]) -> bool:
-    """Whether a policy of any run emitted a figure of its own."""
+    """Return whether a policy of any run emitted figures."""
     return any(run.summary.value("emitted") for run in runs)
 
 
 @styled
 def emitted_over_time(runs: Sequence[RunData]) -> Figure:
-    """What policies emitted, each value where it was emitted: a panel for each figure, a line for each run."""
+    """Plot emitted figures over time: a panel for each figure, a line for each run."""
     arrangement = arrange_runs(runs)
     tables = [run.emitted().to_pandas() for run in runs]
     pairs = {pair for table in tables for pair in zip(table["policy"], table["name"], strict=True)}

@@ -22,7 +22,7 @@ _HIGHLIGHTED = 7
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Where and how each of a list of series is drawn."""
+    """Panel, colour and dashes of each series."""
 
     panels: tuple[str, ...]
     """Titles; one empty title when there is one panel."""
@@ -119,7 +119,7 @@ def _called(axis: Axis, level: str) -> str:
 
 
 def _roles(varied: Sequence[Axis]) -> tuple[Axis | None, Axis, list[Axis]] | None:
-    """Which axis makes dashes, which colours, and which make panels: the smaller an axis of the system, the earlier in this order."""
+    """Return the axes drawn as dashes, as colours and as panels; smaller axes of the system come first."""
     loads = [axis for axis in varied if is_workload(axis) and axis.path != SEED_PATH]
     systems = sorted((axis for axis in varied if not is_workload(axis)), key=lambda axis: len(axis.levels))
     if not systems:

@@ -49,13 +49,13 @@ class _Point:
 
 
 def has_rate_sweep(runs: Sequence[RunData]) -> bool:
-    """Whether some system was run under at least two configured rates."""
+    """Return whether some system was run at two configured rates or more."""
     series, _ = series_by_system(runs)
     return any(len(_points(one, _offered, 1.0)) > 1 for one in series)
 
 
 def has_slo(runs: Sequence[RunData]) -> bool:
-    """Whether some run's requests were promised something."""
+    """Return whether requests of some run have SLOs."""
     return any(_value(run, _ATTAINMENT) is not None for run in runs)
 
 

@@ -51,7 +51,7 @@ MAX_HEIGHT_IN = 9.0
 """Height of the text of a page, inches."""
 _LEGEND_ROW_IN = 0.15
 _LABELS_IN = 0.75
-"""What the labels below the last row of panels, and a short legend, take of a figure's height."""
+"""Height of the labels below the last row of panels and a short legend, inches."""
 
 _RC: dict[str, Any] = {
     "axes.axisbelow": True,
@@ -91,7 +91,7 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How one series is drawn: positions in `COLOURS` and `DASHES`; a muted one stays grey in the background."""
+    """Style of a series: positions in `COLOURS` and `DASHES`; a muted one is grey in the background."""
 
     colour: int | None
     """None in the legend of dashes, which belong to every colour."""

@@ -1,4 +1,4 @@
-"""What a workload looks like: arrivals, burstiness, lengths, repeated prefixes, sessions."""
+"""Plots of a workload: arrivals, burstiness, lengths, repeated prefixes, sessions."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class FigureSpec:
     slo_caption: str = ""
     """Stands after the caption where requests have SLOs."""
     takes_replications: bool = False
-    """Whether it shows all replications of a setting together; otherwise it shows the first."""
+    """True if it shows all replications of a setting together; otherwise it shows the first."""
 
     def runs_of(self, runs: Sequence[RunData]) -> Sequence[RunData]:
         """The runs that it draws."""

@@ -55,7 +55,7 @@ def write_report(
 
 def render_report(runs: Sequence[RunData], title: str | None = None, metrics: Sequence[str] = ()) -> str:
     """The report as HTML text, `metrics` being the primary ones; RunError when there is no run, or a run's tables cannot be read."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from vajra_py.metrics.comparison.table_renderers import html_templates
 
     first = compare(runs)
     groups = group_replications(runs)
@@ -63,13 +63,6 @@ def render_report(runs: Sequence[RunData], title: str | None = None, metrics: Se
     ordered = [run for setting in settings for run in setting.every]
     comparison = compare(ordered, metrics=metrics)
     differing, num_more = difference_table([setting.first for setting in settings])
-    environment = Environment(
-        loader=PackageLoader("vajra_py.metrics"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     context = {
         "title": title or (ordered[0].name if len(ordered) == 1 else f"Comparison of {_counted(settings)}"),
         "num_settings": len(settings),
@@ -91,7 +84,7 @@ def render_report(runs: Sequence[RunData], title: str | None = None, metrics: Se
         "shared": _shared(ordered),
         "manifests": [(run.name, list(flatten(run.manifest).items())) for run in ordered],
     }
-    return environment.get_template("report.html.j2").render(context)
+    return html_templates().get_template("report.html.j2").render(context)
 
 
 def _known(comparison: Comparison) -> list[str]:
@@ -99,7 +92,7 @@ def _known(comparison: Comparison) -> list[str]:
 
 
 def _counted(settings: Sequence[Setting]) -> str:
-    """How many runs, or settings of how many seeds."""
+    """Return the number of runs, or of settings and seeds, in words."""
     counts = sorted({len(setting.runs) for setting in settings})
     if counts == [1]:
         return f"{len(settings)} runs"
@@ -108,7 +101,7 @@ def _counted(settings: Sequence[Setting]) -> str:
 
 
 def _lead(settings: Sequence[Setting]) -> list[str]:
-    """What was compared, and on what, in sentences."""
+    """Return sentences on the settings and workloads compared."""
     runs = [run for setting in settings for run in setting.runs]
     varied = system_axes(runs)
     if len(runs) == 1:
@@ -169,7 +162,7 @@ def _verdicts(settings: Sequence[Setting], comparison: Comparison) -> list[dict[
 
 
 def _reason(setting: Setting, label: str) -> str:
-    """Why a setting has its label: the words of its first run that has it, and how many have."""
+    """Return the reason of a setting's label: that of its first run with it, and the number of runs with it."""
     runs = [run for run in setting.runs if (run.summary.value("stability.label") or "unknown") == label]
     reason = str(runs[0].summary.value("stability.reason") or "") if runs else ""
     return reason if len(setting.runs) == 1 else f"{len(runs)} of {len(setting.runs)} seeds, such as: {reason}"

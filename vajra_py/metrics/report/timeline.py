@@ -51,7 +51,7 @@ _REQUEST_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class TimelineOptions:
-    """Which part of a run is written."""
+    """Part of a run to write."""
 
     start_at: float = -math.inf
     end_at: float = math.inf
@@ -164,7 +164,7 @@ class _Line:
         self.preempted = (at, mode)
 
     def closing(self, until: int) -> Iterator[Event]:
-        """What is still open ends with the request, or with the run; then the span of the whole request."""
+        """Yield ends of open spans at the request's or run's end, then the span of the whole request."""
         end = self.ended_ns if self.ended_ns is not None else max(until, self._arrived())
         if not self.is_admitted:
             yield from self._queue(end)
@@ -279,7 +279,7 @@ def _step_events(run: RunData, processes: Mapping[_ReplicaKey, int], options: Ti
 
 
 def _marks(run: RunData, processes: Mapping[_ReplicaKey, int], options: TimelineOptions) -> Iterator[Event]:
-    """What the manifest says was changed while the run went on, on the steps of the replicas that it concerns."""
+    """Yield marks for changes during the run, from the manifest, on the replicas concerned."""
     for row in run.manifest.get("changes", ()):
         at_s, replicaset = row["at_s"], row["replicaset"]
         if not options.start_at <= at_s <= options.end_at:

@@ -75,7 +75,7 @@ class ServiceGaps:
 
 @dataclass(frozen=True, slots=True)
 class BackloggedService:
-    """What tenants had been served by each edge of a grid, and the cells in which they were backlogged throughout."""
+    """Cumulative service of tenants at the edges of a grid, and the cells in which each was backlogged throughout."""
 
     edges: Floats
     tenants: Ints
@@ -239,7 +239,7 @@ def _shared_span(begins: Floats, ends: Floats) -> tuple[float, float] | None:
 
 
 def _covered_cells(owner: Ints, begins: Floats, ends: Floats, edges: Floats, num_owners: int) -> Bools:
-    """Which cells each owner's intervals cover from border to border."""
+    """Return the cells that each owner's intervals cover from border to border."""
     slack = 1e-9 * (edges[-1] - edges[0])
     first = np.searchsorted(edges, begins - slack, side="left")
     last = np.searchsorted(edges, ends + slack, side="right") - 1

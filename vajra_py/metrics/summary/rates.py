@@ -33,7 +33,7 @@ _MOSTLY_DRAIN = 0.25
 
 @dataclass(frozen=True, slots=True)
 class RateTime:
-    """What a run's rates are taken over, seconds; None where it is not defined."""
+    """Time spans over which a run's rates are computed, seconds; None where undefined."""
 
     duration_s: float | None
     """Amounts of completed requests over this are the rates; None for fewer than two completed requests."""

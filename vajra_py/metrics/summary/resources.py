@@ -1,4 +1,4 @@
-"""How a run's replicas were used: means over the steps that were formed while requests arrived."""
+"""Utilisation of a run's replicas: means over the steps formed while requests arrived."""
 
 from __future__ import annotations
 

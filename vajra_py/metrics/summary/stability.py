@@ -119,7 +119,7 @@ def assess(lifetimes: Lifetimes, window: Window) -> Stability:
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
-    """How a stock grew from the second quarter to the last."""
+    """Growth of a stock from the second quarter to the last."""
 
     unit: str
     where: str
@@ -131,7 +131,7 @@ class _Growth:
 
     @property
     def is_visible(self) -> bool:
-        """Whether it rose by more than chance, and not just because more is served at a time."""
+        """True if it rose by more than chance, and not only because more requests are served at a time."""
         if not self.quarters or self.rise <= self.noise:
             return False
         return self.where == "waiting" or self.departures[3] <= FLAT_DEPARTURES * self.departures[1]
@@ -170,7 +170,7 @@ def _verdict(stocks: Sequence[_Growth], shed: float, shares: tuple[float, float]
 
 
 def _burst(waiting: _Growth, in_system: _Growth, arrived_at: Floats, edges: Floats) -> str | None:
-    """What is to be said about the worst quarter; None when its queue is not a backlog."""
+    """Return a sentence on the worst quarter; None if its queue is not a backlog."""
     if not edges.size:
         return None
     worst = max(range(4), key=lambda i: waiting.quarters[i])

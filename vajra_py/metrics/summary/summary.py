@@ -51,7 +51,7 @@ else:
 
 SUMMARY_VERSION = 1
 NO_NAME = "(none)"
-"""How requests without a tenant or SLO class are called, next to others that have one."""
+"""Name of requests without a tenant or SLO class, beside others that have one."""
 OTHERS = "(others)"
 """The groups beyond `MAX_GROUPS`, taken together."""
 MAX_GROUPS = 100
@@ -77,7 +77,7 @@ class Summary:
     data: Mapping[str, Any]
 
     def value(self, path: str) -> Any:
-        """What stands at a dotted path, such as `overall.ttft_s.p99`; None where nothing does."""
+        """Return the value at a dotted path, such as `overall.ttft_s.p99`; None if there is none."""
         here: Any = self.data
         for key in path.split("."):
             if not isinstance(here, Mapping) or key not in here:

@@ -1,4 +1,4 @@
-"""What limits the numbers of one run, in sentences for its summary."""
+"""Warnings about the numbers of one run, as sentences for its summary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIN_COMPLETED = 100
 
 
 def warnings_of(data: Mapping[str, Any]) -> list[str]:
-    """What a reader of a summary must know, a sentence each."""
+    """Return warnings about a summary, a sentence each."""
     counts = data["overall"]["counts"]
     arrived = counts["arrived"]
     found = []
@@ -43,7 +43,7 @@ def warnings_of(data: Mapping[str, Any]) -> list[str]:
 
 
 _CUT_OFF = (UNFINISHED, "expired", "failed")
-"""How requests end that would have had latencies, longer ones than those that others had."""
+"""End reasons of requests whose latencies, longer than others', are missing."""
 _LATENCIES = {"ttft_s": "TTFT", "queue_s": "Queueing", "e2e_s": "E2E"}
 
 
@@ -67,7 +67,7 @@ _BOUNDED = ("mean", "p50", "p90", "p99")
 
 
 def _without_rates(data: Mapping[str, Any]) -> list[str]:
-    """What there is to know of the time that rates are taken over: that there is none, or that it is not that of the arrivals."""
+    """Return warnings about the span of rates: that there is none, or that it differs from that of the arrivals."""
     rates, counts = data["rates"], data["overall"]["counts"]
     if rates["duration_s"] is None:
         return [
@@ -86,7 +86,7 @@ _FAR_RATE = 0.2
 
 
 def rate_warnings(data: Mapping[str, Any], asked: float | None) -> list[str]:
-    """Whether a summary's requests came at another rate than the one asked for, requests per second (None: none was)."""
+    """Return a warning if requests arrived at another rate than asked for, requests per second (None: none was asked for)."""
     overall = data["overall"]
     offered, arrived = overall["offered_requests_per_s"], overall["counts"]["arrived"]
     if not asked or not offered or abs(offered / asked - 1) <= max(_FAR_RATE, 4 / math.sqrt(arrived)):
@@ -98,7 +98,7 @@ def rate_warnings(data: Mapping[str, Any], asked: float | None) -> list[str]:
 
 
 def policy_notes(diary: PolicyDiary) -> list[str]:
-    """What the policies of a run asked for in vain, and what was lost of their own figures."""
+    """Return notes on services that policies requested in vain, and on emitted figures that were lost."""
     found = [
         f"Policy {name!r} asked for output lengths, and the predictor 'none' knows none: it decided without them. Set "
         "`output_length` of the backend (oracle, noisy_oracle, histogram, constant) to give it some."

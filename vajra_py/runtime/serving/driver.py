@@ -161,7 +161,7 @@ class Driver(Generic[R]):
         elif phase is Phase.EXPIRY:
             self._expire(payload)
         elif phase is Phase.ABORT:
-            self._abort(payload)
+            self.abort(payload)
         else:
             self._backend.on_policy_change(payload)
 
@@ -217,7 +217,8 @@ class Driver(Generic[R]):
             self._tell(Expiry(self.now, request.request_id))
             self._abort_request(request, EndReason.EXPIRED, EXPIRED)
 
-    def _abort(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> None:
+        """Take a request back now; one that holds blocks while a step is in flight ends when that comes back."""
         request = self.controller.find(request_id)
         if request is not None:
             self._tell(Abort(self.now, request_id))

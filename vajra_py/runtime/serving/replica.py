@@ -343,13 +343,14 @@ class Replica:
             done += self._apply_chunks(plan, result, now)
         if result.stopped or result.failed:
             done += [one for one in dict.fromkeys((*result.stopped, *result.failed)) if one not in done]
+        # Who was aborted while the step was computed left before those that end with it, and gives blocks back before them.
+        aborted = self._abort_pending(set(done), to_seconds(now)) if self._to_abort else []
         finished = self._finish_all(plan, done, result, to_seconds(now)) if done else []
         if listeners:
             step = _as_told(plan, entries, to_seconds(now))
             for tell in listeners:
                 tell(step)
-        if self._to_abort:
-            finished.extend(self._abort_pending(to_seconds(now)))
+        finished += aborted
         if finished and self.parts.options.holds_ended_slots:
             self.builder.slots_held = len(finished)
         if self._end_watchers:
@@ -441,10 +442,10 @@ class Replica:
         self.lifecycle.finish(request, reason, now, detail, keeps_blocks=held)
         self.parts.executor.release(request)
 
-    def _abort_pending(self, now: float) -> list[tuple[Request, EndReason]]:
+    def _abort_pending(self, done: set[Request], now: float) -> list[tuple[Request, EndReason]]:
         ended: list[tuple[Request, EndReason]] = []
         for request, (reason, detail) in list(self._to_abort.items()):
-            if request.in_flight:
+            if request.in_flight or request in done:
                 continue
             del self._to_abort[request]
             if request.state is _RUNNING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from vajra_py.contract import BatchFeatures
-from vajra_py.contract.latency import CONTEXT_GRAIN_TOKENS, LatencyModel
+from vajra_py.contract.latency import LatencyModel
 from vajra_py.latency.models.unknown import NoPredictions
 from vajra_py.runtime.kv import KvMemory
 from vajra_py.runtime.requests.request import Request
@@ -16,13 +16,12 @@ def features_of(
     chunks: Collection[PlannedChunk], num_decodes: int, decode_context_tokens: int, swap_bytes: int
 ) -> BatchFeatures:
     """A batch of these chunks and so many decodes, all in one group."""
-    tokens = tokens_squared = context_tokens = rounded_tokens = pairs = 0
+    tokens = tokens_squared = context_tokens = pairs = 0
     for _, num_tokens, context, _ in chunks:
         squared = num_tokens * num_tokens
         tokens += num_tokens
         tokens_squared += squared
         context_tokens += context
-        rounded_tokens += -(-context // CONTEXT_GRAIN_TOKENS) * CONTEXT_GRAIN_TOKENS
         pairs += num_tokens * context + (squared + num_tokens) // 2
     return BatchFeatures(
         num_decodes,
@@ -31,7 +30,6 @@ def features_of(
         tokens,
         tokens_squared,
         context_tokens,
-        rounded_tokens,
         pairs,
         0,
         swap_bytes,

@@ -30,10 +30,13 @@ _HEAD_PIECE, _BODY_PIECE = 2**12, 2**14
 """Bytes that are parsed between two looks at the limits."""
 _MOST_QUEUED = 8
 """Requests behind one that is being answered, above which nothing more of a connection is parsed."""
+_MOST_AHEAD = 2**17
+"""Bytes kept of what a client has sent ahead of an answer; above that the connection is not read, so nobody sees its end."""
 _CHUNK_BYTES = 24
 """Bytes that frame a chunk, without extensions: the digits of its length, and two ends of lines."""
 _LINGER_S = 5.0
-"""Time that a client may go on sending a body that nobody wants, so that it can read the answer before the connection is closed."""
+"""Time that a client may go on sending a body that nobody wants, so that it can read the answer before the connection is closed, and
+that it may wait for an answer behind more than is read of it."""
 _GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
 
@@ -153,7 +156,8 @@ class Connection(HttpToolsProtocol):
     Invariants:
         - Whoever leaves ends every request of the connection, the one that is being answered and those queued behind it, whether the
           connection is being read or not.
-        - What is kept of what a client has sent ahead is bounded: one read's bytes, and a few requests.
+        - What is kept of what a client has sent ahead is bounded: `_MOST_AHEAD` and one read's bytes. Who has sent more, and whose answer
+          takes its time, is taken to have left: the end of a connection does not come through while more is under way than is read.
     """
 
     def __init__(self, all_connections: Connections, host: str, refusal: str | None, *args: Any) -> None:
@@ -173,6 +177,7 @@ class Connection(HttpToolsProtocol):
         self._unparsed = bytearray()
         self._running: RequestResponseCycle | None = None
         """The request that is being answered, or was last."""
+        self._running_since = 0.0
         self._is_refused = False
         self.was_made = False
         """True when it has been connected, and so will be lost."""
@@ -220,8 +225,15 @@ class Connection(HttpToolsProtocol):
                 self._num_head_bytes += len(piece)
             super().data_received(piece)
             self._check_sizes()
-        if left:
+        if self.pipeline:
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Read on behind a request that is being answered, whose client would otherwise leave unseen, or stop where it is too much."""
+        if len(self._unparsed) + sum(len(queued.body) for queued, _ in self.pipeline) > _MOST_AHEAD:
             self.flow.pause_reading()
+        else:
+            self.flow.resume_reading()
 
     def _check_sizes(self) -> None:
         most = self._limits.max_header_bytes
@@ -282,7 +294,7 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running = cycle
+        self._running, self._running_since = cycle, self.loop.time()
         cycle.send = partial(self._send, cycle)  # type: ignore[method-assign]
         super()._start_asgi_task(cycle, app)
 
@@ -317,14 +329,14 @@ class Connection(HttpToolsProtocol):
             self._all.num_late += 1
             _log.info("%s has taken nothing for %g s; its connection is closed", self.client, limits.send_timeout_s)
             self.transport.abort()
-        elif self.flow.read_paused and self._is_answering and self._has_left():
+        elif self.flow.read_paused and self._is_answering and self._has_left(now):
             self.transport.abort()
         elif self.transport.is_closing() or self._phase is Phase.NOTHING:
             return
         elif self._phase is Phase.END:
             if now - self._since > min(_LINGER_S, limits.body_timeout_s):
                 self.transport.abort()
-        elif self.flow.read_paused:
+        elif self.flow.read_paused or self._unparsed:
             self._since = now  # the server does not read: no fault of the client
         elif now - self._since > (
             allowed := limits.header_timeout_s if self._phase is Phase.HEAD else limits.body_timeout_s
@@ -335,8 +347,10 @@ class Connection(HttpToolsProtocol):
             else:
                 self._refuse(408, f"{self._phase.value} did not come within {allowed:g} s")
 
-    def _has_left(self) -> bool:
-        """Return whether the client has closed its end, behind whatever it sent before: seen without reading that."""
+    def _has_left(self, now: float) -> bool:
+        """Return whether the client has closed its end: seen without reading what it sent before, or taken from how much that is."""
+        if self.pipeline and now - self._running_since > _LINGER_S:
+            return True
         poll = select.poll()
         try:
             poll.register(self.transport.get_extra_info("socket").fileno(), _GONE)

@@ -51,6 +51,9 @@ _OWN_HISTOGRAMS = (
     ("step_forming_seconds", "Forming a step: policies and bookkeeping, seconds.", "forming"),
 )
 
+_ALL_CLASSES = "all"
+"""Label of the sums over classes of service, for those who may not know their names."""
+
 
 class Source(Protocol):
     """Source of the numbers."""
@@ -90,13 +93,13 @@ class Exposition(Collector):
     def __init__(self, source: Source, names: MetricNames) -> None:
         self._source = source
         self._prefixes = ("vajra:", "vllm:") if names == "both" else (f"{names}:",)
-        self._names_tenants = True
+        self._names_clients = True
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def text(self, *, names_tenants: bool = True) -> bytes:
-        """The numbers of now, in Prometheus' text format; those that name tenants only on demand."""
-        self._names_tenants = names_tenants
+    def text(self, *, names_clients: bool = True) -> bytes:
+        """The numbers of now, in Prometheus' text format; names that clients chose, of tenants and classes, only on demand."""
+        self._names_clients = names_clients
         return generate_latest(self._registry)
 
     def describe(self) -> Iterable[Metric]:
@@ -194,18 +197,25 @@ class Exposition(Collector):
             "vajra:step_measured_seconds", "Measured times of the steps that were predicted.", labels=labels
         )
         for name, one in stats.sets.items():
+            counts: Counter[tuple[str, str]] = Counter()
             for (slo, slo_class), count in dict(one.violations).items():
+                counts[slo, slo_class if self._names_clients else _ALL_CLASSES] += count
+            for (slo, slo_class), count in counts.items():
                 violations.add_metric((*self._at(name), slo, slo_class), count)
             predicted.add_metric(self._at(name), one.predicted_s)
             measured.add_metric(self._at(name), one.measured_s)
         yield from (violations, predicted, measured)
         yield from self._troubles(stats)
-        if self._names_tenants:
+        if self._names_clients:
             service = CounterMetricFamily("vajra:tenant_service_tokens", "Tokens served.", labels=("tenant",))
             for tenant, count in dict(stats.service_tokens).items():
                 service.add_metric((tenant,), count)
             yield service
-        yield GaugeMetricFamily("vajra:tenant_jain_index", "Jain's index of the tenants' tokens.", stats.jain_index())
+        yield GaugeMetricFamily(
+            "vajra:tenant_total_service_jain_index",
+            "Jain's index of the tokens that tenants were served since the start, whatever each asked for.",
+            stats.total_service_jain_index(),
+        )
 
     def _troubles(self, stats: ServerStats) -> Iterator[Metric]:
         """Replicas that came and went, and policies likewise."""

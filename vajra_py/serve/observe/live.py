@@ -22,7 +22,6 @@ def live(controller: Controller, stats: ServerStats, catalogue: Catalogue) -> di
         ],
         "classes": stats.percentiles(),
         "tenants": dict(stats.service_tokens),
-        "jain_index": stats.jain_index(),
         "events": list(stats.events),
     }
 

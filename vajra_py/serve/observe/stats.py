@@ -248,8 +248,11 @@ class ServerStats(Observer):
         for name, one in self.sets.items():
             one.num_output_tokens = max(one.num_output_tokens, int(one.output.total) + running[name])
 
-    def jain_index(self) -> float:
-        """Jain's fairness of the tokens that tenants were served: 1 when all got the same, 1/n when one got everything."""
+    def total_service_jain_index(self) -> float:
+        """Jain's index of all tokens that tenants were served since the start: 1 when all got the same, 1/n when one got everything.
+
+        It compares what tenants asked for as much as what they got; `vajra_py.metrics.summary.fairness` has service while backlogged.
+        """
         shares = [float(count) for count in dict(self.service_tokens).values()]
         squares = sum(share * share for share in shares)
         return 1.0 if squares == 0 else sum(shares) ** 2 / (len(shares) * squares)

@@ -30,7 +30,7 @@ MASKED = "vajra_paged_windows"
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """What one attention layer asks for: heads and widths, and factor, window and cap of its scores."""
+    """Heads, widths, and scale, window and soft cap of one attention layer."""
 
     layer_index: int
     num_query_heads: int
@@ -50,7 +50,7 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class MaskSpec:
-    """What stands for a mask where transformers makes one: nothing but the window."""
+    """Stands in for the mask that transformers makes: holds the window alone."""
 
     window: int | None
     shape: tuple[int, ...] = (1, 1, 1, 1)

@@ -23,7 +23,7 @@ class Forward(Protocol):
 
     name: str
     has_head: bool
-    """Whether it gives logits; False: it is a pipeline stage that others follow, and gives [0, vocab]."""
+    """True if it computes logits; a pipeline stage with successors returns [0, vocab] instead."""
 
     def __call__(
         self,
@@ -69,7 +69,7 @@ class TransformersForward:
 
 @torch.inference_mode()
 def probe_layers(model: torch.nn.Module, where: str) -> list[LayerFacts]:
-    """What each attention layer asks for, from one tiny forward pass with attention left out.
+    """Return the facts of each attention layer, found by a tiny forward pass without attention.
 
     Raises:
         ConfigError: attention does not go through the interface, or asks for something that paged attention has not.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from vajra_kernels import AttentionMetadata, fuses_layers
+from vajra_kernels import AttentionMetadata, uses_triton
 from vajra_py.engine.compute.model.attention import LayerFacts
 from vajra_py.engine.compute.model.forward import Caches
 from vajra_py.engine.compute.model.fused_parts import (
@@ -126,7 +126,7 @@ class FusedForward:
         self._embed_scale = None if scale is None else scale.to(device, self._embedding.dtype)
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         dtype = self._embedding.dtype
-        self._is_fused = fuses_layers(device, dtype)
+        self._is_fused = uses_triton(device)
         builder = _Builder(RopeTables(body.rotary_emb.to(device), dtype), shard, device, dtype, self._is_fused)
         self._layers: list[FusedLayer] = []
         for index, layer in enumerate(body.layers):
@@ -192,7 +192,7 @@ class _Builder:
 
     @property
     def folds(self) -> bool:
-        """Whether norms' weights go into products, and rotary embedding is a complex product."""
+        """True if norm weights are folded into products and rotary embedding is a complex product."""
         return self.dtype == torch.float32 and not self.is_fused
 
     def layer(self, layer: Any, facts: LayerFacts) -> FusedLayer:

@@ -45,7 +45,7 @@ class Product:
 
     @property
     def adds_in_place(self) -> bool:
-        """Whether `add_to` needs no memory for the product alone."""
+        """True if `add_to` needs no memory for the product itself."""
         return not self._is_packed
 
     def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ _PACKED_FOR_ROWS = 32
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether oneDNN computes from a packed copy of this weight on this machine."""
+    """Return whether oneDNN can compute from a packed copy of this weight on this machine."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if weight.dtype == torch.bfloat16:
@@ -209,7 +209,7 @@ class RopeTables:
         return self._ropes[kind]
 
     def rotary_dim(self, kind: str | None) -> int:
-        """How many of a head's dimensions are rotated."""
+        """Return the number of rotated dimensions of a head."""
         return 2 * self.get(kind, 1, False)[0].shape[-1]
 
     def get(

@@ -22,7 +22,7 @@ _EXPECTED = "A model is a directory with config.json and *.safetensors; `vajra m
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What a model directory holds.
+    """Files of a model directory.
 
     Attributes:
         directory: the directory.

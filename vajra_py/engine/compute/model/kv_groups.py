@@ -107,7 +107,7 @@ Metadata = AttentionMetadata | SplitMetadata
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How one layer's scores are made: their factor, window and cap."""
+    """Scale, window and soft cap of a layer's attention scores."""
 
     scale: float
     window: int | None

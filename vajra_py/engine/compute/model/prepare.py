@@ -115,7 +115,7 @@ def _check_windows(loaded: LoadedModel, layers: list[LayerFacts], group_tokens: 
 
 
 def _check_modules(loaded: LoadedModel, layers: list[LayerFacts], where: str) -> list[LayerFacts]:
-    """What layers ask for, once transformers' modules with paged attention have passed the check."""
+    """Return the layers' facts after transformers' modules with paged attention passed the self-check."""
     model: Any = loaded.model
     check = SelfCheck(loaded, layers)
     difference = check.difference(TransformersForward(model), check.layers, loaded.device)
@@ -134,7 +134,7 @@ def _check_modules(loaded: LoadedModel, layers: list[LayerFacts], where: str) ->
 
 
 def _masked(model: Any, where: str) -> list[LayerFacts]:
-    """What layers ask for with the attention that reads masks: some models tell their window through the mask alone."""
+    """Return the layers' facts with the attention that reads masks: some models state their window in the mask alone."""
     model.set_attn_implementation(MASKED)
     return probe_layers(model, where)
 

@@ -34,21 +34,21 @@ class Ranks:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this rank computes the whole replica."""
+        """True if this rank computes the whole replica."""
         return self.shard.size == 1 and self.stage.count == 1 and self.groups is None
 
     @property
     def divides_layers(self) -> bool:
-        """Whether this rank has a part of the model only."""
+        """True if this rank holds a part of the model only."""
         return self.shard.size > 1 or self.stage.count > 1
 
     def own_layers(self, layers: Sequence[LayerFacts]) -> list[LayerFacts]:
-        """What this rank's part of its layers asks for, numbered from 0."""
+        """Return the facts of this rank's part of its layers, numbered from 0."""
         own = [layers[index] for index in self.stage.layers(len(layers))]
         return [replace(self.shard.layer(one), layer_index=index) for index, one in enumerate(own)]
 
     def part(self, step: StepInput) -> StepInput:
-        """What this rank computes of a step; its chunks sample only here if their tokens are sampled here."""
+        """Return this rank's part of a step; its chunks sample only if their tokens are sampled on this rank."""
         groups = self.groups
         if groups is None and self.stage.is_last:
             return step
@@ -135,7 +135,7 @@ def leave_ranks() -> None:
 
 
 def swap_file(options: RunnerOptions) -> str:
-    """Where the ranks of all KV-parallel groups that have the same layers keep the KV blocks that are swapped out.
+    """Return the file in which ranks of the same layers, over all KV-parallel groups, keep swapped-out KV blocks.
 
     Raises:
         ExecutorError: the ranks meet on a network, so that they may have no files in common.

@@ -34,14 +34,14 @@ _LOCAL_NAMES = ("sliding_window", "attention_chunk_size")
 
 
 class SelfCheck:
-    """What transformers' own forward pass gives for a model, to compare with."""
+    """Output of transformers' own forward pass, the reference of the self-check."""
 
     def __init__(self, loaded: LoadedModel, layers: list[LayerFacts]) -> None:
         """`layers` is what they ask for as the model is."""
         self._loaded = loaded
         with _narrowed(loaded) as has_windows:
             self.layers = probe_layers(loaded.model, f"model {loaded.where}") if has_windows else layers
-            """What layers ask for while windows are narrow."""
+            """Layer facts with narrow windows."""
             try:
                 self._expected = _reference(loaded)
             except Exception as error:  # whatever a foreign model raises
@@ -49,7 +49,7 @@ class SelfCheck:
                 raise unsupported(f"model {loaded.where}", loaded.model, reason) from error
 
     def difference(self, forward: Forward, layers: list[LayerFacts], device: torch.device) -> str | None:
-        """What is different under `forward`, in words, or None. `layers` are the rank's, with narrow windows."""
+        """Return a description of how `forward` differs from the reference, or None. `layers` are the rank's, with narrow windows."""
         with _narrowed(self._loaded):
             try:
                 actual = _paged(self._loaded, forward, layers, device)

@@ -31,7 +31,7 @@ class Shard:
         self._group = group
 
     def layer(self, facts: LayerFacts) -> LayerFacts:
-        """What a layer asks for on one rank."""
+        """Return a layer's facts on one rank."""
         return replace(
             facts,
             num_query_heads=facts.num_query_heads // self.size,
@@ -39,7 +39,7 @@ class Shard:
         )
 
     def problem(self, layers: list[LayerFacts], inner: int) -> str | None:
-        """Why a model of these layers and this inner width cannot be divided, or None."""
+        """Return the reason that a model of these layers and this inner width cannot be divided, or None."""
         for what, count in (("KV heads", min(one.num_kv_heads for one in layers)), ("inner width", inner)):
             if count % self.size:
                 return f"{what} ({count}) cannot be divided among {self.size} ranks"

@@ -32,12 +32,12 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether it embeds tokens."""
+        """True if it embeds tokens."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it gives logits."""
+        """True if it computes logits."""
         return self.index == self.count - 1
 
     def layers(self, num_layers: int) -> range:

@@ -20,7 +20,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class Histories:
-    """What the requests that ask for penalties have in their prompts and outputs.
+    """Token counts of prompts and outputs of requests with penalties.
 
     Attributes:
         seen: int32 [H, vocab], for each history twice how often a token was put out, and 1 more where the prompt has it.

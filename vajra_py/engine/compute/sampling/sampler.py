@@ -39,7 +39,7 @@ NO_TOKEN = -1
 
 @dataclass(slots=True)
 class RowState:
-    """What the sampler keeps of one slot, besides numbers."""
+    """Per-slot state of the sampler that is not numeric."""
 
     sampling: SamplingParams
     ending_tokens: Ints
@@ -152,7 +152,7 @@ class Sampler:
         return possible
 
     def _sorted_sample(self, logits: torch.Tensor, parameters: Doubles) -> torch.Tensor:
-        """What `sample_tokens` does, in torch alone: tokens int64 [R] of float32 logits [R, vocab]."""
+        """Sample in plain torch, as `sample_tokens` does: tokens int64 [R] of float32 logits [R, vocab]."""
         adjusted = apply_penalties(logits, parameters, self._histories)
         tokens = likeliest_tokens(adjusted)
         drawn = np.flatnonzero(parameters[:, Column.TEMPERATURE] > 0.0)

@@ -46,7 +46,7 @@ class Capture(Protocol):
     """Captures what a function does to the device."""
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """What does the same again, whatever the tensors hold by then. Runs the function at least once."""
+        """Return a function that repeats the captured work on the tensors' current content. Runs the function at least once."""
 
 
 class CudaCapture:
@@ -134,15 +134,15 @@ class DecodeGraphs:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What was captured."""
+        """Captured batch sizes."""
         return tuple(sorted(self._graphs))
 
     def metadata(self, size: int) -> AttentionMetadata:
-        """What the attention of this size's graph was captured with."""
+        """Return the attention metadata that this size's graph was captured with."""
         return self._graphs[size].metadata
 
     def takes(self, batch: HostBatch) -> bool:
-        """Whether this is a batch of decodes alone that is not too large."""
+        """Return whether this batch has decodes alone and fits a captured size."""
         return batch.num_decodes == len(batch.slots) <= self._shape[0]
 
     def run(self, batch: HostBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 Scores = dict[int, list[PendingLogprobs]]
 """Log-probabilities of prompts' tokens, by slot."""
 _ROW_ERRORS = (RuntimeError, IndexError, ValueError, OverflowError, TypeError, MemoryError)
-"""What a step raises that computing its rows apart may find the row for."""
+"""Errors of a step after which its rows are computed one by one to find the faulty one."""
 
 
 class TorchRunner:
@@ -90,7 +90,7 @@ class TorchRunner:
 
     @property
     def facts(self) -> ModelFacts:
-        """What was loaded."""
+        """Facts of the loaded model."""
         return self._model.facts
 
     @property

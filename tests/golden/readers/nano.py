@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from tests.golden.readers.driver import Arrival, Driver, Setup
+from tests.golden.readers.trace import Difference, Result, first_difference
 from vajra_py.runtime.requests.request import Request
-from vajra_py.testing.golden.driver import Arrival, Driver, Setup
-from vajra_py.testing.golden.trace import Difference, Result, first_difference
 
 FORMAT = "sched-golden/1"
 PRESETS = {"nano_old": "nano-vllm-old", "nano_new": "nano-vllm", "mini_doc": "minivllm", "mini": "minivllm"}

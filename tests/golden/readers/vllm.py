@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from tests.golden.readers.driver import Arrival, Driver, Setup
+from tests.golden.readers.trace import Difference, Result, first_difference
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.requests.request import Request
-from vajra_py.testing.golden.driver import Arrival, Driver, Setup
-from vajra_py.testing.golden.trace import Difference, Result, first_difference
 
 SCHEMA = "vllm-sched-golden-1"
 NUM_WAITING_LISTED = 8

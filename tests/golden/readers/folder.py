@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from vajra_py.testing.golden import nano, vidur, vllm
-from vajra_py.testing.golden.trace import Difference, Result, read_json
+from tests.golden.readers import nano, vidur, vllm
+from tests.golden.readers.trace import Difference, Result, read_json
 
 SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl")
 

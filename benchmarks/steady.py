@@ -12,19 +12,49 @@ Invariants:
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
+from statistics import median
 from typing import TypeVar
 
 from vajra_py.engine.clock import TICKS_PER_NANOSECOND, WallClock
 from vajra_py.engine.compute import DoneStep, ModelFacts, ModelRunner, PendingStep, StepInput, StepOutput
-from vajra_py.experiment.profiling.bench import Pace
+from vajra_py.experiment.profiling.bench import NEIGHBOURS
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
 T = TypeVar("T")
 _LONG_AGO = TICKS_PER_SECOND // 20
 """After an idle time of so many ticks, a machine that others use too may have another pace."""
+
+
+class Pace:
+    """Slowness of the machine by the median of the last few times of the reference, since a single one may have been disturbed."""
+
+    def __init__(self, typical_s: float) -> None:
+        self._typical_s = typical_s
+        self._last = 1.0
+        self._recent: deque[float] = deque(maxlen=2 * NEIGHBOURS + 1)
+
+    @property
+    def is_known(self) -> bool:
+        """True with enough times for a median."""
+        return len(self._recent) > NEIGHBOURS
+
+    def note(self, reference_s: float) -> None:
+        """Add the newest time."""
+        self._recent.append(reference_s)
+
+    def forget(self) -> None:
+        """Drop all times as too old; until the next, the slowness stays."""
+        self._last = self.slowness
+        self._recent.clear()
+
+    @property
+    def slowness(self) -> float:
+        """Time of the reference now as a multiple of the typical one."""
+        return median(self._recent) / self._typical_s if self._recent else self._last
 
 
 class NormalizedClock(WallClock):

@@ -81,10 +81,7 @@ def half_units(columns: Mapping[str, Floats], digits: int) -> Mapping[str, Float
 
 
 def left_over(steps: StepTimes, events: Sequence[Event], may_move_s: Floats) -> float:
-    """Largest relative difference that remains when step times move, within `may_move_s` by tokens, to fit best.
-
-    Needs scipy, which comes with the development tools.
-    """
+    """Largest relative difference that remains when step times move, within `may_move_s` by tokens, to fit best."""
     from scipy.optimize import lsq_linear
 
     counts = _step_counts(steps, events, len(may_move_s))

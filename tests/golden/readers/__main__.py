@@ -1,17 +1,17 @@
-"""`python -m vajra_py.testing.golden DIR`: compare every recorded run below a folder; exit code 1 if any differs."""
+"""`python -m tests.golden.readers DIR`: compare every recorded run below a folder; exit code 1 if any differs."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from vajra_py.testing.golden.folder import report
+from tests.golden.readers.folder import report
 
 
 def main() -> int:
     """Run the comparison that the command line asks for."""
     if len(sys.argv) != 2:
-        sys.stderr.write("usage: python -m vajra_py.testing.golden DIR\n")
+        sys.stderr.write("usage: python -m tests.golden.readers DIR\n")
         return 2
     folder = Path(sys.argv[1])
     if not folder.is_dir():

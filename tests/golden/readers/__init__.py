@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vajra_py.testing.golden.folder import compare_folder
-from vajra_py.testing.golden.trace import Difference, Result
+from tests.golden.readers.folder import compare_folder
+from tests.golden.readers.trace import Difference, Result
 
 __all__ = ["Difference", "Result", "compare_folder"]

@@ -22,21 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vajra_py.config import config_from_mapping
-from vajra_py.contract import RequestView
-from vajra_py.contract.latency import LatencyModel
-from vajra_py.contract.observer import EndReason, Observer
-from vajra_py.errors import VajraError
-from vajra_py.latency import OperatorTableModel, TableOptions
-from vajra_py.latency.models.table import ATTENTION_FILE, CACHE_WRITE, OPERATORS, OPERATORS_FILE
-from vajra_py.latency.models.tabular import Columns, read_columns, read_npz
-from vajra_py.latency.services.output_length import NoLengths
-from vajra_py.plugins import load_registry
-from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
-from vajra_py.runtime.support.seeds import SeedTree
-from vajra_py.sim.executor import PredictedTimer, SimulatedExecutor
-from vajra_py.sim.simulator import SimulationOptions, Simulator
-from vajra_py.testing.golden.rounding import (
+from tests.golden.readers.rounding import (
     EXACT_DIGITS,
     Event,
     Floats,
@@ -45,7 +31,20 @@ from vajra_py.testing.golden.rounding import (
     left_over,
     significant_digits,
 )
-from vajra_py.testing.golden.trace import Difference, Result
+from tests.golden.readers.trace import Difference, Result
+from tests.golden.readers.vidur_tables import ATTENTION_FILE, CACHE_WRITE, OPERATORS, OPERATORS_FILE, VidurTables
+from vajra_py.config import config_from_mapping
+from vajra_py.contract import RequestView
+from vajra_py.contract.observer import EndReason, Observer
+from vajra_py.errors import VajraError
+from vajra_py.latency.models.tabular import Columns, read_columns, read_npz
+from vajra_py.latency.models.unknown import NoPredictions
+from vajra_py.latency.services.output_length import NoLengths
+from vajra_py.plugins import load_registry
+from vajra_py.runtime.serving.build import ModelFacts, Services, build_controller
+from vajra_py.runtime.support.seeds import SeedTree
+from vajra_py.sim.executor import SimulatedExecutor
+from vajra_py.sim.simulator import SimulationOptions, Simulator
 from vajra_py.workload.request import RequestSpec
 
 WORKLOAD = "_workload.csv.gz"
@@ -155,17 +154,16 @@ class Tables:
     """How much the rounding of the file may have moved each entry; 0 where the file is exact."""
     attention: Columns
 
-    def model(self, settings: Settings) -> OperatorTableModel:
-        """The latency model of these tables."""
-        columns = {name: np.zeros(len(self.rounded)) for name in OPERATORS}
-        columns |= {"num_tokens": np.arange(1.0, len(self.rounded) + 1), OPERATORS[0]: self.rounded}
-        columns[CACHE_WRITE] = self.exact
-        options = TableOptions(
+    def step_times(self, settings: Settings) -> VidurTables:
+        """Return the step times of these tables."""
+        return VidurTables(
+            self.rounded,
+            self.exact,
+            self.attention,
             num_layers=settings.num_layers,
             token_grain=settings.token_grain,
             attention_overhead=settings.attention_overhead,
         )
-        return OperatorTableModel(columns, self.attention, options)
 
     def may_move_s(self, settings: Settings, max_tokens: int) -> Floats:
         """How much a step of 0, 1, 2 … tokens may differ in seconds, for the rounding of the tables."""
@@ -227,8 +225,8 @@ class _Times(Observer):
         self.detail[request.request_id] = f"{reason.value} {detail}".strip()
 
 
-def simulate(requests: Sequence[RequestSpec], settings: Settings, latency: LatencyModel, *watching: Observer) -> None:
-    """The `sarathi` preset with these settings and step times."""
+def simulate(requests: Sequence[RequestSpec], settings: Settings, step_times: VidurTables, *watching: Observer) -> None:
+    """Run the `sarathi` preset with these settings and step times."""
     registry = load_registry()
     config = config_from_mapping(
         {
@@ -253,7 +251,7 @@ def simulate(requests: Sequence[RequestSpec], settings: Settings, latency: Laten
     executor = SimulatedExecutor()
     services = Services(
         registry=registry,
-        latency=latency,
+        latency=NoPredictions("the latency model"),
         output_lengths=NoLengths(),
         seeds=SeedTree(0),
         facts=ModelFacts(),
@@ -261,8 +259,7 @@ def simulate(requests: Sequence[RequestSpec], settings: Settings, latency: Laten
     )
     controller = build_controller(config, services)
     controller.watch(watching)
-    timer = PredictedTimer(latency)
-    Simulator(controller, executor, lambda replica: timer, SimulationOptions()).run(requests)
+    Simulator(controller, executor, lambda replica: step_times, SimulationOptions()).run(requests)
 
 
 def _compare(system: str, name: str, folder: Path) -> Result:
@@ -276,7 +273,7 @@ def _compare(system: str, name: str, folder: Path) -> Result:
     tables = read_tables(folder, name, settings)
     times, steps = _Times(), StepTimes()
     try:
-        simulate(requests, settings, tables.model(settings), times, steps)
+        simulate(requests, settings, tables.step_times(settings), times, steps)
     except VajraError as error:
         failed = Difference("none", "the simulation", "runs to its end", str(error), [f"settings: {settings}"])
         return Result(system, name, len(requests), failed, UNIT)

@@ -1,0 +1,40 @@
+"""Garbage of a run is collected in proportion to the run's own objects, and not to what was there before."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+
+import pytest
+
+from vajra_py.runtime.support.gc_control import existing_objects_frozen
+
+
+class Node:
+    """Refers to itself, so that only the collector ends it."""
+
+    num_alive = 0
+
+    def __init__(self) -> None:
+        self.me = self
+        Node.num_alive += 1
+
+    def __del__(self) -> None:
+        Node.num_alive -= 1
+
+
+def test_old_objects_do_not_put_collections_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = [[] for _ in range(1_500_000)]  # type: ignore[var-annotated]
+    gc.collect()
+    if not gc.isenabled() or gc.get_freeze_count():
+        pytest.skip("the collector is not as it is by default")
+    monkeypatch.setattr(Node, "num_alive", 0)
+    most, under_way = 0, deque[Node](maxlen=20_000)  # each outlives the collector's younger generations
+    with existing_objects_frozen():
+        for _ in range(250_000):
+            under_way.append(Node())
+            most = max(most, Node.num_alive)
+    under_way.clear()
+    gc.collect()
+    assert most < 150_000
+    assert len(old) == 1_500_000

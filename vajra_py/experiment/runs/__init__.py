@@ -1,0 +1,1 @@
+"""Run experiments into folders: one run, sweeps, divided runs, recorded sessions, replays."""

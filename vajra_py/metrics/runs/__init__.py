@@ -1,0 +1,1 @@
+"""Finished runs read from their folders: differences of configuration, replications, copies."""
