@@ -25,6 +25,7 @@ from vajra_py.engine.outputs import Submission
 from vajra_py.engine.requests import load_tokenizer
 from vajra_py.engine.services import engine_services
 from vajra_py.engine.tokenizer import Tokenizer
+from vajra_py.engine.worker import set_passive_omp_wait
 from vajra_py.errors import ExecutorError, VajraError
 from vajra_py.plugins import Registry
 from vajra_py.runtime.records.input_log import Input, PolicyChange
@@ -62,6 +63,7 @@ class EngineClient:
 
     def load(self) -> Engine:
         """Load tokenizers and models, and return what becomes `engine` if it is still wanted. Raises `ConfigError` for wrong settings, `ExecutorError` when a worker fails."""
+        set_passive_omp_wait()  # before tokenizers: they load a tensor library
         services = engine_services(self.config, self._registry, {}, **self._replaced)
         settings: ModelBackendConfig = self.config.backend.settings
         folders = {name: settings.of(name).model for name in self.config.effective_replicasets}

@@ -29,7 +29,6 @@ from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.engine.loop import EngineLoop
 from vajra_py.engine.outputs import Submission
 from vajra_py.engine.params import PromptLimits
-from vajra_py.engine.worker import set_passive_omp_wait
 from vajra_py.errors import ConfigError, ExecutorError, Problem, VajraError
 from vajra_py.experiment.runs.recording import RunRecording, SessionEnd
 from vajra_py.plugins import Registry
@@ -366,7 +365,6 @@ class EngineSession:
     def _load(self) -> bool:
         """Load the engine and begin to serve; False when nobody wants it any more."""
         parts = self._parts
-        set_passive_omp_wait()  # before tokenizers: they load a tensor library
         engine = self.client.load()
         with self._load_gate:
             self._is_loaded = not self._is_abandoned
