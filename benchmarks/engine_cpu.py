@@ -31,9 +31,9 @@ from typing import Any
 
 from machine import processor
 
-from vajra_py.engine.worker import calm_threads
+from vajra_py.engine.worker import set_passive_omp_wait
 
-calm_threads()
+set_passive_omp_wait()
 
 import torch  # noqa: E402
 import transformers  # noqa: E402

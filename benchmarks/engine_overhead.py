@@ -122,7 +122,7 @@ def controller_ms(folder: Path, batch: int, reads: str, num_steps: int = 256) ->
             made = list(llm._made(prompts, params, 1))
             if reads == "every step":
                 for one in made:
-                    one.on_progress = lambda submission, request, reason: str(submission.collected.text)
+                    one.on_progress = lambda submission, request, reason: str(submission.output.text)
             start = time.process_time()
             llm._run(made)
             costs.append(time.process_time() - start)

@@ -121,9 +121,9 @@ def answer(name: str, job: Mapping[str, Any]) -> None:
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints
     if name == "engine":
-        from vajra_py.engine.worker import calm_threads
+        from vajra_py.engine.worker import set_passive_omp_wait
 
-        calm_threads()
+        set_passive_omp_wait()
     run = (engine if name == "engine" else vllm)(job)
     for _ in sys.stdin:
         wall, cpu = time.perf_counter(), tree_cpu_s()

@@ -19,7 +19,7 @@ import httpx
 from serving import FLAGS, NUM_STREAMS, Served, asked, over_http
 
 from vajra_py.engine.compute import ModelFacts, RunnerOptions, StepInput, StepOutput
-from vajra_py.engine.worker import calm_threads
+from vajra_py.engine.worker import set_passive_omp_wait
 
 STEP_S = 0.015
 ROUNDS = 6
@@ -60,7 +60,7 @@ class WaitingRunner:
 
 def serve_waiting(model: str) -> None:
     """Run the server's process; it prints its address and then its threads' names on standard error."""
-    calm_threads()
+    set_passive_omp_wait()
     from vajra_py.plugins import load_registry
     from vajra_py.serve.app import Service
     from vajra_py.serve.http.options import ServeOptions

@@ -36,7 +36,9 @@ INTRODUCTION = """\
 
 <!-- Written by docs/generate_configuration.py from the models that check experiment files. Do not edit it here. -->
 
-Everything that an experiment file may say: each key with its type, its limits, its default. `vajra check FILE` tells what is wrong with a
+Everything that an experiment file may say. An experiment is a system (scheduling, replicas, backend) and a workload; a file without `workload`, `sweep`,
+`replications` and `capacity` describes a system alone, which `vajra serve`, `LLM` and vLLM's scheduler take.
+Each key has its type, its limits and its default. `vajra check FILE` tells what is wrong with a
 file, `vajra check FILE --effective` prints it with every default written out, and `vajra schema` prints a JSON schema that editors complete
 and check files by (with the parameters of every plug-in that is installed). The rules that hold throughout:
 

@@ -207,8 +207,7 @@ PUPPET_CONFIG: dict[str, Any] = {
 @pytest.fixture
 def puppet_server(tmp_path: Path) -> Iterator[Callable[..., PuppetServer]]:
     """Start a server over a puppet; `settings` go into the experiment, the rest are `ServeOptions`."""
-    from vajra_py.config import config_from_mapping
-    from vajra_py.engine.llm import NO_WORKLOAD
+    from vajra_py.config import system_from_mapping
     from vajra_py.experiment.runs.recording import RunRecording
     from vajra_py.serve.app import Service
     from vajra_py.serve.http.options import ServeOptions
@@ -224,9 +223,9 @@ def puppet_server(tmp_path: Path) -> Iterator[Callable[..., PuppetServer]]:
         strings = given.pop("strings", None) or Strings()
         load = given.pop("load", None) or (lambda options: Puppet(options, strings))
         engine = {"model": str(folder), "random_weights": True, **given.pop("engine", {})}
-        mapping = {**PUPPET_CONFIG, "workload": dict(NO_WORKLOAD), **(settings or {}), "backend": {"engine": engine}}
+        mapping = {**PUPPET_CONFIG, **(settings or {}), "backend": {"engine": engine}}
         registry = given.pop("registry", None) or load_registry()
-        config = config_from_mapping(mapping, (), registry)
+        config = system_from_mapping(mapping, (), registry)
         tracing = given.pop("tracing", None)
         options = ServeOptions(port=0, **given)
         recording = RunRecording(config, registry, options.save_run) if options.save_run is not None else None

@@ -246,24 +246,25 @@ def _doors(command: click.Command | Any) -> Any:
 @_operations
 @_limits
 def serve(file: Path | None, overrides: tuple[str, ...], on: str, **given: Any) -> None:
-    """Serve the engine of FILE (or of --model DIR) over HTTP, as OpenAI's API does, under its policies."""
+    """Serve the system of FILE (or of --model DIR) over HTTP, as OpenAI's API does, under its policies."""
     from vajra_py.cluster.connect import ray_cluster
+    from vajra_py.config import load_system
     from vajra_py.plugins import load_registry
     from vajra_py.serve.http.options import LOOPBACK
-    from vajra_py.serve.session.configure import FLAG_NAMES, ModelFlags, config_of_file, config_of_flags
+    from vajra_py.serve.session.configure import FLAG_NAMES, ModelFlags, config_of_flags
 
     registry = load_registry()
     flags = {name: given.pop(name) for name in FLAG_NAMES}
     if file is None:
         if flags["model"] is None:
-            raise ConfigError(Problem("serve", "there is nothing to serve", "An experiment FILE, or --model DIR"))
+            raise ConfigError(Problem("serve", "there is nothing to serve", "A system FILE, or --model DIR"))
         config = config_of_flags(ModelFlags(**flags), overrides, registry)
     else:
         said = sorted("--" + name.replace("_", "-") for name, value in flags.items() if value is not None)
         if said:
-            message = f"do not go with an experiment file ({', '.join(said)})"
+            message = f"do not go with a file ({', '.join(said)})"
             raise ConfigError(Problem("serve", message, "Write it into the file, or `--set PATH=VALUE`"))
-        config = config_of_file(file, overrides, registry)
+        config = load_system(file, overrides, registry)
     for flag in _LISTS:
         name = flag[2:].replace("-", "_")
         entries = _listed(given.pop(name))

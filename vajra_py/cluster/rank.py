@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from vajra_py.engine.compute import LoadRunner, ModelFacts, ModelRunner, RunnerOptions
-from vajra_py.engine.worker import calm_threads, placed, said
+from vajra_py.engine.worker import placed, said, set_passive_omp_wait
 from vajra_py.errors import ExecutorError
 
 WATCH = "watch"
@@ -22,7 +22,7 @@ class Rank:
     """Loads a runner and executes calls on it in order; errors are returned as results."""
 
     def __init__(self, options: RunnerOptions, load: LoadRunner) -> None:
-        calm_threads()
+        set_passive_omp_wait()
         self._options = options
         self._load = load
         self._runner: ModelRunner | None = None

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from vajra_py.cluster.connect import RayCluster
 from vajra_py.cluster.rank import WATCH, Rank
-from vajra_py.config import ExperimentConfig
+from vajra_py.config import SystemConfig
 from vajra_py.engine.compute import Foreseen, LoadRunner, ModelFacts, RunnerOptions, StepInput
 from vajra_py.engine.config import MODEL_BACKENDS, ModelBackendConfig, PlacementConfig
 from vajra_py.engine.rank_answers import RankAnswers
@@ -39,7 +39,7 @@ def engine_on(cluster: RayCluster) -> MakeBackend:
     return make
 
 
-def workers_on(cluster: RayCluster, config: ExperimentConfig) -> MakeWorker:
+def workers_on(cluster: RayCluster, config: SystemConfig) -> MakeWorker:
     """Return a factory of workers of the experiment's replicas on the cluster."""
     settings: ModelBackendConfig = config.backend.settings
 

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from vajra_py.config.choices import registered_backends, workload_annotation
+from vajra_py.config.load import EXPERIMENT_KEYS
 from vajra_py.config.schema import ExperimentConfig
 from vajra_py.contract import Layer
 from vajra_py.contract.hookspecs import LatencyModelSpec, ObserverSpec, OutputLengthSpec
@@ -18,7 +19,7 @@ Schema = dict[str, Any]
 
 
 def json_schema(registry: Registry) -> Schema:
-    """Return the JSON schema (draft 2020-12) of an experiment file as written: including short forms, presets and
+    """Return the JSON schema (draft 2020-12) of an experiment or system file as written: including short forms, presets and
     sweeps.
     """
     schema = ExperimentConfig.model_json_schema(mode="validation")
@@ -60,7 +61,8 @@ def json_schema(registry: Registry) -> Schema:
         definitions.pop(name, None)
     for name in ("SchedulingConfig", "ReplicasetConfig"):
         definitions[name].pop("required", None)  # presets and the top of the file supply the rest
-    schema["required"] = ["version", "workload", "backend"]
+    schema["required"] = ["version", "backend"]
+    schema["dependentRequired"] = {key: ["workload"] for key in EXPERIMENT_KEYS if key != "workload"}
     return {"$schema": DIALECT, **schema, "title": "vajra-py experiment"}
 
 

@@ -1,4 +1,4 @@
-"""Load a file or a mapping as a complete experiment, or report everything that is wrong with it.
+"""Load a file or a mapping as a complete experiment or system, or report everything that is wrong with it.
 
 The order: read, expand short forms, apply overrides, then for each point of the sweep: apply the point, expand presets,
 complete replicasets, check the parts that plug-ins define, check the schema. Mistakes of all steps that could be
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -21,11 +21,14 @@ from vajra_py.config.explain import explain
 from vajra_py.config.overrides import apply_overrides
 from vajra_py.config.places import Entries, Finding, Place, in_order, plain, written_at
 from vajra_py.config.presets import expand, long_forms
-from vajra_py.config.schema import MAX_REPLICATIONS, ExperimentConfig
+from vajra_py.config.schema import MAX_REPLICATIONS, ExperimentConfig, SystemConfig
 from vajra_py.config.sweeps import SweepPoint, replicated, sweep_points
 from vajra_py.config.yaml_file import mapping_of, read_yaml
-from vajra_py.errors import ConfigError
+from vajra_py.errors import ConfigError, Problem
 from vajra_py.plugins import Registry, load_registry
+
+EXPERIMENT_KEYS = tuple(key for key in ExperimentConfig.model_fields if key not in SystemConfig.model_fields)
+"""Keys that make an experiment of a system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,13 @@ class Context:
 
     registry: Registry
     base_folder: Path | None = None
+    may_be_system: bool = False
+    """Whether a tree without any key of an experiment is a system; else it lacks its workload."""
+
+    @property
+    def model(self) -> type[SystemConfig]:
+        """Model that the tree is checked against."""
+        return SystemConfig if self.may_be_system else ExperimentConfig
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = (), registry: Registry | None = None) -> ExperimentConfig:
@@ -51,18 +61,38 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), registry: Regis
     Raises `ConfigError` with every mistake of the file, of the overrides and of every point of the sweep; `PluginError`
     when an installed package is broken.
     """
-    root, place = read_yaml(path), Place(str(path), 1)
-    if isinstance(root, Entries) and "name" not in root:
-        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).strip("-._")
-        root = root.replaced("name", stem or "experiment", place)
-    return _load(root, place, overrides, Context(registry or load_registry(), Path(path).parent))
+    context = Context(registry or load_registry(), Path(path).parent)
+    return cast(ExperimentConfig, _load(*_named(path), overrides, context))
+
+
+def load_system(path: str | Path, overrides: Iterable[str] = (), registry: Registry | None = None) -> SystemConfig:
+    """The system of a YAML file; an experiment, where the file has a workload. Raises like `load_config`, and for a sweep or replications."""
+    root, place = _named(path)
+    _check_one_setting(root, place, overrides)
+    return _load(root, place, overrides, Context(registry or load_registry(), Path(path).parent, may_be_system=True))
+
+
+def load_either(path: str | Path, overrides: Iterable[str] = (), registry: Registry | None = None) -> SystemConfig:
+    """The experiment of a YAML file, or the system of one that has no key of an experiment. Raises like `load_config`."""
+    context = Context(registry or load_registry(), Path(path).parent, may_be_system=True)
+    return _load(*_named(path), overrides, context)
+
+
+def system_from_mapping(
+    mapping: Mapping[str, Any], overrides: Iterable[str] = (), registry: Registry | None = None
+) -> SystemConfig:
+    """The system of a mapping that reads like a file; raises like `load_system`, with paths for places."""
+    root = written_at(Place(), mapping)
+    _check_one_setting(root, Place(), overrides)
+    return _load(root, Place(), overrides, Context(registry or load_registry(), may_be_system=True))
 
 
 def config_from_mapping(
     mapping: Mapping[str, Any], overrides: Iterable[str] = (), registry: Registry | None = None
 ) -> ExperimentConfig:
     """Load the experiment of a mapping of the same form as a file; raises like `load_config`, with paths as places."""
-    return _load(written_at(Place(), mapping), Place(), overrides, Context(registry or load_registry()))
+    context = Context(registry or load_registry())
+    return cast(ExperimentConfig, _load(written_at(Place(), mapping), Place(), overrides, context))
 
 
 def expand_sweep(
@@ -82,7 +112,7 @@ def expand_sweep(
     return list(_points(root, Context(registry or load_registry())))
 
 
-def dump_effective(config: ExperimentConfig) -> str:
+def dump_effective(config: SystemConfig) -> str:
     """Return the experiment as YAML with every default written out; loading it again gives an equal experiment.
 
     With a sweep: the experiment as written with overrides applied, because defaults differ between points.
@@ -90,13 +120,13 @@ def dump_effective(config: ExperimentConfig) -> str:
     from ruamel.yaml import YAML
 
     source = config._source
-    if not config.is_single and isinstance(source, Source):
+    if isinstance(config, ExperimentConfig) and not config.is_single and isinstance(source, Source):
         data = plain(source.root)
     else:
         data = config.model_dump(mode="json", by_alias=True)
         for key in ("preset", "scheduling", "sweep", "replicasets", "capacity"):
-            if not data[key]:
-                del data[key]
+            if not data.get(key):
+                data.pop(key, None)
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.width = 120
@@ -106,8 +136,28 @@ def dump_effective(config: ExperimentConfig) -> str:
     return out.getvalue()
 
 
-def _load(root: Any, place: Place, overrides: Iterable[str], context: Context) -> ExperimentConfig:
+def _named(path: str | Path) -> tuple[Any, Place]:
+    """The tree of a file, with the file's name where it gives itself none, and the place of its first line."""
+    root, place = read_yaml(path), Place(str(path), 1)
+    if isinstance(root, Entries) and "name" not in root:
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).strip("-._")
+        root = root.replaced("name", stem or "experiment", place)
+    return root, place
+
+
+def _check_one_setting(root: Any, place: Place, overrides: Iterable[str]) -> None:
+    """Raise `ConfigError` for a sweep or replications: a system has one setting of everything."""
+    root, _ = apply_overrides(long_forms(mapping_of(root, place)), overrides, long_forms)
+    what = "sweep" if root.get("sweep") is not None else "replications" if _replications(root) > 1 else None
+    if what is not None:
+        where = f"{place.source} {what}" if place.source else what
+        raise ConfigError(Problem(where, "one system is asked for, and not several settings", f"Leave the {what} out"))
+
+
+def _load(root: Any, place: Place, overrides: Iterable[str], context: Context) -> SystemConfig:
     root, findings = apply_overrides(long_forms(mapping_of(root, place)), overrides, long_forms)
+    if any(key in root for key in EXPERIMENT_KEYS):
+        context = replace(context, may_be_system=False)
     sweep, count = root.get("sweep"), _replications(root)
     if sweep is None and count == 1:
         config, more = _resolve(root.without("sweep"), context)
@@ -166,21 +216,22 @@ def _points(
         config, more = _resolve(long_forms(tree), context)
         found += more
         if config is not None:
-            done.append((point, config))
+            done.append((point, cast(ExperimentConfig, config)))
     if found:
         raise ConfigError(in_order(found))
     return tuple(done)
 
 
-def _resolve(root: Entries, context: Context) -> tuple[ExperimentConfig | None, list[Finding]]:
+def _resolve(root: Entries, context: Context) -> tuple[SystemConfig | None, list[Finding]]:
     """Return the experiment of a tree without a sweep; None if there are findings."""
+    model = context.model
     root, findings = expand(root, context.registry)
     parts = PluginParts(root, context.registry, context.base_folder)
     parts.check()
     findings += parts.findings
     try:
-        config = ExperimentConfig.model_validate(parts.data)
+        config = model.model_validate(parts.data)
     except ValidationError as error:
-        findings += explain(error, ExperimentConfig, root)
+        findings += explain(error, model, root)
         return None, findings
     return (None if findings else config), findings

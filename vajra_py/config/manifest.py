@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vajra_py import __version__
-from vajra_py.config.schema import ExperimentConfig
+from vajra_py.config.schema import SystemConfig
 from vajra_py.contract import Layer
 from vajra_py.plugins import Registry
 
@@ -21,7 +21,7 @@ LIBRARIES = ("numpy", "pyarrow", "pydantic", "sortedcontainers", "xxhash")
 """Packages whose version can change a simulated result."""
 
 
-def run_manifest(config: ExperimentConfig, registry: Registry) -> dict[str, Any]:
+def run_manifest(config: SystemConfig, registry: Registry) -> dict[str, Any]:
     """Return the facts of a run.
 
     Everything except `environment` is equal for equal settings, code and versions; `environment` (machine and time)
@@ -88,7 +88,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.decode("utf-8", "replace").strip()
 
 
-def _policies(config: ExperimentConfig, registry: Registry) -> dict[str, dict[str, dict[str, str]]]:
+def _policies(config: SystemConfig, registry: Registry) -> dict[str, dict[str, dict[str, str]]]:
     """Return the policy, package and version for each replicaset and layer."""
     return {
         name: {

@@ -224,14 +224,16 @@ class SelectConfig(Section):
 
     def matches(self, request: RequestView) -> bool:
         """Return whether the request meets every condition."""
-        return (
-            self.matches_labels(request)
-            and (self.min_prompt_tokens is None or request.num_prompt_tokens >= self.min_prompt_tokens)
-            and (self.max_prompt_tokens is None or request.num_prompt_tokens <= self.max_prompt_tokens)
+        return self.matches_labels(request) and self.matches_length(request.num_prompt_tokens)
+
+    def matches_length(self, num_prompt_tokens: int) -> bool:
+        """Return whether the request meets every condition except those on its length."""
+        return (self.min_prompt_tokens is None or num_prompt_tokens >= self.min_prompt_tokens) and (
+            self.max_prompt_tokens is None or num_prompt_tokens <= self.max_prompt_tokens
         )
 
     def matches_labels(self, request: RequestView) -> bool:
-        """Return whether the request meets every condition except those on its length."""
+        """Return whether it meets every condition but those on its length."""
         return (
             (self.tenants is None or request.tenant in self.tenants)
             and (self.slo_classes is None or request.slo_class in self.slo_classes)
@@ -345,8 +347,8 @@ class OutputConfig(Section):
 Sweep: TypeAlias = dict[str, Any] | list[dict[str, Any]]
 
 
-class ExperimentConfig(Section):
-    """One complete experiment: the policies, the replicas, the workload, and the backend."""
+class SystemConfig(Section):
+    """One system: the policies, the replicas that they schedule, and the backend. A workload makes it an experiment."""
 
     version: Literal[1] = Field(description="Version of this schema.")
     name: str = Field("experiment", pattern=NAME_PATTERN, description="Name of the experiment and of its folder.")
@@ -371,8 +373,7 @@ class ExperimentConfig(Section):
         default_factory=dict, description="Several replicasets by name; each takes from the top what it leaves out."
     )
     admission: AdmissionConfig = Field(default_factory=AdmissionConfig, description="Bounds of the queues.")
-    workload: WorkloadConfig = Field(description="Requests: when they arrive and how long they are.")
-    backend: BackendConfig = Field(description="What runs the experiment.")
+    backend: BackendConfig = Field(description="What executes it.")
     policy_timeout_s: PositiveSeconds | None = Field(
         60.0,
         description=(
@@ -382,22 +383,7 @@ class ExperimentConfig(Section):
     )
     observers: tuple[TypedChoice, ...] = Field((), description="Installed observers that watch the run.")
     output: OutputConfig = Field(default_factory=OutputConfig, description="What a run writes.")
-    sweep: Sweep | None = Field(
-        None, description="Values to try: a grid `path: [values]`, `zip: {…}`, or a list of points `- {path: value}`."
-    )
-
-    replications: Annotated[int, Field(strict=True, gt=0, le=MAX_REPLICATIONS)] = Field(
-        1,
-        description=(
-            "Runs of each setting, under the seeds `seed`, `seed` + 1, …: the same ones for every point of a sweep, so that settings are "
-            "compared in pairs."
-        ),
-    )
-
     costs: CostsConfig = Field(default_factory=CostsConfig, description="Prices and power of the devices.")
-    capacity: CapacityConfig | None = Field(
-        None, description="Question about capacity that `vajra capacity` answers; a plain run leaves it aside."
-    )
 
     _source: Any = PrivateAttr(None)
     """Tree from which the experiment was built; the points of a sweep are built from it too."""
@@ -419,14 +405,9 @@ class ExperimentConfig(Section):
             raise ValueError("scheduling is missing, and there are no replicasets that have their own")
         return self
 
-    @property
-    def is_single(self) -> bool:
-        """True for one run: neither a sweep nor replications."""
-        return self.sweep is None and self.replications == 1
-
     def __eq__(self, other: object) -> bool:
-        """Compare by content, regardless of where it was written."""
-        return isinstance(other, ExperimentConfig) and self.model_dump() == other.model_dump()
+        """True for one run: neither a sweep nor replications."""
+        return type(other) is type(self) and self.model_dump() == other.model_dump()
 
     @property
     def effective_replicasets(self) -> Mapping[str, ReplicasetConfig]:
@@ -446,3 +427,27 @@ class ExperimentConfig(Section):
     def output_dir(self) -> Path:
         """Folder for the runs."""
         return Path(self.output.dir)
+
+
+class ExperimentConfig(SystemConfig):
+    """One experiment: a system, the workload that it serves, and the settings under which both are tried."""
+
+    workload: WorkloadConfig = Field(description="Requests: when they arrive and how long they are.")
+    sweep: Sweep | None = Field(
+        None, description="Values to try: a grid `path: [values]`, `zip: {…}`, or a list of points `- {path: value}`."
+    )
+    replications: Annotated[int, Field(strict=True, gt=0, le=MAX_REPLICATIONS)] = Field(
+        1,
+        description=(
+            "Runs of each setting, under the seeds `seed`, `seed` + 1, …: the same ones for every point of a sweep, so that settings are "
+            "compared in pairs."
+        ),
+    )
+    capacity: CapacityConfig | None = Field(
+        None, description="Question about capacity that `vajra capacity` answers; a plain run leaves it aside."
+    )
+
+    @property
+    def is_single(self) -> bool:
+        """Return whether it is one run: neither a sweep nor replications."""
+        return self.sweep is None and self.replications == 1

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
-from vajra_py.config import ExperimentConfig, SweepPoint
+from vajra_py.config import ExperimentConfig, SweepPoint, SystemConfig
 from vajra_py.errors import ConfigError, Problem, WorkloadError
 from vajra_py.experiment.runs.backend import Run, make_backend
 from vajra_py.experiment.runs.run import load_workload
@@ -18,7 +18,7 @@ from vajra_py.workload import Workload
 
 
 def problems_of_parts(
-    points: Sequence[tuple[SweepPoint, ExperimentConfig]], registry: Registry, where: str = ""
+    points: Sequence[tuple[SweepPoint, SystemConfig]], registry: Registry, where: str = ""
 ) -> Iterator[Problem]:
     """Read the workload's files and put replicas and policies together once for every point; yield what is wrong, each thing once.
 
@@ -29,12 +29,14 @@ def problems_of_parts(
     found: set[str] = set()
     for point, config in points:
         try:
-            paths = tuple(_paths(config.workload))
-            if paths and paths not in seen:
-                seen.add(paths)
-                load_workload(config)
+            if isinstance(config, ExperimentConfig):
+                paths = tuple(_paths(config.workload))
+                if paths and paths not in seen:
+                    seen.add(paths)
+                    load_workload(config)
             if config.backend.kind == "simulator":
-                make_backend(Run(config, registry, nothing, SeedTree(config.seed)))
+                experiment = cast(ExperimentConfig, config)  # nothing is run, so that nobody asks a system for its workload
+                make_backend(Run(experiment, registry, nothing, SeedTree(config.seed)))
         except WorkloadError as error:
             yield from error.problems
         except ConfigError as error:

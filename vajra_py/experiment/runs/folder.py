@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vajra_py.config import ExperimentConfig, dump_effective, run_manifest
+from vajra_py.config import SystemConfig, dump_effective, run_manifest
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.metrics.runs.differences import natural
 from vajra_py.plugins import Registry
@@ -25,7 +25,7 @@ _FIRST_FILES = {"environment.json", "environment.partial", "config.yaml", "manif
 """Files written before the manifest: a folder with nothing else belongs to a run that was killed at its start."""
 
 
-def config_digest(config: ExperimentConfig) -> str:
+def config_digest(config: SystemConfig) -> str:
     """Return a digest of an experiment's settings, except output locations and `capacity:`."""
     settings = config.model_dump(
         mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications", "description", "capacity"}
@@ -33,7 +33,7 @@ def config_digest(config: ExperimentConfig) -> str:
     return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def files_digest(config: ExperimentConfig) -> dict[str, str]:
+def files_digest(config: SystemConfig) -> dict[str, str]:
     """Return digests of the files that an experiment's settings name (traces, profiles), by path."""
     found: dict[str, str] = {}
     for name in named_paths(config):
@@ -45,7 +45,7 @@ def files_digest(config: ExperimentConfig) -> dict[str, str]:
     return found
 
 
-def named_paths(config: ExperimentConfig) -> list[str]:
+def named_paths(config: SystemConfig) -> list[str]:
     """Return the strings among an experiment's settings that may be paths of files or folders that it reads, sorted."""
     settings = config.model_dump(
         mode="json", by_alias=True, exclude={"output", "sweep", "name", "replications", "description", "capacity"}
@@ -92,19 +92,19 @@ class RunFolder:
         self.path = path
         self._lock: int | None = None
 
-    def is_finished(self, config: ExperimentConfig) -> bool:
+    def is_finished(self, config: SystemConfig) -> bool:
         """Return whether it holds the complete results of exactly these settings and the files they name."""
         manifest = self._manifest()
         is_same = manifest.get("config_digest") == config_digest(config) and not self._changed_files(config)
         return is_same and manifest.get("status") == FINISHED
 
-    def holds_other_results(self, config: ExperimentConfig) -> bool:
+    def holds_other_results(self, config: SystemConfig) -> bool:
         """Return whether the folder holds something other than a run of these settings."""
         if not self.path.exists() or {one.name for one in self.path.iterdir()} <= _FIRST_FILES:
             return False
         return self._manifest().get("config_digest") != config_digest(config)
 
-    def check(self, config: ExperimentConfig, *, overwrite: bool) -> None:
+    def check(self, config: SystemConfig, *, overwrite: bool) -> None:
         """Raise `ConfigError` if the folder holds other results and `overwrite` is false, or files that do not belong
         to a run.
         """
@@ -126,7 +126,7 @@ class RunFolder:
                 )
             )
 
-    def start(self, config: ExperimentConfig, registry: Registry, *, overwrite: bool, is_private: bool = False) -> None:
+    def start(self, config: SystemConfig, registry: Registry, *, overwrite: bool, is_private: bool = False) -> None:
         """Make the folder ready for a run of these settings, for everyone or its owner only.
 
         Raises like `check`, and `ConfigError` while another run is written there.
@@ -175,7 +175,7 @@ class RunFolder:
             pass
         self._lock = lock
 
-    def _changed_files(self, config: ExperimentConfig) -> list[str]:
+    def _changed_files(self, config: SystemConfig) -> list[str]:
         """Files that the settings name whose contents are not what the results were made from."""
         known = self._manifest().get("files")
         if not isinstance(known, dict):

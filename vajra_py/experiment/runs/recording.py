@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from vajra_py.config import ExperimentConfig
+from vajra_py.config import SystemConfig
 from vajra_py.contract.observer import EndReason, Observer
 from vajra_py.errors import ConfigError, Problem, VajraError
 from vajra_py.experiment.runs.engined import ENGINE_FILE, OUTPUTS_FILE
@@ -100,7 +100,7 @@ def check_is_free(folder: Path) -> None:
 class RunRecording:
     """Recording of one session. Created before the model is loaded, so that an occupied folder is reported at once."""
 
-    def __init__(self, config: ExperimentConfig, registry: Registry, folder: Path) -> None:
+    def __init__(self, config: SystemConfig, registry: Registry, folder: Path) -> None:
         check_is_free(folder)
         self._place = RunFolder(folder)
         self._place.start(config, registry, overwrite=False, is_private=True)

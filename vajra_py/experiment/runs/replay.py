@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from vajra_py.config import ExperimentConfig, load_config
+from vajra_py.config import SystemConfig, load_system
 from vajra_py.contract.observer import EndReason
 from vajra_py.engine.config import ModelBackendConfig
 from vajra_py.errors import Problem, RunError, VajraError
@@ -52,6 +52,7 @@ from vajra_py.sim.executor import SimulatedExecutor
 from vajra_py.sim.simulator import Acceptance, SimulationOptions, Simulator
 
 DECISIONS_FILE = "decisions.parquet"
+_Config = TypeVar("_Config", bound=SystemConfig)
 _NANOSECOND = TICKS_PER_SECOND // 10**9
 _NEVER_CAME_BACK = 10**6 * TICKS_PER_SECOND
 """Duration of a step whose end the run did not record."""
@@ -62,7 +63,7 @@ class Recording:
     """Recorded run of an engine."""
 
     path: Path
-    config: ExperimentConfig
+    config: SystemConfig
     inputs: Sequence[Input]
     outputs: Mapping[int, RecordedOutput]
     """By the request's index."""
@@ -106,7 +107,7 @@ def read_recording(path: Path, registry: Registry | None = None) -> Recording:
     """
     if not (path / "config.yaml").exists():
         raise RunError(str(Problem(str(path), "is not a run's folder (config.yaml is missing)")))
-    config = load_config(path / "config.yaml", registry=registry)
+    config = load_system(path / "config.yaml", registry=registry)
     if not isinstance(config.backend.settings, ModelBackendConfig):
         message = f"is a run of the {config.backend.kind}; only what computed with a model can be replayed"
         raise RunError(str(Problem(str(path), message, "Run it again to repeat it")))
@@ -305,7 +306,7 @@ def _controller(recording: Recording, registry: Registry) -> tuple[Controller, _
     return build_controller(sized_config(config, engine), services), executor
 
 
-def sized_config(config: ExperimentConfig, engine: Mapping[str, Any]) -> ExperimentConfig:
+def sized_config(config: _Config, engine: Mapping[str, Any]) -> _Config:
     """Return the settings with the sizes found by the engine written out: KV blocks and length of each replicaset's
     model.
     """

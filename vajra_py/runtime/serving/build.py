@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, cast
 
-from vajra_py.config import ExperimentConfig, PolicyChoice, ReplicaConfig, ReplicasetConfig
+from vajra_py.config import PolicyChoice, ReplicaConfig, ReplicasetConfig, SystemConfig
 from vajra_py.contract import Layer, PolicyContext, ReplicaLimits, ReplicaScheduler, SharedState
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.errors import ConfigError, Problem
@@ -75,7 +75,7 @@ class Services:
         return self if own is None else replace(self, latency=own.latency, facts=own.facts)
 
 
-def build_controller(config: ExperimentConfig, services: Services) -> Controller:
+def build_controller(config: SystemConfig, services: Services) -> Controller:
     """Every replicaset of the experiment, empty and ready.
 
     Raises `ConfigError` where sizes do not fit each other, and what building a policy raises.
