@@ -233,7 +233,7 @@ class Mechanism(Backend[_VllmReplica]):
         is_held = request is not None and request.state is RequestState.RUNNING
         if is_held and self._one.plan is not None and self._turn is None and not self._is_gate_new:
             # A tick of its own, before the step ends: its blocks are free before those of who ends with the step, as in vLLM.
-            self._driver.now = self.open_turn()
+            self._driver.advance_to(self.open_turn())
             self._turn = None
             self._driver.abort(request_id)
         else:

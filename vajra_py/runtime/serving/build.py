@@ -15,13 +15,14 @@ from vajra_py.latency import PrefillTimeTable
 from vajra_py.latency.services.output_length import NoLengths, UnansweredLengths
 from vajra_py.plugins import Registry, build_policy
 from vajra_py.runtime.kv import KvGroups, KvMemory, KvParallelMemory, PagedKvMemory, PrefixCacheOptions
+from vajra_py.runtime.kv.interface import max_request_tokens
 from vajra_py.runtime.queues.shared import SharedAccess
 from vajra_py.runtime.records.emitted import PolicyDiary
 from vajra_py.runtime.requests.request import RequestFacts
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.policy_binding import Policies
 from vajra_py.runtime.serving.prefill_times import PrefillTable, ReplicasetPrefillTime, solo_chunk_rule
-from vajra_py.runtime.serving.replica import Replica, ReplicaParts, max_request_tokens
+from vajra_py.runtime.serving.replica import Replica, ReplicaParts
 from vajra_py.runtime.serving.replicaset import AdmissionLimits, Replicaset
 from vajra_py.runtime.step.builder_options import BuilderOptions
 from vajra_py.runtime.step.plan import Executor
